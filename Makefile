@@ -1,0 +1,53 @@
+# The two commands of the README are `make study` and `make test`; each does all the set-up that it needs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+TORCH := torch==2.13.0
+
+.PHONY: study test test-core test-slow lint types gpu clean
+
+study: $(VENV)/.sim-installed
+	$(BIN)/kvledger study --workload conversation --output kvledger-report
+
+test: $(VENV)/.test-installed
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu"
+
+test-core: $(VENV)/.core-test-installed
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu and not torch"
+
+test-slow: $(VENV)/.test-installed
+	$(BIN)/python -m pytest -q -n 2 -m "slow and not gpu"
+
+lint: $(VENV)/.test-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test-installed
+	$(BIN)/pyright
+
+# The interpreter that is there, no network, nothing installed: the folders are put on the import path by tests/conftest.py.
+gpu:
+	$(PYTHON) -m pytest -q -m gpu tests
+	$(PYTHON) -m pytest -q bench --benchmark-enable -m gpu
+
+clean:
+	rm -rf $(VENV) kvledger-report
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"kvledger needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Try: make $(MAKECMDGOALS) PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.sim-installed: $(VENV)/.made pyproject.toml constraints.txt
+	$(PIP) install -c constraints.txt -e '.[sim]'
+	@touch $@
+
+$(VENV)/.core-test-installed: $(VENV)/.made pyproject.toml constraints.txt
+	$(PIP) install -c constraints.txt -e '.[test]'
+	@touch $@
+
+# torch comes first and by exact version: an open range would bring a CUDA build of several gigabytes.
+$(VENV)/.test-installed: $(VENV)/.core-test-installed
+	$(PIP) install $(TORCH)
+	@touch $@
