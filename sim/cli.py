@@ -1,0 +1,50 @@
+"""The command line: `kvledger <command>`. Each command lives in sim/commands/ and imports what is heavy when it runs."""
+
+import importlib
+import os
+import sys
+
+import typer
+
+from ..core.errors import DoesNotFitError, KVLedgerError
+
+EXIT_DOES_NOT_FIT = 1
+EXIT_BAD_INPUT = 2
+
+# name -> module in sim/commands that holds a function of the same name (dashes become underscores)
+COMMANDS = ("plan", "curve", "replay", "compare", "study")
+
+
+def build_app() -> typer.Typer:
+    """The application with every command of `COMMANDS`; their modules import nothing heavy at the top."""
+    app = typer.Typer(
+        name="kvledger",
+        help="The KV-cache memory of LLM serving as a ledger: plan it, replay real traffic on it, compare, decide.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+    for name in COMMANDS:
+        module = importlib.import_module(f".commands.{name}", __package__)
+        app.command(name)(getattr(module, name.replace("-", "_")))
+    return app
+
+
+def main() -> None:
+    """Run the command line. Exit 0: done; 1: the answer is "no, it does not fit"; 2: bad input."""
+    try:
+        build_app()()
+    except KVLedgerError as error:
+        print(f"kvledger: {error}", file=sys.stderr)
+        sys.exit(EXIT_DOES_NOT_FIT if isinstance(error, DoesNotFitError) else EXIT_BAD_INPUT)
+    except BrokenPipeError:  # `kvledger ... | head`: the reader went away, which is no fault
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except KeyboardInterrupt:
+        print("kvledger: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

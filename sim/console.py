@@ -1,0 +1,62 @@
+"""What every command shares for talking to a person or to a program: JSON, tables, progress, figures with units."""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def print_json(payload: Any) -> None:
+    """One JSON document on standard output, keys in the order given; NaN is refused rather than printed."""
+    json.dump(payload, sys.stdout, indent=2, allow_nan=False, ensure_ascii=False)
+    sys.stdout.write("\n")
+
+
+def console(stderr: bool = False):
+    """A rich console. Off a terminal it is 120 columns wide, so that logs and pipes do not fold tables at 80."""
+    from rich.console import Console
+
+    stream_is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(stderr=stderr, width=None if stream_is_terminal else 120, highlight=False)
+
+
+def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any]], left: Sequence[int] = (0,)):
+    """A rich table; the columns whose index is in `left` are left-aligned, all others (figures) right-aligned."""
+    from rich import box
+    from rich.table import Table
+
+    out = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    for i, name in enumerate(columns):
+        out.add_column(name, justify="left" if i in left else "right", overflow="fold")
+    for row in rows:
+        out.add_row(*(cell if isinstance(cell, str) else f"{cell:,}" for cell in row))
+    return out
+
+
+def progress(description: str, total: float | None = None):
+    """A progress bar with the time left on a terminal's standard error, and silence elsewhere."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    return bar, bar.add_task(description, total=total)
+
+
+def gib(num_bytes: float) -> str:
+    """`1073741824` -> `1.00 GiB`."""
+    return f"{num_bytes / GIB:,.2f} GiB"
+
+
+def percent(share: float, digits: int = 2) -> str:
+    """`0.25` -> `25.00 %`."""
+    return f"{share * 100:.{digits}f} %"
