@@ -1,0 +1,125 @@
+"""A trace: a stream of requests that can be read again and again, and a tally of what a pass over it found."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import attrs
+
+
+@attrs.frozen
+class TraceRequest:
+    """One request. `arrival_s` counts from the first request of the window, already divided by the rate scale.
+
+    `hash_ids` are the ids of the prompt's blocks, `ceil(input_length / trace_block_size)` of them (the last may be a
+    partial block), or None where the prompt is shared with nobody. `output_length` may be 0 (a prompt alone). `place`
+    is the line in the file, or the number of the request in a built-in workload, from 1.
+    """
+
+    arrival_s: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] | None
+    place: int
+
+
+@attrs.define
+class SkippedRows:
+    """Rows left out for one reason: how many, and the first of them as an example."""
+
+    num_rows: int
+    first_place: int
+    first_message: str
+
+
+@attrs.define
+class Window:
+    """The part of the trace that was measured; every figure depends on it, so it is always shown.
+
+    Times are on the trace's own clock, before the rate scale, in seconds after its first usable row.
+    """
+
+    skip_first: int
+    limit: int | None
+    first_place: int | None = None
+    last_place: int | None = None
+    start_s: float = 0.0
+    end_s: float = 0.0
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first to the last arrival, on the trace's own clock."""
+        return self.end_s - self.start_s
+
+
+@attrs.define
+class TraceInfo:
+    """What a trace is and what a pass over it found; the counts grow while a pass runs and are final when it ends.
+
+    `trace_block_size` is the number of tokens that one hash id stands for, None where there are no ids;
+    `trace_block_size_source` says who chose it. `rows_skipped` maps a reason to the rows left out for it.
+    """
+
+    name: str
+    path: str | None
+    format: str
+    timestamp_unit: str
+    trace_block_size: int | None
+    trace_block_size_source: str | None
+    rate_scale: float
+    window: Window
+    num_requests: int = 0
+    num_requests_without_hash_ids: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    rows_skipped: dict[str, SkippedRows] = attrs.field(factory=dict)
+    unused_fields: set[str] = attrs.field(factory=set)
+
+    @property
+    def claims_reuse(self) -> bool:
+        """Whether any request read carries block ids; without them a hit rate says nothing about the traffic."""
+        return self.num_requests > self.num_requests_without_hash_ids
+
+    @property
+    def num_rows_skipped(self) -> int:
+        """Rows left out, whatever the reason."""
+        return sum(rows.num_rows for rows in self.rows_skipped.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the window, ready for JSON."""
+        out = attrs.asdict(self, filter=lambda field, _: field.name != "window")
+        out["unused_fields"] = sorted(self.unused_fields)
+        return out
+
+    def window_as_dict(self) -> dict[str, Any]:
+        """The window, ready for JSON."""
+        return {**attrs.asdict(self.window), "duration_s": self.window.duration_s, "num_requests": self.num_requests}
+
+    def notes(self) -> list[str]:
+        """What a reader of any figure from this trace must know, one sentence each."""
+        out: list[str] = []
+        if self.num_requests and not self.claims_reuse:
+            out.append("no request carries hash_ids: prompts are taken as unique, so no reuse can be claimed")
+        elif self.num_requests_without_hash_ids:
+            out.append(
+                f"{self.num_requests_without_hash_ids:,} of {self.num_requests:,} requests carry no hash_ids: "
+                "their prompts are taken as unique (no reuse)"
+            )
+        for reason, rows in self.rows_skipped.items():
+            out.append(
+                f"{rows.num_rows:,} row{'' if rows.num_rows == 1 else 's'} left out ({reason}); "
+                f"the first: {rows.first_message}"
+            )
+        if self.unused_fields:
+            out.append(f"fields not used: {', '.join(sorted(self.unused_fields))}")
+        return out
+
+
+@runtime_checkable
+class Trace(Protocol):
+    """Requests in order of arrival. Each `iter()` is a fresh pass, and `info` is the latest pass's tally."""
+
+    info: TraceInfo
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        """The requests, one at a time; memory does not grow with the trace."""
+        ...
