@@ -127,15 +127,19 @@ class StateArray:
         shape: elements along each axis, on this rank.
         dtype: dtype of the elements.
         name: what it holds (`conv`, `recurrent`).
+        tp_axis: axis that tensor parallelism divides; None: every rank holds the whole array.
     """
 
     shape: tuple[int, ...] = attrs.field(converter=tuple)
     dtype: str = attrs.field(converter=canonical_dtype)
     name: str = "state"
+    tp_axis: int | None = None
 
     def __attrs_post_init__(self) -> None:
         if not self.shape or any(size < 1 for size in self.shape):
             raise InputError(f"StateArray.shape is {self.shape!r}; every axis must be at least 1")
+        if self.tp_axis is not None and not 0 <= self.tp_axis < len(self.shape):
+            raise InputError(f"StateArray.tp_axis is {self.tp_axis}; the shape {self.shape!r} has no such axis")
 
     @property
     def num_bytes(self) -> int:

@@ -1,0 +1,192 @@
+"""Which layers share a block table, and how pages of different sizes come to share one pool.
+
+The rules are vLLM 0.32's, fixed by the `groups` of the recorded planning cases. In order: layers whose specs merge, or
+that are of one kind with one block size, form one group. Otherwise a block-outermost layout puts pages of different
+sizes side by side in a block; any other layout makes all pages equal and splits the layers into groups of one size.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from .errors import InputError
+from .kv_cache_config import KVCacheGroup
+from .kv_cache_layout import KVCacheLayout
+from .kv_cache_spec import AttentionSpec, ChunkedLocalSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from .latent_and_state_spec import LatentSpec, MambaLikeSpec
+from .packed_groups import pack_groups
+
+LayerSpecs = Mapping[str, KVCacheSpec]
+
+
+def group_layers(
+    layer_specs: LayerSpecs, layout: KVCacheLayout, disable_hybrid_kv_cache_manager: bool
+) -> tuple[KVCacheGroup, ...]:
+    """Split layers (in registration order) into block-table groups.
+
+    Raises:
+        InputError: the layers cannot share one pool: pages that can be neither scaled nor padded to one size, or, with
+            hybrid allocation off, layers that cannot all be sized like full attention.
+    """
+    if disable_hybrid_kv_cache_manager:
+        layer_specs = size_like_full_attention(layer_specs)
+    if group := one_group(layer_specs):
+        return (group,)
+    if layout.is_block_outermost and len({spec.page_size_bytes for spec in layer_specs.values()}) > 1:
+        return pack_groups(layer_specs)
+    equalised = equalise_page_sizes(layer_specs)
+    if equalised is None:
+        return (_all_sized_like_full(layer_specs),)
+    return _groups_of_one_size(equalised)
+
+
+def one_group(layer_specs: LayerSpecs) -> KVCacheGroup | None:
+    """All layers in one group where their specs merge or always need equally many slots; otherwise None."""
+    specs = list(layer_specs.values())
+    names = tuple(layer_specs)
+    if merged := merge_specs(specs):
+        return KVCacheGroup(names, (merged,) * len(names), merged)
+    if len({(spec.token_slots_key, spec.block_size) for spec in specs}) == 1:
+        return KVCacheGroup(names, tuple(specs), specs[0], is_uniform_type=True)
+    return None
+
+
+def merge_specs(specs: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
+    """The one spec that stands for all, or None.
+
+    Specs merge if they are equal, or if they are full attention that differs only in the window or chunk which a layer
+    would have had (at most one such size in all).
+    """
+    first = specs[0]
+    if all(spec == first for spec in specs):
+        return first
+    full_specs = [spec for spec in specs if isinstance(spec, FullAttentionSpec)]
+    if len(full_specs) < len(specs):
+        return None
+    windows = {spec.sliding_window for spec in full_specs} - {None}
+    chunks = {spec.attention_chunk_size for spec in full_specs} - {None}
+    plain = {attrs.evolve(spec, sliding_window=None, attention_chunk_size=None) for spec in full_specs}
+    if len(plain) > 1 or len(windows) + len(chunks) > 1:
+        return None
+    return attrs.evolve(
+        plain.pop(), sliding_window=next(iter(windows), None), attention_chunk_size=next(iter(chunks), None)
+    )
+
+
+def size_like_full_attention(layer_specs: LayerSpecs) -> LayerSpecs:
+    """Windowed and chunked layers sized like the full layers beside them (hybrid allocation is off).
+
+    Only the allocation changes; a layer still attends within its window.
+
+    Raises:
+        InputError: no full-attention layer to be sized like, or layers of yet another kind.
+    """
+    if one_group(layer_specs):
+        return layer_specs
+    full_block_sizes = {
+        spec.block_size for spec in layer_specs.values() if isinstance(spec, FullAttentionSpec | LatentSpec)
+    }
+    promoted = dict(layer_specs)
+    if full_block_sizes:
+        block_size = full_block_sizes.pop() if len(full_block_sizes) == 1 else None
+        promoted = {name: _promote(spec, block_size or spec.block_size) for name, spec in layer_specs.items()}
+    if one_group(promoted) is None:
+        kinds = ", ".join(sorted({spec.kind for spec in layer_specs.values()}))
+        raise InputError(
+            f"hybrid allocation is off, but layers of kinds {kinds} cannot all be sized like full attention; "
+            "leave hybrid allocation on"
+        )
+    return promoted
+
+
+def _promote(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
+    if not isinstance(spec, SlidingWindowSpec | ChunkedLocalSpec):
+        return spec
+    promoted = FullAttentionSpec(
+        block_size=block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        head_size_v=spec.head_size_v,
+        dtype=spec.dtype,
+        scales=spec.scales,
+        sliding_window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
+        attention_chunk_size=spec.attention_chunk_size if isinstance(spec, ChunkedLocalSpec) else None,
+    )
+    if spec.page_size_padded is None:
+        return promoted
+    return promoted.with_page_size(max(spec.page_size_padded, promoted.unpadded_page_size_bytes))
+
+
+def equalise_page_sizes(layer_specs: LayerSpecs) -> LayerSpecs | None:
+    """Every page made as large as the largest, or None where a page can be neither scaled nor padded.
+
+    A smaller page holds more tokens where it divides the largest; otherwise it is padded. States are always padded, as
+    their size does not depend on the block size; latents never, as kernels index them in whole token rows.
+    """
+    largest_bytes = max(spec.page_size_bytes for spec in layer_specs.values())
+    equalised: dict[str, KVCacheSpec] = {}
+    for name, spec in layer_specs.items():
+        page_bytes = spec.page_size_bytes
+        if page_bytes == largest_bytes:
+            equalised[name] = spec
+        elif not isinstance(spec, MambaLikeSpec) and largest_bytes % page_bytes == 0:
+            equalised[name] = spec.with_block_size(spec.block_size * (largest_bytes // page_bytes))
+        elif isinstance(spec, AttentionSpec | MambaLikeSpec):
+            equalised[name] = spec.with_page_size(largest_bytes)
+        else:
+            return None
+    return equalised
+
+
+def _all_sized_like_full(layer_specs: LayerSpecs) -> KVCacheGroup:
+    """The way out where a latent's page fits no other: windowed layers are sized like full ones, in one group."""
+    kinds = {type(spec) for spec in layer_specs.values()}
+    if SlidingWindowSpec in kinds and ChunkedLocalSpec not in kinds:
+        group = one_group(size_like_full_attention(layer_specs))
+        if group is not None:
+            return group
+    pages = ", ".join(f"{spec.kind} {spec.page_size_bytes:,} B" for spec in dict.fromkeys(layer_specs.values()))
+    raise InputError(
+        f"pages of different sizes ({pages}) cannot share one pool: a latent's page can be scaled but not padded; "
+        "choose block sizes whose pages divide the largest, or a block-outermost layout (BLNHC, BLHNC)"
+    )
+
+
+def _groups_of_one_size(layer_specs: LayerSpecs) -> tuple[KVCacheGroup, ...]:
+    """Buckets of mergeable specs, each split into groups of about the same number of layers."""
+    buckets = _mergeable_buckets(layer_specs)
+    group_size = layers_per_group([len(names) for names, _ in buckets])
+    groups: list[KVCacheGroup] = []
+    for names, spec in buckets:
+        num_groups = math.ceil(len(names) / group_size)
+        # Striding, not slicing: with pipeline parallelism every stage then holds about equally many layers of each
+        # group, and none of a stage's groups is left empty.
+        for index in range(num_groups):
+            members = tuple(names[index::num_groups])
+            groups.append(KVCacheGroup(members, (spec,) * len(members), spec))
+    return tuple(groups)
+
+
+def _mergeable_buckets(layer_specs: LayerSpecs) -> list[tuple[list[str], KVCacheSpec]]:
+    names_by_spec: dict[KVCacheSpec, list[str]] = {}
+    for name, spec in layer_specs.items():
+        names_by_spec.setdefault(spec, []).append(name)
+    buckets: list[tuple[list[str], KVCacheSpec]] = []
+    for spec, names in names_by_spec.items():
+        for index, (bucket_names, bucket_spec) in enumerate(buckets):
+            if merged := merge_specs([bucket_spec, spec]):
+                buckets[index] = ([*bucket_names, *names], merged)
+                break
+        else:
+            buckets.append((names, spec))
+    return buckets
+
+
+def layers_per_group(bucket_sizes: Sequence[int]) -> int:
+    """Layers in one group: the smallest bucket, or the largest one if that is less than 1.5 times as large.
+
+    The exception keeps 12 + 13 layers from becoming 12 + 12 + 1 (golden uneven.* cases).
+    """
+    smallest, largest = min(bucket_sizes), max(bucket_sizes)
+    return largest if largest < smallest * 1.5 else smallest
