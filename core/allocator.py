@@ -1,0 +1,571 @@
+"""Who gets which block: the commands that decide, each one commit, each whole or not at all."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .admission import Admission
+from .allocator_config import AllocatorConfig
+from .errors import InputError, MisuseError
+from .events import (
+    BlockCopied,
+    BlocksAllocated,
+    BlocksFreed,
+    BlocksShared,
+    BlocksUncached,
+    CacheReset,
+    Commit,
+    Event,
+    FreeReason,
+    Key,
+    PoolCreated,
+    PrefixAdopted,
+    RowsAssigned,
+    RowsReleased,
+    TokensPlaced,
+    frozen_column,
+)
+from .eviction import EvictionOrder
+from .ledger_state import LedgerState
+from .orphans import ChainLinks
+from .prefix_match import PrefixMatch, PrefixMatcher
+from .registration import Registrar
+from .types import EventSink, Request
+
+Rows: TypeAlias = NDArray[np.int64]
+IntOrEach: TypeAlias = int | NDArray[np.int64]
+
+
+class KVCacheAllocator:
+    """Decides where every token's keys and values live, and writes each decision down.
+
+    A command reads the state, decides, and then applies its events through `LedgerState.apply`, the only code that
+    changes anything; the commit goes to every sink once, in order. A command that cannot be carried out changes
+    nothing: it returns None or False where waiting may help, and raises where it never will.
+
+    Semantics are vLLM V1's, block id for block id (golden/ops), with the sanctioned differences: misuse is refused
+    before anything changes, and out-of-window release is a command of its own that runs before `allocate`.
+    """
+
+    def __init__(
+        self,
+        config: AllocatorConfig,
+        sinks: Iterable[EventSink] = (),
+        eviction: EvictionOrder | None = None,
+    ) -> None:
+        """Create the pool and write its first commit.
+
+        Args:
+            config: sizes, groups and rules.
+            sinks: who hears of every commit.
+            eviction: an order made by the caller (Belady needs the future); else made from `config.eviction`.
+        """
+        self.config = config
+        created = PoolCreated(
+            num_blocks=config.num_blocks,
+            groups=config.groups,
+            max_num_reqs=config.max_num_reqs,
+            max_model_len=config.max_model_len,
+            enable_caching=config.enable_caching,
+            hash_block_size=config.hash_block_size,
+            scheduler_block_size=config.scheduler_block_size,
+            eviction=config.eviction if eviction is None else eviction.name,
+            key_algorithm=config.key_algorithm,
+        )
+        self.state = LedgerState(created, eviction)
+        self.sinks = tuple(sinks)
+        self._matcher = PrefixMatcher(
+            config.groups, config.hash_block_size, config.scheduler_block_size, config.use_eagle
+        )
+        self._admission = Admission(config, self.state)
+        self._registrar = Registrar(config, self.state, self._matcher)
+        self._request_in_row: list[Request | None] = [None] * config.max_num_reqs
+        self._links = ChainLinks(config.groups)
+        self._one_group = len(config.groups) == 1
+        self._commit([self._emit(created)])
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def pool(self):
+        """The block pool, to be read."""
+        return self.state.pool
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that could be taken now, cached content included."""
+        return len(self.state.pool.free_queue)
+
+    def row_of(self, request_id: str) -> int:
+        """The block-table row that a request holds."""
+        row = self.state.row_of.get(request_id)
+        if row is None:
+            raise MisuseError(f"request {request_id!r} holds no blocks: it was never allocated, or freed already")
+        return row
+
+    def holds(self, request_id: str) -> bool:
+        """Whether the request holds a row."""
+        return request_id in self.state.row_of
+
+    def block_ids(self, request_id: str) -> list[list[int]]:
+        """The request's blocks, by group and logical index."""
+        row = self.row_of(request_id)
+        return [table.blocks(row) for table in self.state.tables]
+
+    def num_placed_tokens(self, request_id: str) -> int:
+        """Tokens of the request that have slots."""
+        return self.state.placed[self.row_of(request_id)]
+
+    def check_fits(self, num_tokens: int, what: str = "a request") -> None:
+        """Raise `DoesNotFitError` with the numbers if a request of this length can never be served (D01)."""
+        self._admission.check_fits(num_tokens, what)
+
+    def max_fitting_tokens(self) -> int:
+        """The longest request that the pool serves alone."""
+        return self._admission.max_fitting_tokens()
+
+    def match_prefix(self, request: Request) -> PrefixMatch:
+        """Look up the longest cached prefix. Changes nothing in the ledger and pins nothing.
+
+        A boundary worth keeping (rule 14) is noted on the request, where it outlives a lookup that leads nowhere.
+        """
+        if not self.config.enable_caching or request.keys is None:
+            empty = ((),) * len(self.config.groups)
+            return PrefixMatch(request.request_id, 0, empty, empty, 0, self.state.next_sequence)
+        match = self._matcher.match(request, self.state.pool, self.state.next_sequence)
+        if match.boundary:
+            request.cache_boundary = match.boundary
+        return match
+
+    def can_admit(self, request: Request, match: PrefixMatch | None = None, use_watermark: bool = True) -> bool:
+        """Whether the whole known sequence would fit now: the full-sequence gate (rule 16)."""
+        return self._admission.whole_sequence_fits(request, match, use_watermark)
+
+    # -- commands ----------------------------------------------------------------------------------------------------
+
+    def allocate(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        match: PrefixMatch | None = None,
+        *,
+        num_computed_tokens: int | None = None,
+        num_lookahead_tokens: int = 0,
+        reserved_blocks: int = 0,
+        use_watermark: bool = False,
+    ) -> tuple[tuple[int, ...], ...] | None:
+        """Give a request slots for its next tokens (rules 15, 18 to 21).
+
+        Args:
+            request: whose tokens; `num_tokens` bounds what is registered.
+            num_new_tokens: tokens to be computed, drafts included.
+            match: what `match_prefix` found, for a request that holds nothing yet; its blocks are adopted first.
+            num_computed_tokens: where the new tokens start, if not behind the last ones (rejected drafts).
+            num_lookahead_tokens: further slots for drafts to come; clamped to `max_model_len`.
+            reserved_blocks: free blocks that are promised to others.
+            use_watermark: whether the configured watermark must stay free (admissions).
+
+        Returns:
+            The blocks taken, by group (adopted ones not among them), or None if they are not free now; then nothing
+            has changed.
+
+        Raises:
+            MisuseError: a stale match, a match of another request, no row left, a start beyond the placed tokens.
+            DoesNotFitError: not even an empty pool would do.
+        """
+        state = self.state
+        row = state.row_of.get(request.request_id)
+        hits = self._checked_match(request, row, match)
+        start = self._checked_start(request, row, num_new_tokens, num_computed_tokens)
+        total = min(start + (match.num_hit_tokens if match else 0), self.config.max_model_len)
+        end = min(total + num_new_tokens, self.config.max_model_len)
+        num_slots = min(end + num_lookahead_tokens, self.config.max_model_len)
+        guarded = row is not None and (row in state.guarded or start < state.placed[row])
+        private = self._to_make_private(row, total, num_slots, Counter()) if guarded and row is not None else ()
+        copies = sum([copy for *_, copy in private])
+        needs = self._admission.blocks_needed(row, hits, num_slots, total)
+        spare = len(state.pool.free_queue) - reserved_blocks - (self.config.watermark_blocks if use_watermark else 0)
+        if sum(needs) + copies > spare:
+            self._admission.check_can_ever_hold(request, row, sum(needs) + copies)
+            return None
+
+        events: list[Event] = []
+        if row is None:
+            row = self._assign_row(request, events)
+        elif self._rolls_back_registered(row, total):
+            events.append(self._emit(TokensPlaced((row,), (total,), (0,))))
+        if hits is not None:
+            for group, blocks in enumerate(hits):
+                if blocks:
+                    events.append(self._emit(PrefixAdopted(group, row, blocks)))
+        for group, _, index, copy in private:
+            events.append(self._make_private(group, row, index, copy))
+        taken: list[tuple[int, ...]] = []
+        for group, table in enumerate(state.tables):
+            count = _ceil_div(num_slots, table.block_size) - table.count(row)
+            if count > 0:
+                blocks = state.pool.free_queue.peek(count)
+                events.append(self._take(group, (row,), (count,), blocks))
+                taken.append(blocks)
+            else:
+                taken.append(())
+        if self.config.enable_caching:
+            self._register([row], [min(end, request.num_tokens)], events)
+        events.append(self._emit(TokensPlaced((row,), (total,), (end - total,))))
+        self._commit(events)
+        return tuple(taken)
+
+    def append(
+        self,
+        rows: Rows,
+        num_new_tokens: IntOrEach = 1,
+        *,
+        num_draft_tokens: IntOrEach = 0,
+        num_lookahead_tokens: int = 0,
+        reserved_blocks: int = 0,
+        first_positions: NDArray[np.int64] | None = None,
+    ) -> bool:
+        """Give many running requests slots for their next tokens: a decode step, one commit.
+
+        Args:
+            rows: int64 `[num_reqs]`, distinct rows in batch order (see `row_of`).
+            num_new_tokens: tokens a request, drafts included; one number or int64 `[num_reqs]`.
+            num_draft_tokens: how many of them are drafts, which are never registered.
+            num_lookahead_tokens: further slots for drafts to come.
+            reserved_blocks: free blocks that are promised to others.
+            first_positions: int64 `[num_reqs]`, where the new tokens start; default: behind the placed ones.
+
+        Returns:
+            False, and nothing has changed, if the free blocks do not suffice for all of them.
+        """
+        state = self.state
+        placed = state.num_placed[rows]
+        first = placed if first_positions is None else first_positions
+        end = np.minimum(first + num_new_tokens, self.config.max_model_len)
+        num_slots = np.minimum(end + num_lookahead_tokens, self.config.max_model_len) if num_lookahead_tokens else end
+        private = self._to_make_private_among(rows, first, placed, num_slots)
+        shortfalls = [table.shortfall(rows, num_slots) for table in state.tables]
+        total_short = sum([int(counts.sum()) for _, counts in shortfalls]) + sum([copy for *_, copy in private])
+        if total_short > len(state.pool.free_queue) - reserved_blocks:
+            return False
+
+        events: list[Event] = []
+        if first is not placed:
+            for row, position in zip(rows.tolist(), first.tolist(), strict=True):
+                if self._rolls_back_registered(row, position):
+                    events.append(self._emit(TokensPlaced((row,), (position,), (0,))))
+        for group, row, index, copy in private:
+            events.append(self._make_private(group, row, index, copy))
+        self._take_for_batch(rows, shortfalls, events)
+        if self.config.enable_caching:
+            known = end - num_draft_tokens
+            due = self._registrar.due(rows, known)
+            if len(due):
+                self._register(rows[due].tolist(), known[due].tolist(), events)
+        counts = end - first
+        events.append(self._emit(TokensPlaced(_own(rows), _own(first), frozen_column(counts))))
+        self._commit(events)
+        return True
+
+    def num_appendable(self, rows: Rows, num_new_tokens: int = 1, num_lookahead_tokens: int = 0) -> int:
+        """How many of the rows, in order, an `append` could serve with the blocks that are free now."""
+        state = self.state
+        first = state.num_placed[rows]
+        num_slots = np.minimum(first + num_new_tokens + num_lookahead_tokens, self.config.max_model_len)
+        need = np.zeros(len(rows), dtype=np.int64)
+        for table in state.tables:
+            which, counts = table.shortfall(rows, num_slots)
+            need[which] += counts
+        for _, row, _, copy in self._to_make_private_among(rows, first, first, num_slots):
+            need[np.flatnonzero(rows == row)] += copy
+        return int(np.searchsorted(np.cumsum(need), len(state.pool.free_queue), side="right"))
+
+    def release_out_of_window(self, request_id: str, num_computed_tokens: int | None = None) -> int:
+        """Give back the blocks that no later token of the request attends to (rule 17). Returns how many.
+
+        Runs before `allocate`, which is then all-or-nothing; `num_computed_tokens` defaults to the placed tokens.
+        """
+        row = self.row_of(request_id)
+        total = self.state.placed[row] if num_computed_tokens is None else num_computed_tokens
+        events: list[Event] = []
+        released = 0
+        for group, kind in enumerate(self.config.groups):
+            stop = min(kind.num_skipped_tokens(total) // kind.block_size, self.state.tables[group].count(row))
+            start = self.state.skipped[group][row]
+            if stop > start:
+                indices = tuple(range(stop - 1, start - 1, -1))
+                blocks = tuple(self.state.tables[group].blocks(row)[start:stop][::-1])
+                released += len(blocks)
+                events.append(
+                    self._emit(BlocksFreed(FreeReason.OUT_OF_WINDOW, (group,), (row,), (len(blocks),), blocks, indices))
+                )
+        if events:
+            self._commit(events)
+        return released
+
+    def truncate(self, request_id: str, num_tokens: int) -> None:
+        """Keep only the first `num_tokens` placed tokens (a crop, rejected drafts); blocks behind them are freed."""
+        row = self.row_of(request_id)
+        placed = self.state.placed[row]
+        if not 0 <= num_tokens <= placed:
+            raise MisuseError(f"cannot truncate {request_id!r} to {num_tokens} tokens: it has {placed}")
+        for group, kind in enumerate(self.config.groups):
+            gone = self.state.skipped[group][row] * kind.block_size
+            if kind.num_skipped_tokens(num_tokens) < gone:
+                raise MisuseError(
+                    f"cannot truncate {request_id!r} to {num_tokens} tokens: {kind} has released the first {gone}, "
+                    "which the next token would attend to"
+                )
+        events: list[Event] = []
+        for group, table in enumerate(self.state.tables):
+            keep = _ceil_div(num_tokens, table.block_size)
+            indices = tuple(range(table.count(row) - 1, keep - 1, -1))
+            if indices:
+                blocks = tuple([table.block(row, index) for index in indices])
+                events.append(
+                    self._emit(BlocksFreed(FreeReason.TRUNCATED, (group,), (row,), (len(blocks),), blocks, indices))
+                )
+        if events or num_tokens < placed:
+            events.append(self._emit(TokensPlaced((row,), (num_tokens,), (0,))))
+            self._commit(events)
+
+    def fork(self, parent_id: str, child: Request) -> None:
+        """Let `child` share every placed token of the parent; the first write into a shared block copies it."""
+        parent_row = self.row_of(parent_id)
+        if child.request_id in self.state.row_of:
+            raise MisuseError(f"cannot fork into {child.request_id!r}: it holds blocks already")
+        placed = self.state.placed[parent_row]
+        events: list[Event] = []
+        child_row = self._assign_row(child, events)
+        for group, table in enumerate(self.state.tables):
+            blocks = tuple(table.blocks(parent_row)[: _ceil_div(placed, table.block_size)])
+            if blocks:
+                events.append(self._emit(BlocksShared(group, parent_row, child_row, blocks)))
+        events.append(self._emit(TokensPlaced((child_row,), (0,), (placed,))))
+        self._commit(events)
+
+    def free(self, request_id: str, reason: FreeReason = FreeReason.FINISHED) -> None:
+        """Give back everything that a request holds, its last block first (rule 4)."""
+        row = self.row_of(request_id)
+        events: list[Event] = []
+        segments: list[tuple[int, tuple[int, ...]]] = []
+        for group, table in enumerate(self.state.tables):
+            if table.count(row):
+                start = self.state.skipped[group][row]
+                segments.append((group, tuple(table.blocks(row)[start:][::-1])))
+        if self.config.release == "deferred":
+            segments.reverse()
+            flat = tuple([block for _, blocks in segments for block in blocks])
+            groups, counts = tuple([g for g, _ in segments]), tuple([len(blocks) for _, blocks in segments])
+            events.append(self._emit(BlocksFreed(reason, groups, (row,) * len(groups), counts, flat)))
+        else:
+            for group, blocks in segments:
+                events.append(self._emit(BlocksFreed(reason, (group,), (row,), (len(blocks),), blocks)))
+        events.append(self._emit(RowsReleased((request_id,), (row,))))
+        self._request_in_row[row] = None
+        self._commit(events)
+
+    def preempt(self, request_id: str) -> None:
+        """Give back a running request's blocks; it will be allocated anew."""
+        self.free(request_id, FreeReason.PREEMPTED)
+
+    def abort(self, request_id: str) -> bool:
+        """Give back what an aborted request holds, if anything; a second abort is a no-op (C06)."""
+        if request_id not in self.state.row_of:
+            return False
+        self.free(request_id, FreeReason.ABORTED)
+        return True
+
+    def evict(self, blocks: Sequence[int]) -> int:
+        """Drop the keys of blocks by id; counts and queue positions stay. Returns how many keys were dropped."""
+        pool = self.state.pool
+        keyed = [block for block in dict.fromkeys(blocks) if pool.key_of(block) is not None]
+        if self.config.orphans == "drop":
+            keyed += self._links.descendants(keyed, pool)
+        if keyed:
+            keys: list[Key] = [pool.key_of(block) for block in keyed]
+            self._commit([self._emit(BlocksUncached(tuple(keyed), tuple(keys), pool.groups_of(keyed)))])
+        return len(keyed)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every key. Refused while any block is in use (B10)."""
+        held = self.state.pool.num_held_blocks
+        if held:
+            raise MisuseError(
+                f"cannot reset the prefix cache: {held} blocks in use by {len(self.state.row_of)} requests; "
+                "finish, abort or preempt them first"
+            )
+        self._commit([self._emit(CacheReset())])
+
+    # -- decisions that several commands share -----------------------------------------------------------------------
+
+    def _checked_match(
+        self, request: Request, row: int | None, match: PrefixMatch | None
+    ) -> tuple[tuple[int, ...], ...] | None:
+        if match is None:
+            return None
+        if match.request_id != request.request_id:
+            raise MisuseError(f"a match of {match.request_id!r} is handed in for {request.request_id!r}")
+        if not match.num_hit_tokens:
+            return None
+        if row is not None:
+            raise MisuseError(
+                f"request {request.request_id!r} holds blocks already; a prefix is adopted once, with the first blocks"
+            )
+        if match.sequence != self.state.next_sequence:
+            stale = match.stale_block(self.state.pool)
+            if stale is not None:
+                raise MisuseError(
+                    f"stale match for {request.request_id!r}: block {stale} has lost the content it was found by "
+                    f"since commit {match.sequence}; call match_prefix again"
+                )
+        return match.blocks
+
+    def _checked_start(self, request: Request, row: int | None, num_new_tokens: int, start: int | None) -> int:
+        placed = 0 if row is None else self.state.placed[row]
+        if num_new_tokens < 1:
+            raise InputError(f"request {request.request_id!r}: num_new_tokens must be at least 1, not {num_new_tokens}")
+        if start is None:
+            return placed
+        if not 0 <= start <= placed:
+            raise MisuseError(
+                f"request {request.request_id!r} cannot go on at position {start}: {placed} tokens are placed"
+            )
+        return start
+
+    def _assign_row(self, request: Request, events: list[Event]) -> int:
+        if not self.state.free_rows:
+            raise MisuseError(
+                f"no row for request {request.request_id!r}: all {self.config.max_num_reqs} rows (max_num_reqs) "
+                "are held"
+            )
+        row = self.state.free_rows[-1]
+        events.append(self._emit(RowsAssigned((request.request_id,), (row,))))
+        self._request_in_row[row] = request
+        return row
+
+    def _take(
+        self, group: int, rows: tuple[int, ...], counts: tuple[int, ...], blocks: tuple[int, ...]
+    ) -> BlocksAllocated:
+        pool = self.state.pool
+        lost_keys = pool.keys_of(blocks)
+        lost_groups = pool.groups_of(blocks) if lost_keys and not self._one_group else ()
+        event = BlocksAllocated(group, rows, counts, blocks, lost_keys, lost_groups)
+        self.state.apply(event)
+        return event
+
+    def _take_for_batch(
+        self, rows: Rows, shortfalls: list[tuple[NDArray[np.intp], NDArray[np.int64]]], events: list[Event]
+    ) -> None:
+        """Take blocks request by request, group by group, as calls in that order would."""
+        if self._one_group:
+            which, counts = shortfalls[0]
+            if len(which):
+                blocks = self.state.pool.free_queue.peek(int(counts.sum()))
+                events.append(self._take(0, tuple(rows[which].tolist()), tuple(counts.tolist()), blocks))
+            return
+        wanted = sorted(
+            (place, group, count)
+            for group, (which, counts) in enumerate(shortfalls)
+            for place, count in zip(which.tolist(), counts.tolist(), strict=True)
+        )
+        head = self.state.pool.free_queue.peek(sum([count for *_, count in wanted]))
+        shares: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in shortfalls]
+        start = 0
+        for place, group, count in wanted:
+            share_rows, share_counts, share_blocks = shares[group]
+            share_rows.append(int(rows[place]))
+            share_counts.append(count)
+            share_blocks += head[start : start + count]
+            start += count
+        for group, (share_rows, share_counts, share_blocks) in enumerate(shares):
+            if share_rows:
+                events.append(self._take(group, tuple(share_rows), tuple(share_counts), tuple(share_blocks)))
+
+    def _register(self, rows: list[int], known_tokens: list[int], events: list[Event]) -> None:
+        for group in range(len(self.config.groups)):
+            event = self._registrar.decide(group, rows, known_tokens, self._request_in_row)
+            if event is not None:
+                events.append(self._emit(event))
+                if self.config.orphans == "drop":
+                    self._links.note(event)
+
+    def _rolls_back_registered(self, row: int, first: int) -> bool:
+        """Whether going on at `first` overwrites a registered block; drafts never do, a crop may."""
+        return first < self.state.placed[row] and any(
+            considered[row] > first // table.block_size
+            for considered, table in zip(self.state.considered, self.state.tables, strict=True)
+        )
+
+    def _to_make_private(
+        self, row: int, first: int, num_slots: int, copied: Counter[int]
+    ) -> list[tuple[int, int, int, bool]]:
+        """Blocks that the row is about to write and must not as they are: (group, row, index, whether to copy).
+
+        `copied` counts, by source block, the copies that earlier rows of the same command make: the last holder
+        needs none.
+        """
+        found: list[tuple[int, int, int, bool]] = []
+        pool = self.state.pool
+        for group, table in enumerate(self.state.tables):
+            stop = min(_ceil_div(num_slots, table.block_size), table.count(row))
+            for index in range(first // table.block_size, stop):
+                block = table.block(row, index)
+                if pool.ref_cnt(block) - copied[block] > 1:
+                    copied[block] += 1
+                    found.append((group, row, index, True))
+                elif pool.key_of(block) is not None:
+                    found.append((group, row, index, False))
+        return found
+
+    def _to_make_private_among(
+        self, rows: Rows, first: NDArray[np.int64], placed: NDArray[np.int64], num_slots: NDArray[np.int64]
+    ) -> list[tuple[int, int, int, bool]]:
+        guarded = self.state.guarded
+        if first is placed and not guarded:
+            return []
+        found: list[tuple[int, int, int, bool]] = []
+        copied: Counter[int] = Counter()
+        for i, row in enumerate(rows.tolist()):
+            if row in guarded or first[i] < placed[i]:
+                found += self._to_make_private(row, int(first[i]), int(num_slots[i]), copied)
+        return found
+
+    def _make_private(self, group: int, row: int, index: int, copy: bool) -> Event:
+        pool = self.state.pool
+        source = self.state.tables[group].block(row, index)
+        if not copy:
+            return self._emit(BlocksUncached((source,), (pool.key_of(source),), (group,)))
+        (target,) = pool.free_queue.peek(1)
+        lost_key, lost_group = pool.key_of(target), pool.group_of(target)
+        return self._emit(BlockCopied(group, row, index, source, target, lost_key, lost_group))
+
+    # -- the commit --------------------------------------------------------------------------------------------------
+
+    def _emit(self, event: Event) -> Event:
+        self.state.apply(event)
+        return event
+
+    def _commit(self, events: list[Event]) -> None:
+        commit = Commit(self.state.next_sequence, tuple(events))
+        self.state.next_sequence += 1
+        failure: Exception | None = None
+        for sink in self.sinks:
+            try:
+                sink.apply(commit)
+            except Exception as error:  # the commit stands; every sink hears of it before the first failure is raised
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _own(column: Rows) -> NDArray[np.integer]:
+    """A read-only copy: the caller goes on using its array."""
+    return frozen_column(column.copy())

@@ -1,0 +1,78 @@
+"""Eviction orders: which unreferenced block is taken next.
+
+An order is told when blocks leave and enter the pool's free set and, if it `observes_keys`, when blocks become
+findable, are adopted or lose their key. Everything that it knows comes from these calls, which the pool makes while
+it applies events, so an order's state is a fold of the log like the rest.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from .errors import InputError
+from .free_queue import FreeQueue
+
+
+class EvictionOrder(Protocol):
+    """The order of the unreferenced blocks. Unkeyed blocks always go before keyed ones: they hold nothing to lose."""
+
+    @property
+    def name(self) -> str:
+        """The name under which `PoolCreated.eviction` records this order."""
+        ...
+
+    @property
+    def observes_keys(self) -> bool:
+        """Whether `on_cached`, `on_adopted` and `on_uncached` are to be called (the default LRU needs none of them)."""
+        ...
+
+    def __len__(self) -> int:
+        """How many blocks are queued."""
+        ...
+
+    def order(self) -> list[int]:
+        """Every queued block, the next one to be taken first."""
+        ...
+
+    def peek(self, count: int) -> tuple[int, ...]:
+        """The next `count <= len` blocks to be taken, in order; changes nothing that `order` shows."""
+        ...
+
+    def take(self, blocks: tuple[int, ...]) -> None:
+        """These blocks were taken for new content."""
+        ...
+
+    def remove(self, blocks: Sequence[int]) -> None:
+        """These queued blocks are referenced again, their content intact."""
+        ...
+
+    def append(self, blocks: Sequence[int]) -> None:
+        """Keyed blocks lost their last reference, in this order."""
+        ...
+
+    def prepend(self, blocks: Sequence[int]) -> None:
+        """Unkeyed blocks lost their last reference, in this order; the first one is to be taken next."""
+        ...
+
+    def on_cached(self, blocks: Sequence[int], indices: Sequence[int]) -> None:
+        """Blocks became findable; `indices` are their logical indices in the request (their depth)."""
+        ...
+
+    def on_adopted(self, blocks: Sequence[int]) -> None:
+        """Blocks were found and adopted (called before `remove` for those that were queued)."""
+        ...
+
+    def on_uncached(self, blocks: Sequence[int]) -> None:
+        """Blocks lost their key where they stand, queued or not."""
+        ...
+
+
+def make_eviction_order(name: str, num_blocks: int) -> EvictionOrder:
+    """An empty-pool order by the name that `PoolCreated.eviction` records.
+
+    Raises:
+        InputError: no order has this name, or it needs more than its name (Belady needs the future).
+    """
+    makers: dict[str, Callable[[int], EvictionOrder]] = {"lru": FreeQueue}
+    if name not in makers:
+        raise InputError(f"no eviction order named {name!r}; there are {', '.join(makers)}")
+    return makers[name](num_blocks)

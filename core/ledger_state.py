@@ -1,0 +1,244 @@
+"""State as the fold of events: the one code path that changes anything, shared by live operation and replay."""
+
+from array import array
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .block_pool import BlockPool
+from .block_table import BlockTable
+from .errors import CorruptLedgerError
+from .events import (
+    SCHEMA_VERSION,
+    BlockCopied,
+    BlocksAllocated,
+    BlocksCached,
+    BlocksFreed,
+    BlocksShared,
+    BlocksUncached,
+    CacheReset,
+    Commit,
+    Event,
+    FreeReason,
+    PoolCreated,
+    PrefixAdopted,
+    RowsAssigned,
+    RowsReleased,
+    TokensPlaced,
+    as_ints,
+)
+from .eviction import EvictionOrder, make_eviction_order
+
+
+class LedgerState:
+    """Pool, block tables and rows, as the events so far leave them.
+
+    Attributes:
+        pool: reference counts, key index, free queue.
+        tables: one `BlockTable` a group.
+        num_placed: int64 `[max_num_reqs]`, tokens of each row that have slots.
+        row_of: request id -> row, for requests that hold one.
+        request_of: row -> request id or None.
+        next_sequence: the sequence number of the next commit.
+    """
+
+    def __init__(self, created: PoolCreated, eviction: EvictionOrder | None = None) -> None:
+        if created.schema_version != SCHEMA_VERSION:
+            raise CorruptLedgerError(
+                f"this log has schema version {created.schema_version}; this kvledger reads {SCHEMA_VERSION}"
+            )
+        self.created = created
+        order = make_eviction_order(created.eviction, created.num_blocks) if eviction is None else eviction
+        self.pool = BlockPool(created.num_blocks, len(created.groups), order)
+        self.tables = [
+            BlockTable(created.max_num_reqs, -(-created.max_model_len // kind.block_size), kind.block_size)
+            for kind in created.groups
+        ]
+        rows = created.max_num_reqs
+        self.placed = array("q", bytes(8 * rows))
+        self.num_placed: NDArray[np.int64] = np.frombuffer(self.placed, dtype=np.int64)
+        # Logical blocks of each row that registration has considered, by group; -1 while the row is not tracked (a
+        # row is tracked from its first hit or registration on, which fixes how vLLM counts what it still needs).
+        self.considered = [array("i", [-1]) * rows for _ in created.groups]
+        self.num_considered: list[NDArray[np.int32]] = [np.frombuffer(c, dtype=np.int32) for c in self.considered]
+        # Leading null blocks of each row, by group: what went out of window or was skipped by a hit.
+        self.skipped = [array("i", bytes(4 * rows)) for _ in created.groups]
+        self.num_skipped: list[NDArray[np.int32]] = [np.frombuffer(s, dtype=np.int32) for s in self.skipped]
+        # Rows that may write into a block that is shared or findable (after a fork or a rollback).
+        self.guarded: set[int] = set()
+        self.row_of: dict[str, int] = {}
+        self.request_of: list[str | None] = [None] * rows
+        self.free_rows = list(range(rows - 1, -1, -1))
+        self.next_sequence = 0
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            PoolCreated: self._pool_created,
+            RowsAssigned: self._rows_assigned,
+            RowsReleased: self._rows_released,
+            PrefixAdopted: self._prefix_adopted,
+            BlocksAllocated: self._blocks_allocated,
+            BlocksCached: self._blocks_cached,
+            TokensPlaced: self._tokens_placed,
+            BlocksShared: self._blocks_shared,
+            BlockCopied: self._block_copied,
+            BlocksFreed: self._blocks_freed,
+            BlocksUncached: self._blocks_uncached,
+            CacheReset: self._cache_reset,
+        }
+
+    def apply(self, event: Event) -> None:
+        """Change the state by one event. Trusts the event: it was decided here, or a verified log holds it."""
+        self._handlers[type(event)](event)
+
+    def apply_commit(self, commit: Commit) -> None:
+        """Replay one commit; its sequence number must be the next one."""
+        if commit.sequence != self.next_sequence:
+            raise CorruptLedgerError(
+                f"commit {commit.sequence} follows commit {self.next_sequence - 1}: one is missing"
+            )
+        for event in commit.events:
+            self.apply(event)
+        self.next_sequence += 1
+
+    # -- one handler an event ----------------------------------------------------------------------------------------
+
+    def _pool_created(self, event: PoolCreated) -> None:
+        if event != self.created or self.next_sequence:
+            raise CorruptLedgerError(f"a log creates its pool once, in its first commit; found {event}")
+
+    def _rows_assigned(self, event: RowsAssigned) -> None:
+        for request_id, row in zip(event.requests, as_ints(event.rows), strict=True):
+            if self.free_rows[-1] == row:
+                self.free_rows.pop()
+            else:
+                self.free_rows.remove(row)
+            self.row_of[request_id] = row
+            self.request_of[row] = request_id
+            self.placed[row] = 0
+            for considered, skipped in zip(self.considered, self.skipped, strict=True):
+                considered[row] = -1
+                skipped[row] = 0
+
+    def _rows_released(self, event: RowsReleased) -> None:
+        for request_id, row in zip(event.requests, as_ints(event.rows), strict=True):
+            del self.row_of[request_id]
+            self.request_of[row] = None
+            self.free_rows.append(row)
+            self.guarded.discard(row)
+
+    def _prefix_adopted(self, event: PrefixAdopted) -> None:
+        blocks = as_ints(event.blocks)
+        self.pool.adopt(blocks)
+        self.tables[event.group].extend(event.row, blocks)
+        self.considered[event.group][event.row] = len(blocks)
+        self.skipped[event.group][event.row] = _num_leading_nulls(blocks)
+
+    def _blocks_allocated(self, event: BlocksAllocated) -> None:
+        blocks = as_ints(event.blocks)
+        self.pool.take(blocks)
+        table = self.tables[event.group]
+        if len(event.rows) == 1:
+            table.extend(int(event.rows[0]), blocks)
+        elif len(event.rows) == len(blocks):
+            table.extend_each(np.asarray(event.rows), blocks)
+        else:
+            start = 0
+            for row, count in zip(as_ints(event.rows), as_ints(event.counts), strict=True):
+                table.extend(row, blocks[start : start + count])
+                start += count
+
+    def _blocks_cached(self, event: BlocksCached) -> None:
+        if event.keys:
+            self.pool.cache(event.group, as_ints(event.blocks), event.keys, as_ints(event.indices))
+        considered = self.considered[event.group]
+        for row, stop in zip(as_ints(event.rows), as_ints(event.stops), strict=True):
+            considered[row] = stop
+
+    def _tokens_placed(self, event: TokensPlaced) -> None:
+        if len(event.rows) == 1:
+            self._place(int(event.rows[0]), int(event.first_positions[0]), int(event.counts[0]))
+            return
+        rows, firsts = np.asarray(event.rows), np.asarray(event.first_positions)
+        careful = self.guarded and not self.guarded.isdisjoint(as_ints(event.rows))
+        if careful or (firsts < self.num_placed[rows]).any():
+            for row, first, count in zip(
+                as_ints(event.rows), as_ints(event.first_positions), as_ints(event.counts), strict=True
+            ):
+                self._place(row, first, count)
+        else:
+            self.num_placed[rows] = firsts + np.asarray(event.counts)
+
+    def _place(self, row: int, first: int, count: int) -> None:
+        if count:
+            # Whatever the new tokens overwrite was made private before this event.
+            self.guarded.discard(row)
+        elif first < self.placed[row]:
+            self.guarded.add(row)
+            for table, considered in zip(self.tables, self.considered, strict=True):
+                considered[row] = min(considered[row], first // table.block_size)
+        self.placed[row] = first + count
+
+    def _blocks_shared(self, event: BlocksShared) -> None:
+        blocks = as_ints(event.blocks)
+        self.pool.adopt(blocks)
+        group, parent, child = event.group, event.parent_row, event.child_row
+        self.tables[group].extend(child, blocks)
+        self.considered[group][child] = self.considered[group][parent]
+        self.skipped[group][child] = _num_leading_nulls(blocks)
+        self.guarded.update((parent, child))
+
+    def _block_copied(self, event: BlockCopied) -> None:
+        self.pool.take((event.target,))
+        self.pool.release((event.source,))
+        self.tables[event.group].replace(event.row, (event.index,), event.target)
+
+    def _blocks_freed(self, event: BlocksFreed) -> None:
+        self.pool.release(as_ints(event.blocks))
+        start = 0
+        for group, row, count in zip(as_ints(event.groups), as_ints(event.rows), as_ints(event.counts), strict=True):
+            table = self.tables[group]
+            if event.reason is FreeReason.OUT_OF_WINDOW:
+                indices = as_ints(event.indices)[start : start + count]
+                table.replace(row, indices, 0)
+                self.skipped[group][row] = max(indices) + 1
+            elif event.reason is FreeReason.TRUNCATED:
+                table.shrink(row, min(as_ints(event.indices)[start : start + count]))
+            else:
+                table.clear(row)
+            start += count
+
+    def _blocks_uncached(self, event: BlocksUncached) -> None:
+        self.pool.uncache(as_ints(event.blocks))
+
+    def _cache_reset(self, event: CacheReset) -> None:
+        self.pool.reset()
+
+    # -- comparison --------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything that must be equal when two folds are equal, in plain Python values."""
+        pool = self.pool
+        rows = sorted(self.row_of.items(), key=lambda item: item[1])
+        return {
+            "next_sequence": self.next_sequence,
+            "free_queue": pool.free_queue.order(),
+            "ref_cnt": {block: count for block, count in enumerate(pool.ref_cnts()) if count},
+            "index": [{key: pool.copies(key, group) for key in pool.index(group)} for group in range(len(self.tables))],
+            "rows": dict(rows),
+            "free_rows": list(self.free_rows),
+            "tables": [{name: table.blocks(row) for name, row in rows} for table in self.tables],
+            "num_placed": {name: self.placed[row] for name, row in rows},
+            "considered": [{name: c[row] for name, row in rows} for c in self.considered],
+            "skipped": [{name: s[row] for name, row in rows} for s in self.skipped],
+            "guarded": sorted(self.guarded),
+        }
+
+
+def _num_leading_nulls(blocks: Iterable[int]) -> int:
+    count = 0
+    for block in blocks:
+        if block:
+            break
+        count += 1
+    return count

@@ -1,0 +1,109 @@
+"""Which complete blocks become findable: rule 21 of golden/ops."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .allocator_config import DENSE, AllocatorConfig
+from .events import BlocksCached, Key
+from .ledger_state import LedgerState
+from .prefix_match import PrefixMatcher
+from .types import Request
+
+
+class Registrar:
+    """Decides what `BlocksCached` says. Blocks register as soon as they are allocated, before they are computed."""
+
+    def __init__(self, config: AllocatorConfig, state: LedgerState, matcher: PrefixMatcher) -> None:
+        self._config = config
+        self._state = state
+        self._matcher = matcher
+
+    def due(self, rows: NDArray[np.int64], known_tokens: NDArray[np.int64]) -> NDArray[np.intp]:
+        """Places in the batch where some group has a complete block that registration has not considered."""
+        sure = known_tokens // self._config.scheduler_block_size * self._config.scheduler_block_size
+        behind = np.zeros(len(rows), dtype=np.bool_)
+        for kind, considered in zip(self._config.groups, self._state.num_considered, strict=True):
+            behind |= sure // kind.block_size > np.maximum(considered[rows], 0)
+        return np.flatnonzero(behind)
+
+    def decide(
+        self,
+        group: int,
+        rows: Sequence[int],
+        known_tokens: Sequence[int],
+        requests: Sequence[Request | None],
+    ) -> BlocksCached | None:
+        """What becomes findable in one group, for rows whose first `known_tokens` tokens are known.
+
+        `requests` is by row: whose tokens they are.
+        """
+        kind = self._config.groups[group]
+        scheduler_block_size = self._config.scheduler_block_size
+        table = self._state.tables[group]
+        considered = self._state.considered[group]
+        columns: tuple[list[int], ...] = ([], [], [], [])
+        out_rows, starts, stops, counts = columns
+        indices: list[int] = []
+        blocks: list[int] = []
+        keys: list[Key] = []
+        parents: list[Key | None] = []
+        for row, known in zip(rows, known_tokens, strict=True):
+            request = requests[row]
+            start = max(considered[row], 0)
+            stop = known // scheduler_block_size * scheduler_block_size // kind.block_size
+            if stop <= start or request is None:
+                continue
+            before = start > 0
+            range_keys = self._matcher.block_keys(request, kind, start - before, stop)
+            stop = start - before + len(range_keys)  # a source may withhold keys: those blocks are never found
+            if stop <= start:
+                continue
+            parent = range_keys[0] if before else None
+            parents.append(parent)
+            chosen = () if self._strands(group, parent) else self._retained(group, start, stop, request)
+            held = table.blocks(row)
+            live = [index for index in chosen if held[index]]
+            out_rows.append(row)
+            starts.append(start)
+            stops.append(stop)
+            counts.append(len(live))
+            indices += live
+            blocks += [held[index] for index in live]
+            offset = start - before
+            keys += [range_keys[index - offset] for index in live]
+        if not out_rows:
+            return None
+        return BlocksCached(
+            group,
+            tuple(out_rows),
+            tuple(starts),
+            tuple(stops),
+            tuple(counts),
+            tuple(indices),
+            tuple(blocks),
+            tuple(keys),
+            tuple(parents),
+        )
+
+    def _strands(self, group: int, parent: Key | None) -> bool:
+        """Whether no lookup could reach the block behind `parent`, which was evicted by id while it was held."""
+        return (
+            self._config.orphans == "drop"
+            and parent is not None
+            and self._config.groups[group].needs_whole_prefix
+            and self._state.pool.find(parent, group) is None
+        )
+
+    def _retained(self, group: int, start: int, stop: int, request: Request) -> Sequence[int]:
+        interval = self._config.retention_interval
+        if interval is DENSE:
+            return range(start, stop)
+        kind = self._config.groups[group]
+        unit = self._config.scheduler_block_size
+        ends = {(request.num_prompt_tokens - 1) // unit * unit, request.cache_boundary // unit * unit}
+        if interval:
+            first = start * kind.block_size // interval * interval
+            ends.update(range(first, (stop + 1) * kind.block_size + interval + 1, interval))
+        return list(kind.retained(start, stop, ends, self._config.use_eagle))
