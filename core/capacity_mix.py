@@ -6,10 +6,11 @@ from fractions import Fraction
 import attrs
 
 from .errors import InputError
-from .kv_cache_spec import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec, ServingLimits
+from .kv_cache_spec import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec
 from .latent_and_state_spec import LatentSpec
 from .max_model_len import blocks_per_request
 from .planning import KVCachePlan
+from .serving_limits import ServingLimits
 
 DEFAULT_CONTEXT_TOKENS = (2_048, 8_192, 32_768, 131_072)
 """Context lengths of the capacity table: 2k, 8k, 32k and 128k."""

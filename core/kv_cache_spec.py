@@ -11,37 +11,14 @@ those of vLLM 0.32, fixed by the recorded planning cases (`spec_page_size_bytes`
 import abc
 import math
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import attrs
 
 from .cache_dtype import BITS_PER_ELEMENT, ScaleStorage, canonical_dtype, packed_bytes
 from .errors import InputError
+from .serving_limits import ServingLimits
 from .validators import non_negative, positive
-
-StateCacheMode = Literal["none", "align", "all"]
-"""When state layers keep snapshots for prefix caching: never, at aligned boundaries, or at every block."""
-
-
-@attrs.frozen(kw_only=True)
-class ServingLimits:
-    """What bounds the blocks that one request can hold at once.
-
-    Attributes:
-        max_model_len: longest sequence of one request, tokens.
-        max_in_flight_tokens: concurrent batches x max_num_batched_tokens; only windowed and chunked layers need it.
-        max_encoder_tokens: longest encoder input of one request, tokens; only cross attention needs it.
-        decode_context_parallel_size: ranks that the tokens of full-attention layers are spread over (DCP).
-        state_cache_mode: snapshots that state layers keep; only state layers need it.
-    """
-
-    max_model_len: int = attrs.field(validator=positive)
-    max_in_flight_tokens: int | None = attrs.field(default=None, validator=attrs.validators.optional(positive))
-    max_encoder_tokens: int | None = attrs.field(default=None, validator=attrs.validators.optional(non_negative))
-    decode_context_parallel_size: int = attrs.field(default=1, validator=positive)
-    state_cache_mode: StateCacheMode | None = attrs.field(
-        default=None, validator=attrs.validators.optional(attrs.validators.in_(("none", "align", "all")))
-    )
 
 
 @attrs.frozen
@@ -114,6 +91,14 @@ class KVCacheSpec(abc.ABC):
 
         Raises:
             InputError: `limits` lacks a value that this kind depends on.
+        """
+
+    @abc.abstractmethod
+    def max_blocks_formula(self, limits: ServingLimits) -> str:
+        """How `max_blocks_per_request` comes about, with the numbers substituted.
+
+        Raises:
+            InputError: as `max_blocks_per_request`.
         """
 
     @abc.abstractmethod
@@ -246,6 +231,10 @@ class FullAttentionSpec(AttentionSpec):
         """Blocks of the whole sequence, divided over the DCP ranks."""
         return every_token_blocks(self.block_size, limits)
 
+    def max_blocks_formula(self, limits: ServingLimits) -> str:
+        """`max_blocks_per_request` with the numbers substituted."""
+        return every_token_formula(self.block_size, limits)
+
 
 @attrs.frozen(kw_only=True)
 class SlidingWindowSpec(AttentionSpec):
@@ -274,6 +263,12 @@ class SlidingWindowSpec(AttentionSpec):
         num_tokens = min(self.sliding_window - 1 + required_in_flight(limits, self.kind), limits.max_model_len)
         return math.ceil(num_tokens / self.block_size) + 1
 
+    def max_blocks_formula(self, limits: ServingLimits) -> str:
+        """`max_blocks_per_request` with the numbers substituted."""
+        held = f"{self.sliding_window} window - 1 + {limits.max_in_flight_tokens} in flight"
+        num_blocks = self.max_blocks_per_request(limits)
+        return f"ceil(min({held}, {limits.max_model_len} tokens) / {self.block_size}) + 1 = {num_blocks:,}"
+
     def floor_bytes(self, num_tokens: int) -> int:
         """The last `sliding_window` tokens are kept."""
         return min(num_tokens, self.sliding_window) * self.num_kv_heads * self.state_content_bytes
@@ -301,6 +296,12 @@ class ChunkedLocalSpec(AttentionSpec):
         num_tokens = min(self.attention_chunk_size + required_in_flight(limits, self.kind), limits.max_model_len)
         return math.ceil(num_tokens / self.block_size)
 
+    def max_blocks_formula(self, limits: ServingLimits) -> str:
+        """`max_blocks_per_request` with the numbers substituted."""
+        held = f"{self.attention_chunk_size} chunk + {limits.max_in_flight_tokens} in flight"
+        num_blocks = self.max_blocks_per_request(limits)
+        return f"ceil(min({held}, {limits.max_model_len} tokens) / {self.block_size}) = {num_blocks:,}"
+
     def floor_bytes(self, num_tokens: int) -> int:
         """At most one chunk is kept."""
         return min(num_tokens, self.attention_chunk_size) * self.num_kv_heads * self.state_content_bytes
@@ -327,6 +328,11 @@ class CrossAttentionSpec(AttentionSpec):
             raise InputError("cross-attention layers need max_encoder_tokens, the longest encoder input in tokens")
         return math.ceil(limits.max_encoder_tokens / self.block_size)
 
+    def max_blocks_formula(self, limits: ServingLimits) -> str:
+        """`max_blocks_per_request` with the numbers substituted."""
+        num_blocks = self.max_blocks_per_request(limits)
+        return f"ceil({limits.max_encoder_tokens} encoder tokens / {self.block_size}) = {num_blocks:,}"
+
     def floor_bytes(self, num_tokens: int) -> int:
         """`num_tokens` are the encoder's tokens, all of which are kept."""
         return num_tokens * self.num_kv_heads * self.state_content_bytes
@@ -351,6 +357,15 @@ def every_token_blocks(block_size: int, limits: ServingLimits) -> int:
     """Blocks of a layer that keeps every token; each DCP rank keeps an equal share of them."""
     tokens_on_rank = math.ceil(limits.max_model_len / limits.decode_context_parallel_size)
     return math.ceil(tokens_on_rank / block_size)
+
+
+def every_token_formula(block_size: int, limits: ServingLimits) -> str:
+    """`every_token_blocks` with the numbers substituted."""
+    shards = limits.decode_context_parallel_size
+    tokens = (
+        f"{limits.max_model_len} tokens" if shards == 1 else f"ceil({limits.max_model_len} tokens / {shards} ranks)"
+    )
+    return f"ceil({tokens} / {block_size}) = {every_token_blocks(block_size, limits):,}"
 
 
 def required_in_flight(limits: ServingLimits, kind: str) -> int:

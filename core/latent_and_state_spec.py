@@ -8,7 +8,14 @@ import attrs
 
 from .cache_dtype import BITS_PER_ELEMENT, ScaleStorage, canonical_dtype, packed_bytes
 from .errors import InputError
-from .kv_cache_spec import CellTerm, KVCacheSpec, ServingLimits, every_token_blocks, vector_cell_terms
+from .kv_cache_spec import (
+    CellTerm,
+    KVCacheSpec,
+    every_token_blocks,
+    every_token_formula,
+    vector_cell_terms,
+)
+from .serving_limits import ServingLimits
 from .validators import non_negative, positive
 
 
@@ -29,6 +36,10 @@ class LatentSpec(KVCacheSpec):
     def max_blocks_per_request(self, limits: ServingLimits) -> int:
         """Blocks of the whole sequence, divided over the DCP ranks."""
         return every_token_blocks(self.block_size, limits)
+
+    def max_blocks_formula(self, limits: ServingLimits) -> str:
+        """`max_blocks_per_request` with the numbers substituted."""
+        return every_token_formula(self.block_size, limits)
 
     def states_per_block(self, block_size: int) -> int:
         """One state per token."""
@@ -206,6 +217,17 @@ class MambaLikeSpec(KVCacheSpec):
         else:
             num_states = 2 if limits.state_cache_mode == "align" else 1
         return num_states + self.num_speculative_blocks
+
+    def max_blocks_formula(self, limits: ServingLimits) -> str:
+        """`max_blocks_per_request` with the numbers substituted."""
+        num_blocks = self.max_blocks_per_request(limits)
+        states = {
+            "none": "1 state",
+            "align": "1 state + 1 snapshot",
+            "all": f"ceil({limits.max_model_len} tokens / {self.block_size}) snapshots",
+            None: "",
+        }[limits.state_cache_mode]
+        return f"{states} + {self.num_speculative_blocks} for drafts = {num_blocks:,}"
 
     def floor_bytes(self, num_tokens: int) -> int:
         """One state, whatever the number of tokens."""

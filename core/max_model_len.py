@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import attrs
 
 from .kv_cache_config import KVCacheGroup
-from .kv_cache_spec import ServingLimits
+from .serving_limits import ServingLimits
 
 
 def blocks_per_request(groups: Sequence[KVCacheGroup], limits: ServingLimits) -> int:

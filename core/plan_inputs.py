@@ -6,7 +6,8 @@ import attrs
 
 from .errors import InputError
 from .kv_cache_layout import KVCacheLayout
-from .kv_cache_spec import KVCacheSpec, ServingLimits, StateCacheMode
+from .kv_cache_spec import KVCacheSpec
+from .serving_limits import ServingLimits, StateCacheMode
 from .validators import non_negative, positive
 
 

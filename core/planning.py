@@ -19,7 +19,6 @@ import attrs
 
 from .kv_cache_config import KVCacheConfig, KVCacheGroup, needs_zeroing
 from .kv_cache_groups import group_layers
-from .kv_cache_spec import ServingLimits
 from .kv_cache_tensors import lay_out
 from .latent_and_state_spec import MambaLikeSpec
 from .max_model_len import blocks_per_request
@@ -27,6 +26,7 @@ from .plan_inputs import PlanInputs
 from .plan_refusal import PlanCondition, PlanRefusedError, override_refusal, request_refusal
 from .plan_warnings import plan_warnings
 from .rank_plan import RankPlan, plan_ranks_alone, share_pool
+from .serving_limits import ServingLimits
 
 
 @attrs.frozen(kw_only=True)
