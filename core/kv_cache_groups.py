@@ -82,15 +82,7 @@ def size_like_full_attention(layer_specs: LayerSpecs) -> LayerSpecs:
     Raises:
         InputError: no full-attention layer to be sized like, or layers of yet another kind.
     """
-    if one_group(layer_specs):
-        return layer_specs
-    full_block_sizes = {
-        spec.block_size for spec in layer_specs.values() if isinstance(spec, FullAttentionSpec | LatentSpec)
-    }
-    promoted = dict(layer_specs)
-    if full_block_sizes:
-        block_size = full_block_sizes.pop() if len(full_block_sizes) == 1 else None
-        promoted = {name: _promote(spec, block_size or spec.block_size) for name, spec in layer_specs.items()}
+    promoted = _promoted(layer_specs)
     if one_group(promoted) is None:
         kinds = ", ".join(sorted({spec.kind for spec in layer_specs.values()}))
         raise InputError(
@@ -98,6 +90,17 @@ def size_like_full_attention(layer_specs: LayerSpecs) -> LayerSpecs:
             "leave hybrid allocation on"
         )
     return promoted
+
+
+def _promoted(layer_specs: LayerSpecs) -> LayerSpecs:
+    """Windowed and chunked layers made full, in blocks of the full layers; as they are where there are no such."""
+    full_block_sizes = {
+        spec.block_size for spec in layer_specs.values() if isinstance(spec, FullAttentionSpec | LatentSpec)
+    }
+    if one_group(layer_specs) or not full_block_sizes:
+        return layer_specs
+    block_size = full_block_sizes.pop() if len(full_block_sizes) == 1 else None
+    return {name: _promote(spec, block_size or spec.block_size) for name, spec in layer_specs.items()}
 
 
 def _promote(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
@@ -143,7 +146,7 @@ def _all_sized_like_full(layer_specs: LayerSpecs) -> KVCacheGroup:
     """The way out where a latent's page fits no other: windowed layers are sized like full ones, in one group."""
     kinds = {type(spec) for spec in layer_specs.values()}
     if SlidingWindowSpec in kinds and ChunkedLocalSpec not in kinds:
-        group = one_group(size_like_full_attention(layer_specs))
+        group = one_group(_promoted(layer_specs))
         if group is not None:
             return group
     pages = ", ".join(f"{spec.kind} {spec.page_size_bytes:,} B" for spec in dict.fromkeys(layer_specs.values()))

@@ -60,10 +60,11 @@ class KVCacheSpec(abc.ABC):
     page_size_padded: int | None = attrs.field(default=None, validator=attrs.validators.optional(positive))
 
     def __attrs_post_init__(self) -> None:
-        if self.page_size_padded is not None and self.page_size_padded < self.unpadded_page_size_bytes:
+        page_bytes = self.unpadded_page_size_bytes
+        if self.page_size_padded is not None and self.page_size_padded < page_bytes:
             raise InputError(
                 f"{type(self).__name__}.page_size_padded is {self.page_size_padded:,} bytes, less than the page itself "
-                f"({self.unpadded_page_size_bytes:,} bytes)"
+                f"({page_bytes:,} bytes)"
             )
 
     @property
