@@ -1,0 +1,139 @@
+"""What all architectures are read with: heads and head sizes, per-layer types, and the frame of a decoder's weights."""
+
+from collections.abc import Callable, Sequence
+
+import attrs
+
+from .config_fields import ConfigFields, per_layer_types
+from .errors import InputError
+from .layer_cache import AttentionCache, LayerCaches
+from .model_weights import Groups, ModelWeights, embedding, lm_head, vector
+
+
+@attrs.frozen(kw_only=True)
+class Architecture:
+    """How one architecture is read.
+
+    Attributes:
+        caches: what each layer stores; needs only the fields that decide it.
+        weights: the parameters; needs more fields. None: not known here, for the reason in `weights_unknown`.
+        weights_unknown: what stands in the way of counting them.
+        left_out: parts of the checkpoint that `weights` does not count.
+        hybrid_manager: False where vLLM sizes windowed layers like full ones by default (Llama 4's chunks).
+    """
+
+    caches: Callable[[ConfigFields], LayerCaches]
+    weights: Callable[[ConfigFields], ModelWeights] | None
+    weights_unknown: str = ""
+    left_out: tuple[str, ...] = ()
+    hybrid_manager: bool = True
+
+
+@attrs.frozen(kw_only=True)
+class Heads:
+    """Query heads, KV heads, and the sizes of a key and a value vector."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+
+
+def read_heads(fields: ConfigFields) -> Heads:
+    """Heads of a decoder; an explicit head_dim wins over hidden_size / num_attention_heads.
+
+    Raises:
+        InputError: a field is missing, or hidden_size is no multiple of the heads and no head_dim is given.
+    """
+    num_heads = fields.integer("num_attention_heads", "n_head")
+    head_size = fields.optional_integer("head_dim")
+    if head_size is None:
+        hidden_size = fields.integer("hidden_size", "n_embd")
+        if hidden_size % num_heads:
+            raise InputError(
+                f"{fields.place}: hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads};"
+                " give head_dim"
+            )
+        head_size = hidden_size // num_heads
+    return Heads(
+        num_heads=num_heads,
+        num_kv_heads=fields.integer_or("num_key_value_heads", num_heads),
+        head_size=head_size,
+        head_size_v=fields.integer_or("v_head_dim", head_size),
+    )
+
+
+def num_layers(fields: ConfigFields) -> int:
+    """Layers of the decoder, draft layers not counted."""
+    return fields.integer("num_hidden_layers", "n_layer")
+
+
+def layer_types(fields: ConfigFields, default: Callable[[int], str]) -> tuple[str, ...]:
+    """The type of each layer: from the config's own list, else as the architecture lays them out."""
+    listed = per_layer_types(fields, num_layers(fields))
+    return listed if listed is not None else tuple(default(index) for index in range(num_layers(fields)))
+
+
+def every_nth_full(fields: ConfigFields, pattern_field: str, default_pattern: int) -> Callable[[int], str]:
+    """Every n-th layer is full, the others slide; n from `pattern_field` where the config has it."""
+    pattern = fields.integer_or(pattern_field, default_pattern)
+    return lambda index: "sliding_attention" if (index + 1) % pattern else "full_attention"
+
+
+def window(fields: ConfigFields) -> int:
+    """The sliding window, which layers that slide cannot do without."""
+    return fields.integer("sliding_window", "sliding_window_size")
+
+
+def attention_caches(fields: ConfigFields, types: Sequence[str]) -> LayerCaches:
+    """Full and sliding layers of equal heads and sizes.
+
+    Raises:
+        InputError: a type that is neither, or sliding layers without a window.
+    """
+    heads = read_heads(fields)
+    full = AttentionCache(num_kv_heads=heads.num_kv_heads, head_size=heads.head_size, head_size_v=heads.head_size_v)
+    caches: list[tuple[AttentionCache, ...]] = []
+    for index, kind in enumerate(types):
+        if kind == "full_attention":
+            caches.append((full,))
+        elif kind == "sliding_attention":
+            caches.append((attrs.evolve(full, sliding_window=window(fields)),))
+        else:
+            raise InputError(
+                f"{fields.place}: layer_types[{index}] is {kind!r}; this architecture has full_attention and"
+                " sliding_attention layers"
+            )
+    return tuple(caches)
+
+
+def decoder(
+    fields: ConfigFields,
+    layer: Callable[[int], Groups],
+    *,
+    tied_by_default: bool,
+    final_norm: int | None = None,
+    more_embeddings: Groups = (),
+    more_head: Groups = (),
+) -> ModelWeights:
+    """Embedding, layers, final norm and output matrix.
+
+    Args:
+        fields: the config.
+        layer: parameters of the layer of that index.
+        tied_by_default: whether the output matrix is the embedding where the config does not say.
+        final_norm: parameters of the last norm; None: one per hidden unit.
+        more_embeddings: further tables that the first stage holds.
+        more_head: further parameters that the last stage holds.
+    """
+    vocab_size = fields.integer("vocab_size")
+    hidden_size = fields.integer("hidden_size", "n_embd")
+    tied = fields.flag("tie_word_embeddings", tied_by_default)
+    norm = vector("final norm", hidden_size if final_norm is None else final_norm)
+    head = (norm, *more_head) if tied else (norm, *more_head, lm_head(vocab_size, hidden_size))
+    return ModelWeights(
+        embeddings=(embedding("embed_tokens", vocab_size, hidden_size), *more_embeddings),
+        layers=tuple(layer(index) for index in range(num_layers(fields))),
+        head=head,
+        tied=tied,
+    )

@@ -1,0 +1,42 @@
+"""KV bytes of well-known models, to the byte, from each row's own fields: one test per row of model_kv_bytes.jsonl."""
+
+import json
+from typing import Any
+
+import pytest
+from kvledger.core.model_geometry import ModelGeometry, builtin_geometry, catalogue_name, geometry_from_description
+
+from tests.parity.golden import golden_dir
+
+DTYPE_OF_PRECISION = {"bf16_fp16": "bf16", "fp8_int8": "fp8", "fp4_int4": "fp4", "fp32": "fp32"}
+
+
+def _rows() -> list[Any]:
+    path = golden_dir() / "model_kv_bytes.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines if line.strip()]
+    return [pytest.param(row, id=row["name"]) for row in rows]
+
+
+def _check(geometry: ModelGeometry, row: dict[str, Any]) -> None:
+    for key, expected in row["kv_bytes"].items():
+        precision, tokens, *with_state = key.split("/")
+        found = geometry.sequence_bytes(int(tokens), DTYPE_OF_PRECISION[precision])
+        total = found.total_with_state if with_state else found.total
+        assert total == expected["total"], key
+        assert found.indexer == expected["indexer"], key
+        assert total - found.indexer == expected["kv"], key
+
+
+@pytest.mark.parametrize("row", _rows())
+def test_kv_bytes_follow_from_the_rows_own_fields(row: dict[str, Any]) -> None:
+    _check(geometry_from_description(row, row["name"], f"model_kv_bytes.jsonl: {row['name']}"), row)
+
+
+@pytest.mark.parametrize("row", _rows())
+def test_kv_bytes_of_the_built_in_model_are_the_same(row: dict[str, Any]) -> None:
+    if catalogue_name(row["name"]) is None:
+        pytest.skip(f"{row['name']} is not built in; its own fields are checked above")
+    geometry = builtin_geometry(row["name"])
+    _check(geometry, row)
+    assert geometry.max_position_embeddings == row["max_position_embeddings"]
