@@ -5,6 +5,7 @@ from typing import Final
 import attrs
 
 from .errors import InputError
+from .validators import positive
 
 BITS_PER_ELEMENT: Final[dict[str, int]] = {
     "fp32": 32,
@@ -65,10 +66,8 @@ class ScaleStorage:
         elements_per_scale: elements of one head's vector that share a scale; None: the whole vector shares one.
     """
 
-    bytes_per_scale: int = attrs.field(validator=attrs.validators.gt(0))
-    elements_per_scale: int | None = attrs.field(
-        default=None, validator=attrs.validators.optional(attrs.validators.gt(0))
-    )
+    bytes_per_scale: int = attrs.field(validator=positive)
+    elements_per_scale: int | None = attrs.field(default=None, validator=attrs.validators.optional(positive))
 
     def bytes_for(self, num_elements: int) -> int:
         """Bytes of the scales of one vector of `num_elements` (0 for a vector that is not stored)."""

@@ -8,7 +8,7 @@ from .errors import InputError
 from .kv_cache_layout import KVCacheLayout
 from .kv_cache_spec import KVCacheSpec
 from .serving_limits import ServingLimits, StateCacheMode
-from .validators import non_negative, positive
+from .validators import non_negative, one_of, positive
 
 
 def _in_order(layer_specs: Mapping[str, KVCacheSpec]) -> Mapping[str, KVCacheSpec]:
@@ -48,7 +48,9 @@ class PlanInputs:
     max_in_flight_tokens: int | None = attrs.field(default=None, validator=attrs.validators.optional(positive))
     max_encoder_tokens: int | None = attrs.field(default=None, validator=attrs.validators.optional(non_negative))
     decode_context_parallel_size: int = attrs.field(default=1, validator=positive)
-    state_cache_mode: StateCacheMode | None = None
+    state_cache_mode: StateCacheMode | None = attrs.field(
+        default=None, validator=attrs.validators.optional(one_of("none", "align", "all"))
+    )
     layout: KVCacheLayout = KVCacheLayout.LBNHC
     disable_hybrid_kv_cache_manager: bool = False
     num_gpu_blocks_override: int | None = attrs.field(default=None, validator=attrs.validators.optional(positive))
@@ -60,6 +62,8 @@ class PlanInputs:
             raise InputError("layer_specs is empty: no layer stores a KV cache, so there is nothing to plan")
         if not self.available_bytes:
             raise InputError("available_bytes is empty: give the memory of at least one rank")
+        if fractional := [value for value in self.available_bytes if value != int(value)]:
+            raise InputError(f"available_bytes holds {fractional[0]!r}; memory is counted in whole bytes")
         if self.rank_layers is not None:
             _check_rank_layers(self.rank_layers, self.layer_specs, len(self.available_bytes))
 

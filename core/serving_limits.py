@@ -4,7 +4,7 @@ from typing import Literal
 
 import attrs
 
-from .validators import non_negative, positive
+from .validators import non_negative, one_of, positive
 
 StateCacheMode = Literal["none", "align", "all"]
 """When state layers keep snapshots for prefix caching: never, at aligned boundaries, or at every block."""
@@ -27,5 +27,5 @@ class ServingLimits:
     max_encoder_tokens: int | None = attrs.field(default=None, validator=attrs.validators.optional(non_negative))
     decode_context_parallel_size: int = attrs.field(default=1, validator=positive)
     state_cache_mode: StateCacheMode | None = attrs.field(
-        default=None, validator=attrs.validators.optional(attrs.validators.in_(("none", "align", "all")))
+        default=None, validator=attrs.validators.optional(one_of("none", "align", "all"))
     )

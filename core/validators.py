@@ -1,5 +1,6 @@
 """Checks of attrs fields that name the class, the field and the value, as `InputError`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -15,6 +16,17 @@ def positive(instance: object, attribute: "attrs.Attribute[Any]", value: Any) ->
 def non_negative(instance: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
     """An attrs validator: the field is a whole number of at least 0."""
     _at_least(0, instance, attribute, value)
+
+
+def one_of(*choices: str) -> "Callable[[object, attrs.Attribute[Any], Any], None]":
+    """An attrs validator: the field is one of `choices`."""
+
+    def check(instance: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
+        if value not in choices:
+            known = ", ".join(map(repr, choices))
+            raise InputError(f"{type(instance).__name__}.{attribute.name} is {value!r}; it must be one of {known}")
+
+    return check
 
 
 def _at_least(lowest: int, instance: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
