@@ -37,16 +37,16 @@ class Admission:
         adopted_free = self._state.pool.num_free_among(hits[group][skipped:] if skipped else hits[group])
         return max(wanted - max(skipped, len(hits[group]) + held), 0) + adopted_free
 
-    def whole_sequence_fits(self, request: Request, match: PrefixMatch | None, use_watermark: bool) -> bool:
-        """The full-sequence gate: blocks for every known token, capped for windowed groups, plus the watermark."""
+    def blocks_needed_for_all(self, request: Request, match: PrefixMatch | None) -> int:
+        """Blocks that must be free for every known token of a request, capped for windowed groups (rule 16)."""
         row = self._state.row_of.get(request.request_id)
         hits = match.blocks if match else None
         total = (match.num_hit_tokens if match else 0) + (0 if row is None else self._state.placed[row])
         num_tokens = min(request.num_tokens, self._config.max_model_len)
-        need = self._config.watermark_blocks if use_watermark else 0
+        need = 0
         for group, kind in enumerate(self._config.groups):
             need += self._needed_of(group, row, hits, self._capped(group, -(-num_tokens // kind.block_size)), total)
-        return need <= self._state.pool.num_free_blocks
+        return need
 
     def blocks_held_at_most(self, num_tokens: int) -> int:
         """Blocks that a request of this length holds at once, over all groups, when nothing is shared."""

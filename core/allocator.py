@@ -140,9 +140,17 @@ class KVCacheAllocator:
             request.cache_boundary = match.boundary
         return match
 
-    def can_admit(self, request: Request, match: PrefixMatch | None = None, use_watermark: bool = True) -> bool:
+    def can_admit(
+        self,
+        request: Request,
+        match: PrefixMatch | None = None,
+        *,
+        use_watermark: bool = True,
+        reserved_blocks: int = 0,
+    ) -> bool:
         """Whether the whole known sequence would fit now: the full-sequence gate (rule 16)."""
-        return self._admission.whole_sequence_fits(request, match, use_watermark)
+        spare = self.num_free_blocks - reserved_blocks - (self.config.watermark_blocks if use_watermark else 0)
+        return self._admission.blocks_needed_for_all(request, match) <= spare
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
@@ -270,7 +278,9 @@ class KVCacheAllocator:
         self._commit(events)
         return True
 
-    def num_appendable(self, rows: Rows, num_new_tokens: int = 1, num_lookahead_tokens: int = 0) -> int:
+    def num_appendable(
+        self, rows: Rows, num_new_tokens: IntOrEach = 1, *, num_lookahead_tokens: int = 0, reserved_blocks: int = 0
+    ) -> int:
         """How many of the rows, in order, an `append` could serve with the blocks that are free now."""
         state = self.state
         first = state.num_placed[rows]
@@ -281,7 +291,8 @@ class KVCacheAllocator:
             need[which] += counts
         for _, row, _, copy in self._to_make_private_among(rows, first, first, num_slots):
             need[np.flatnonzero(rows == row)] += copy
-        return int(np.searchsorted(np.cumsum(need), len(state.pool.free_queue), side="right"))
+        spare = len(state.pool.free_queue) - reserved_blocks
+        return int(np.searchsorted(np.cumsum(need), spare, side="right"))
 
     def release_out_of_window(self, request_id: str, num_computed_tokens: int | None = None) -> int:
         """Give back the blocks that no later token of the request attends to (rule 17). Returns how many.

@@ -110,11 +110,13 @@ class ScheduledStep:
 class StepResult:
     """What a backend reports of a step: how long it took, in seconds, and what it produced.
 
-    `outputs` is None where tokens are only counted (simulation).
+    `outputs` is None where tokens are only counted (simulation). `stopped` are rows whose request ends with this
+    step's token although `max_tokens` would allow more (a stop token).
     """
 
     seconds: float
     outputs: Any = None
+    stopped: tuple[int, ...] = ()
 
 
 class EventSink(Protocol):

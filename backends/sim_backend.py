@@ -1,0 +1,142 @@
+"""Simulated memory: block tables and slot mappings in NumPy, rebuilt from the events alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import InputError, MisuseError
+from ..core.events import (
+    BlockCopied,
+    BlocksAllocated,
+    BlocksFreed,
+    BlocksShared,
+    Commit,
+    FreeReason,
+    PoolCreated,
+    PrefixAdopted,
+    as_ints,
+)
+from ..core.types import LatencyModel, ScheduledStep, StepResult, TokenBatch
+
+PADDING_SLOT = -1
+
+
+class SimBackend:
+    """Keeps the block tables that the events describe and says how long a step takes.
+
+    It shares no state and no code with the allocator: what it knows, it read in the commits. That is what makes its
+    slots a witness in the comparison with device memory.
+
+    Attributes:
+        block_tables: one int32 `[max_num_reqs, max_num_blocks_per_req]` a group.
+        num_blocks_per_row: one int32 `[max_num_reqs]` a group.
+    """
+
+    def __init__(self, latency: LatencyModel | None = None) -> None:
+        self.latency = latency
+        self.block_tables: list[NDArray[np.int32]] = []
+        self.num_blocks_per_row: list[NDArray[np.int32]] = []
+        self._block_sizes: list[int] = []
+        self._submitted: ScheduledStep | None = None
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            PoolCreated: self._pool_created,
+            PrefixAdopted: self._prefix_adopted,
+            BlocksAllocated: self._blocks_allocated,
+            BlocksShared: self._blocks_shared,
+            BlockCopied: self._block_copied,
+            BlocksFreed: self._blocks_freed,
+        }
+
+    def apply(self, commit: Commit) -> None:
+        """Mirror one commit; events that move no block (keys, tokens, rows) leave the tables as they are."""
+        handlers = self._handlers
+        for event in commit.events:
+            handler = handlers.get(type(event))
+            if handler is not None:
+                handler(event)
+
+    def slot_mapping(self, batch: TokenBatch, group: int = 0, num_padded_tokens: int = 0) -> NDArray[np.int64]:
+        """The slot of every token: `table[row, position // block_size] * block_size + position % block_size`.
+
+        Args:
+            batch: the tokens; every position must have been placed by an event before.
+            group: which group's tables.
+            num_padded_tokens: length of the result if longer than the batch; the tail is -1 (no slot).
+
+        Returns:
+            int64 `[max(num_tokens, num_padded_tokens)]`.
+        """
+        positions = batch.positions()
+        if len(positions) > num_padded_tokens > 0:
+            raise InputError(f"a batch of {len(positions)} tokens cannot be padded to {num_padded_tokens}")
+        size = self._block_sizes[group]
+        blocks = self.block_tables[group][batch.row_of_token(), positions // size]
+        slots = np.full(max(len(positions), num_padded_tokens), PADDING_SLOT, dtype=np.int64)
+        slots[: len(positions)] = blocks * np.int64(size) + positions % size
+        return slots
+
+    def submit(self, step: ScheduledStep) -> None:
+        """Take the step that `collect` will time."""
+        self._submitted = step
+
+    def collect(self) -> StepResult:
+        """How long the submitted step takes, by the latency model."""
+        if self._submitted is None:
+            raise MisuseError("collect without a submitted step")
+        if self.latency is None:
+            raise MisuseError("this SimBackend mirrors tables only; give it a latency model to time steps")
+        step, self._submitted = self._submitted, None
+        return StepResult(self.latency.step_seconds(step))
+
+    # -- one handler an event ----------------------------------------------------------------------------------------
+
+    def _pool_created(self, event: PoolCreated) -> None:
+        for kind in event.groups:
+            width = -(-event.max_model_len // kind.block_size)
+            self._block_sizes.append(kind.block_size)
+            self.block_tables.append(np.zeros((event.max_num_reqs, width), dtype=np.int32))
+            self.num_blocks_per_row.append(np.zeros(event.max_num_reqs, dtype=np.int32))
+
+    def _append(self, group: int, row: int, blocks: tuple[int, ...]) -> None:
+        counts = self.num_blocks_per_row[group]
+        start = counts.item(row)
+        self.block_tables[group][row, start : start + len(blocks)] = blocks
+        counts[row] = start + len(blocks)
+
+    def _prefix_adopted(self, event: PrefixAdopted) -> None:
+        self._append(event.group, event.row, as_ints(event.blocks))
+
+    def _blocks_allocated(self, event: BlocksAllocated) -> None:
+        blocks = as_ints(event.blocks)
+        rows = as_ints(event.rows)
+        if len(rows) == len(blocks) > 1:
+            index = np.array(rows)
+            counts = self.num_blocks_per_row[event.group]
+            self.block_tables[event.group][index, counts[index]] = blocks
+            counts[index] += 1
+            return
+        start = 0
+        for row, count in zip(rows, as_ints(event.counts), strict=True):
+            self._append(event.group, row, blocks[start : start + count])
+            start += count
+
+    def _blocks_shared(self, event: BlocksShared) -> None:
+        self._append(event.group, event.child_row, as_ints(event.blocks))
+
+    def _block_copied(self, event: BlockCopied) -> None:
+        self.block_tables[event.group][event.row, event.index] = event.target
+
+    def _blocks_freed(self, event: BlocksFreed) -> None:
+        start = 0
+        for group, row, count in zip(as_ints(event.groups), as_ints(event.rows), as_ints(event.counts), strict=True):
+            table, counts = self.block_tables[group], self.num_blocks_per_row[group]
+            indices = list(as_ints(event.indices)[start : start + count])
+            if event.reason is FreeReason.OUT_OF_WINDOW:
+                table[row, indices] = 0
+            else:
+                keep = min(indices) if event.reason is FreeReason.TRUNCATED else 0
+                table[row, keep : counts.item(row)] = 0
+                counts[row] = keep
+            start += count

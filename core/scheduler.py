@@ -1,0 +1,424 @@
+"""Which requests compute how many tokens in the next step: continuous batching as vLLM V1 does it. Knows no clock."""
+
+from collections.abc import Collection
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from .allocator import KVCacheAllocator, Rows
+from .errors import DoesNotFitError, InputError, MisuseError
+from .prefix_match import PrefixMatch
+from .scheduler_config import SchedulerConfig
+from .types import Request, ScheduledStep, TokenBatch
+from .waiting_queue import WaitingQueue, make_waiting_queue
+
+
+@attrs.define
+class SchedulerStats:
+    """Counters over the whole life of a scheduler, in the field's words.
+
+    Attributes:
+        num_submitted: requests accepted at submit.
+        num_rejected: requests refused at submit because they can never fit.
+        num_finished: requests that produced their last token.
+        num_aborted: requests aborted before their end.
+        num_preemptions: times a running request lost its blocks.
+        max_preemptions_per_request: the most of them that one request suffered.
+        prefix_queries_tokens: tokens looked up at first admissions.
+        prefix_hits_tokens: tokens found at first admissions (the headline hit rate's numerator).
+        readmission_queries_tokens: tokens looked up when preempted requests came back.
+        readmission_hits_tokens: tokens found then, mostly a request's own; never part of the hit rate (D04).
+        computed_tokens: tokens computed, recomputed ones included.
+        recomputed_tokens: tokens computed again because a preemption had thrown them away (D03's recompute tax).
+    """
+
+    num_submitted: int = 0
+    num_rejected: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+    num_preemptions: int = 0
+    max_preemptions_per_request: int = 0
+    prefix_queries_tokens: int = 0
+    prefix_hits_tokens: int = 0
+    readmission_queries_tokens: int = 0
+    readmission_hits_tokens: int = 0
+    computed_tokens: int = 0
+    recomputed_tokens: int = 0
+
+
+@attrs.frozen(eq=False)
+class StepOutcome:
+    """What a completed step changed, by row: int64 arrays.
+
+    Attributes:
+        sampled: rows that produced an output token, in batch order.
+        finished: those of them that produced their last one; their rows are released already.
+        finished_requests: the same requests as objects.
+    """
+
+    sampled: NDArray[np.int64]
+    finished: NDArray[np.int64]
+    finished_requests: tuple[Request, ...]
+
+
+class Scheduler:
+    """Running requests first, in the order of their admission, then waiting ones, within a token budget.
+
+    The loop around it is `core/engine.py`. A step's blocks are allocated when it is scheduled; `complete` accounts
+    for its tokens. Requests that can never fit are refused at `submit` (D01), so the head of the queue is always
+    served in the end; a request that comes back after a preemption keeps its blocks until it has produced a token, so
+    no request is preempted twice without progress in between (D02).
+    """
+
+    def __init__(self, config: SchedulerConfig, allocator: KVCacheAllocator) -> None:
+        if config.max_num_seqs > allocator.config.max_num_reqs:
+            raise InputError(
+                f"max_num_seqs {config.max_num_seqs} exceeds the allocator's {allocator.config.max_num_reqs} rows "
+                "(max_num_reqs)"
+            )
+        self.config = config
+        self.allocator = allocator
+        self.stats = SchedulerStats()
+        self.waiting: WaitingQueue = make_waiting_queue(config.policy)
+        num_rows = allocator.config.max_num_reqs
+        self._running: NDArray[np.int64] = np.empty(num_rows, dtype=np.int64)
+        self._num_running = 0
+        self._requests: dict[str, Request] = {}
+        self._request_in: list[Request | None] = [None] * num_rows
+        # By row: tokens known (prompt and outputs), and outputs still to come.
+        self._known: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
+        self._remaining: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
+        # Rows of requests that came back after a preemption and have not produced a token since.
+        self._protected: set[int] = set()
+        self._preemptions: dict[str, int] = {}
+        self._lost_tokens: dict[str, int] = {}
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def running_rows(self) -> Rows:
+        """Rows of running requests in the order of their admission: int64 `[num_running]`."""
+        return self._running[: self._num_running]
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return self._num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold none yet, or none any more."""
+        return len(self.waiting)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any submitted request is still to end."""
+        return bool(self._num_running or len(self.waiting))
+
+    def request_in(self, row: int) -> Request:
+        """The running request in a row."""
+        request = self._request_in[row]
+        if request is None:
+            raise MisuseError(f"row {row} holds no running request")
+        return request
+
+    def num_preemptions_of(self, request_id: str) -> int:
+        """How often a request has been preempted so far."""
+        return self._preemptions.get(request_id, 0)
+
+    # -- what the outside world does ---------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            DoesNotFitError: its prompt and `max_tokens` can never be held; it is counted as rejected (D01).
+            MisuseError: a request of this id is still there.
+        """
+        if request.request_id in self._requests:
+            raise MisuseError(f"a request {request.request_id!r} is still being served")
+        try:
+            # The last output token is never computed, so it needs no slot.
+            self.allocator.check_fits(
+                request.num_prompt_tokens + request.max_tokens - 1, f"request {request.request_id!r}"
+            )
+        except DoesNotFitError:
+            self.stats.num_rejected += 1
+            raise
+        if not self.config.enable_chunked_prefill and request.num_prompt_tokens > self.config.max_num_batched_tokens:
+            self.stats.num_rejected += 1
+            raise DoesNotFitError(
+                f"request {request.request_id!r} has {request.num_prompt_tokens:,} prompt tokens, more than "
+                f"max_num_batched_tokens {self.config.max_num_batched_tokens:,}, and chunked prefill is off"
+            )
+        self.stats.num_submitted += 1
+        self._requests[request.request_id] = request
+        self.waiting.add(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in whatever state it is; a second abort, or one after the end, is a no-op (C06)."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        if self.allocator.holds(request_id):
+            row = self.allocator.row_of(request_id)
+            self._leave_running([row])
+            self.allocator.abort(request_id)
+        else:
+            self.waiting.remove(request)
+        self._forget(request_id)
+        self.stats.num_aborted += 1
+        return True
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledStep | None:
+        """Decide and allocate the next step; None when nothing can be computed now."""
+        rows, firsts, counts, preempted = self._schedule_running()
+        if not preempted and len(self.waiting):
+            rows, firsts, counts = self._admit(rows, firsts, counts)
+        if not len(rows):
+            return None
+        return self._describe(TokenBatch(rows, firsts, counts))
+
+    def complete(self, step: ScheduledStep, stopped: Collection[int] = ()) -> StepOutcome:
+        """Account for a computed step: tokens produced, requests finished and freed.
+
+        Args:
+            step: the step that was scheduled last.
+            stopped: rows whose request ends with this step's token (a stop token; live serving).
+        """
+        rows = step.batch.rows
+        self.stats.computed_tokens += step.batch.num_tokens
+        ends = step.batch.first_positions + step.batch.counts
+        sampled = rows[ends == self._known[rows]]
+        self._known[sampled] += 1
+        self._remaining[sampled] -= 1
+        if stopped:
+            self._remaining[list(stopped)] = 0
+        if self._protected:
+            self._protected.difference_update(sampled.tolist())
+        finished = sampled[self._remaining[sampled] == 0]
+        requests: tuple[Request, ...] = ()
+        if len(finished):
+            requests = tuple([self._finish(row) for row in finished.tolist()])
+            self._leave_running(finished.tolist())
+        return StepOutcome(sampled, finished, requests)
+
+    # -- running requests --------------------------------------------------------------------------------------------
+
+    def _schedule_running(self) -> tuple[Rows, Rows, Rows, bool]:
+        rows = self.running_rows
+        firsts = self.allocator.state.num_placed[rows]
+        counts = self._within_budget(self._known[rows] - firsts)
+        if not counts.all():
+            due = counts > 0
+            rows, firsts, counts = rows[due], firsts[due], counts[due]
+        if not len(rows):
+            return rows.copy(), firsts, counts, False
+        if not self._protected and self.allocator.append(rows, counts):
+            return rows.copy(), firsts, counts, False
+        return self._schedule_running_under_pressure(rows.copy(), firsts, counts)
+
+    def _within_budget(self, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens for each running request, in order, until the budget is spent."""
+        limit = self.config.long_prefill_token_threshold
+        if limit:
+            wanted = np.minimum(wanted, limit)
+        budget = self.config.max_num_batched_tokens
+        if int(wanted.sum()) <= budget:
+            return wanted
+        before = np.cumsum(wanted) - wanted
+        return np.clip(budget - before, 0, wanted)
+
+    def _schedule_running_under_pressure(
+        self, rows: Rows, firsts: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> tuple[Rows, Rows, Rows, bool]:
+        """Serve requests in order while blocks last, and preempt from the other end for the one that finds none.
+
+        Protected requests go first: the blocks they need were free when they were admitted and are kept for them.
+        """
+        places = range(len(rows))
+        guaranteed = [i for i in places if int(rows[i]) in self._protected]
+        pending = [i for i in places if int(rows[i]) not in self._protected]
+        scheduled = self._append_places(rows, counts, guaranteed, 0)
+        reserved = self._blocks_reserved()
+        gone: set[int] = set()
+        while pending:
+            served = self._append_places(rows, counts, pending, reserved)
+            scheduled += served
+            pending = pending[len(served) :]
+            if not pending:
+                break
+            needy = int(rows[pending[0]])
+            free = self.allocator.num_free_blocks
+            victim = self._victim(needy)
+            self._preempt(victim)
+            gone.add(victim)
+            pending = [i for i in pending if int(rows[i]) != victim]
+            if victim != needy and self.allocator.num_free_blocks == free:
+                # The victim's blocks are all shared: sacrificing a second request would be in vain as well.
+                pending.pop(0)
+        kept = sorted(i for i in scheduled if int(rows[i]) not in gone)
+        return rows[kept], firsts[kept], counts[kept], bool(gone)
+
+    def _append_places(
+        self, rows: Rows, counts: NDArray[np.int64], places: list[int], reserved_blocks: int
+    ) -> list[int]:
+        """Allocate for as many of these places in the batch, in order, as the free blocks allow."""
+        if not places:
+            return []
+        index = np.array(places)
+        fits = self.allocator.num_appendable(rows[index], counts[index], reserved_blocks=reserved_blocks)
+        if fits and not self.allocator.append(
+            rows[index[:fits]], counts[index[:fits]], reserved_blocks=reserved_blocks
+        ):
+            raise MisuseError(f"append refused {fits} requests that num_appendable had counted as fitting")
+        return places[:fits]
+
+    def _victim(self, needy: int) -> int:
+        """Who gives way to the unprotected request in row `needy`: in the end that request itself."""
+        candidates = [row for row in self.running_rows.tolist() if row not in self._protected]
+        if self.config.policy == "priority":
+            return max(candidates, key=self._urgency)
+        if self.config.preemption_victim == "least-computed":
+            return min(candidates, key=self.allocator.state.placed.__getitem__)
+        return candidates[-1]
+
+    def _urgency(self, row: int) -> tuple[int, float]:
+        request = self.request_in(row)
+        return request.priority, request.arrival
+
+    def _preempt(self, row: int) -> None:
+        request = self.request_in(row)
+        request_id = request.request_id
+        request.num_output_tokens = int(self._known[row]) - request.num_prompt_tokens
+        self._lost_tokens[request_id] = self.allocator.state.placed[row]
+        self._preemptions[request_id] = self._preemptions.get(request_id, 0) + 1
+        self.stats.num_preemptions += 1
+        self.stats.max_preemptions_per_request = max(
+            self.stats.max_preemptions_per_request, self._preemptions[request_id]
+        )
+        self.allocator.preempt(request_id)
+        self._leave_running([row])
+        self.waiting.add_preempted(request)
+
+    def _blocks_reserved(self) -> int:
+        """Free blocks that protected requests still need for the tokens that they had before."""
+        need = 0
+        for row in self._protected:
+            for table in self.allocator.state.tables:
+                need += max(-(-int(self._known[row]) // table.block_size) - table.count(row), 0)
+        return need
+
+    # -- waiting requests --------------------------------------------------------------------------------------------
+
+    def _admit(
+        self, rows: Rows, firsts: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> tuple[Rows, NDArray[np.int64], NDArray[np.int64]]:
+        """Admit waiting requests in order until tokens, sequences or blocks run out, and add them to the batch."""
+        budget = self.config.max_num_batched_tokens - int(counts.sum())
+        admitted: list[tuple[int, int, int]] = []
+        while budget > 0 and len(self.waiting) and self._num_running < self.config.max_num_seqs:
+            request = self.waiting.head()
+            match = self.allocator.match_prefix(request)
+            num_new_tokens = self._first_chunk(request.num_tokens - match.num_hit_tokens, budget)
+            if not num_new_tokens or not self._try_to_admit(request, match, num_new_tokens):
+                break
+            self.waiting.pop()
+            row = self._enter_running(request, match)
+            admitted.append((row, match.num_hit_tokens, num_new_tokens))
+            budget -= num_new_tokens
+        if not admitted:
+            return rows, firsts, counts
+        more = np.array(admitted, dtype=np.int64)
+        return (
+            np.concatenate([rows, more[:, 0]]),
+            np.concatenate([firsts, more[:, 1]]),
+            np.concatenate([counts, more[:, 2]]),
+        )
+
+    def _first_chunk(self, wanted: int, budget: int) -> int:
+        """Tokens of a new request in this step; 0 if it must wait for a step with more room."""
+        if not self.config.enable_chunked_prefill:
+            return wanted if wanted <= budget else 0
+        limit = self.config.long_prefill_token_threshold
+        return min(wanted, budget, limit) if limit else min(wanted, budget)
+
+    def _try_to_admit(self, request: Request, match: PrefixMatch, num_new_tokens: int) -> bool:
+        reserved = self._blocks_reserved()
+        # An idle pool has nothing to keep a watermark for; with it, a request of nearly the pool's size would wait
+        # for ever.
+        use_watermark = self._num_running > 0
+        whole = self.config.reserve_full_sequence or request.request_id in self._preemptions
+        if whole and not self.allocator.can_admit(
+            request, match, use_watermark=use_watermark, reserved_blocks=reserved
+        ):
+            return False
+        taken = self.allocator.allocate(
+            request, num_new_tokens, match, reserved_blocks=reserved, use_watermark=use_watermark
+        )
+        return taken is not None
+
+    def _enter_running(self, request: Request, match: PrefixMatch) -> int:
+        row = self.allocator.row_of(request.request_id)
+        self._running[self._num_running] = row
+        self._num_running += 1
+        self._request_in[row] = request
+        self._known[row] = request.num_tokens
+        self._remaining[row] = request.max_tokens - request.num_output_tokens
+        stats = self.stats
+        if request.request_id in self._preemptions:
+            self._protected.add(row)
+            stats.readmission_queries_tokens += request.num_tokens
+            stats.readmission_hits_tokens += match.num_hit_tokens
+            lost = self._lost_tokens.pop(request.request_id)
+            stats.recomputed_tokens += max(lost - match.num_hit_tokens, 0)
+        else:
+            stats.prefix_queries_tokens += request.num_tokens
+            stats.prefix_hits_tokens += match.num_hit_tokens
+        return row
+
+    # -- bookkeeping -------------------------------------------------------------------------------------------------
+
+    def _leave_running(self, rows: list[int]) -> None:
+        running = self.running_rows
+        leaving = np.zeros(len(self._known), dtype=np.bool_)
+        leaving[rows] = True
+        kept = running[~leaving[running]]
+        self._num_running = len(kept)
+        self._running[: len(kept)] = kept
+        for row in rows:
+            self._request_in[row] = None
+            self._protected.discard(row)
+
+    def _finish(self, row: int) -> Request:
+        request = self.request_in(row)
+        request.num_output_tokens = int(self._known[row]) - request.num_prompt_tokens
+        self.allocator.free(request.request_id)
+        del self._requests[request.request_id]
+        self._forget(request.request_id)
+        self.stats.num_finished += 1
+        return request
+
+    def _forget(self, request_id: str) -> None:
+        self._preemptions.pop(request_id, None)
+        self._lost_tokens.pop(request_id, None)
+
+    def _describe(self, batch: TokenBatch) -> ScheduledStep:
+        """The sums that a latency model needs. A token at position p attends to p + 1 tokens."""
+        firsts, counts = batch.first_positions, batch.counts
+        missing = self._known[batch.rows] - firsts
+        context = counts * firsts + counts * (counts + 1) // 2
+        decoding = missing == 1
+        num_decode = int(np.count_nonzero(decoding))
+        total_context, decode_context = int(context.sum()), int(context[decoding].sum())
+        return ScheduledStep(
+            batch=batch,
+            num_prefill_tokens=int(counts.sum()) - num_decode,
+            num_decode_tokens=num_decode,
+            prefill_context_tokens=total_context - decode_context,
+            decode_context_tokens=decode_context,
+            num_sampled=int(np.count_nonzero(counts == missing)),
+        )

@@ -1,0 +1,62 @@
+"""Mean and percentiles of any number of samples in constant memory."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+RELATIVE_ERROR = 0.001
+_SMALLEST = 1e-9
+_LOG_GAMMA = math.log((1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR))
+_NUM_BUCKETS = math.ceil(math.log(1e18) / _LOG_GAMMA) + 2
+
+
+class QuantileSketch:
+    """A histogram over logarithmic buckets from 1e-9 to 1e9, so that a percentile is off by at most 0.1 % of itself.
+
+    Count, mean, minimum and maximum are exact (up to floating point). Samples are positive numbers, or 0, which
+    counts as the smallest bucket.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total = 0.0
+        self.minimum = math.inf
+        self.maximum = -math.inf
+        self._buckets: NDArray[np.int64] = np.zeros(_NUM_BUCKETS, dtype=np.int64)
+
+    def add(self, value: float, weight: int = 1) -> None:
+        """Add one sample `weight` times."""
+        self.count += weight
+        self.total += value * weight
+        self.minimum = min(self.minimum, value)
+        self.maximum = max(self.maximum, value)
+        bucket = math.ceil(math.log(value / _SMALLEST) / _LOG_GAMMA) if value > _SMALLEST else 0
+        self._buckets[min(bucket, _NUM_BUCKETS - 1)] += weight
+
+    @property
+    def mean(self) -> float | None:
+        """The mean, or None without samples."""
+        return self.total / self.count if self.count else None
+
+    def percentile(self, percent: float) -> float | None:
+        """The smallest value that at least `percent` % of the samples do not exceed (nearest rank), or None."""
+        if not self.count:
+            return None
+        rank = max(1, math.ceil(percent / 100 * self.count))
+        if rank == self.count:
+            return self.maximum
+        bucket = int(np.searchsorted(np.cumsum(self._buckets), rank))
+        middle = _SMALLEST * math.exp((bucket - 0.5) * _LOG_GAMMA) if bucket else 0.0
+        return min(max(middle, self.minimum), self.maximum)
+
+    def summary(self) -> dict[str, float | int | None]:
+        """`mean`, `p50`, `p90`, `p99`, `max` and `count`; None where there is no sample."""
+        return {
+            "mean": self.mean,
+            "p50": self.percentile(50),
+            "p90": self.percentile(90),
+            "p99": self.percentile(99),
+            "max": self.maximum if self.count else None,
+            "count": self.count,
+        }

@@ -1,0 +1,188 @@
+"""What happens to a trace on given hardware: the whole engine, replayed under a simulated clock."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import attrs
+import simpy
+
+from ..backends.sim_backend import SimBackend
+from ..core.allocator import KVCacheAllocator
+from ..core.allocator_config import AllocatorConfig
+from ..core.scheduler import Scheduler
+from ..core.scheduler_config import SchedulerConfig
+from ..core.types import EventSink, LatencyModel, Request
+from .engine import SimulatedEngine
+from .metrics import Recorder
+from .quantile_sketch import RELATIVE_ERROR
+from .trace_keys import TraceKeySource, check_block_sizes
+from .traces.trace import TraceRequest
+
+MAX_REJECTIONS_SHOWN = 5
+
+
+@attrs.define
+class ReplayReport:
+    """The figures of one replay. `to_json` gives them under the names of the command line's `--json`."""
+
+    requests: dict[str, int]
+    prefix_cache: dict[str, Any]
+    preemptions: dict[str, Any]
+    kv_cache_usage: dict[str, float]
+    latencies: dict[str, dict[str, Any]]
+    throughput: dict[str, float]
+    simulated_seconds: float
+    steps: int
+    assumptions: dict[str, Any]
+    rejections: list[str]
+    series: dict[str, list[float]]
+    timing: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; all but `timing` is the same from run to run."""
+        return {
+            "requests": self.requests,
+            "prefix_cache": self.prefix_cache,
+            "preemptions": self.preemptions,
+            "kv_cache_usage": self.kv_cache_usage,
+            **self.latencies,
+            "throughput": self.throughput,
+            "simulated_seconds": self.simulated_seconds,
+            "steps": self.steps,
+            "assumptions": self.assumptions,
+            "rejections": self.rejections,
+            "series": self.series,
+            "timing": self.timing,
+        }
+
+
+def traced_requests(
+    trace: Iterable[TraceRequest], block_size: int, trace_block_size: Callable[[], int | None]
+) -> Iterator[Request]:
+    """Requests for the scheduler, one a row of the trace, in its order.
+
+    `trace_block_size` is asked when the first row is there: a reader may learn it from the file.
+    """
+    for ordinal, row in enumerate(trace):
+        yield Request(
+            request_id=str(row.place),
+            num_prompt_tokens=row.input_length,
+            # A row without output still computes its prompt, which produces one token.
+            max_tokens=max(row.output_length, 1),
+            keys=TraceKeySource(row.hash_ids, row.input_length, ordinal, block_size, trace_block_size()),
+            arrival=row.arrival_s,
+        )
+
+
+def replay(
+    trace: Iterable[TraceRequest],
+    *,
+    allocator: AllocatorConfig,
+    scheduler: SchedulerConfig,
+    latency: LatencyModel,
+    trace_block_size: int | None,
+    sinks: Iterable[EventSink] = (),
+    on_progress: Callable[[int], None] | None = None,
+) -> ReplayReport:
+    """Run every request of a trace through allocator, scheduler and latency model, until each has ended.
+
+    Args:
+        trace: rows in order of arrival; read once, never held.
+        allocator: pool, groups and limits; prefix keys are taken at `hash_block_size`.
+        scheduler: batch limits and policies.
+        latency: how long a step takes.
+        trace_block_size: tokens an id of the trace stands for; None where it has none (then nothing is shared).
+        sinks: further listeners to every commit (a log, metrics).
+        on_progress: called with the number of requests submitted so far.
+
+    Raises:
+        InputError: block sizes that do not divide each other, or limits that contradict.
+    """
+    check_block_sizes(allocator.hash_block_size, trace_block_size)
+    env = simpy.Environment()
+    recorder = Recorder(lambda: env.now, allocator.max_num_reqs)
+    backend = SimBackend(latency)
+    ledger = KVCacheAllocator(allocator, sinks=[backend, recorder, *sinks])
+    batcher = Scheduler(scheduler, ledger)
+    engine = SimulatedEngine(env, batcher, backend, recorder)
+    requests = traced_requests(trace, allocator.hash_block_size, lambda: trace_block_size)
+    started = time.perf_counter()
+    env.process(engine.arrivals(_counted(requests, on_progress) if on_progress else requests))
+    env.run()
+    wall_seconds = time.perf_counter() - started
+    return _report(batcher, recorder, engine, latency, env.now, wall_seconds)
+
+
+def _counted(requests: Iterator[Request], on_progress: Callable[[int], None]) -> Iterator[Request]:
+    for count, request in enumerate(requests, 1):
+        yield request
+        on_progress(count)
+
+
+def _report(
+    scheduler: Scheduler,
+    recorder: Recorder,
+    engine: SimulatedEngine,
+    latency: LatencyModel,
+    simulated_seconds: float,
+    wall_seconds: float,
+) -> ReplayReport:
+    stats, config = scheduler.stats, scheduler.allocator.config
+    span = simulated_seconds or 1.0
+    return ReplayReport(
+        requests={
+            "total": stats.num_submitted + stats.num_rejected,
+            "finished": stats.num_finished,
+            "rejected": stats.num_rejected,
+            "aborted": stats.num_aborted,
+        },
+        prefix_cache={
+            "queries_tokens": stats.prefix_queries_tokens,
+            "hits_tokens": stats.prefix_hits_tokens,
+            "hit_rate": _share(stats.prefix_hits_tokens, stats.prefix_queries_tokens),
+            "readmission_queries_tokens": stats.readmission_queries_tokens,
+            "readmission_hits_tokens": stats.readmission_hits_tokens,
+        },
+        preemptions={
+            "total": stats.num_preemptions,
+            "max_per_request": stats.max_preemptions_per_request,
+            "recompute_tax": _share(stats.recomputed_tokens, stats.computed_tokens),
+        },
+        kv_cache_usage={"mean": recorder.mean_usage(), "max": recorder.max_usage},
+        latencies={
+            "ttft_s": recorder.ttft_s.summary(),
+            "tpot_s": recorder.tpot_s.summary(),
+            "itl_s": recorder.itl_s.summary(),
+            "e2e_s": recorder.e2e_s.summary(),
+        },
+        throughput={
+            "requests_per_s": stats.num_finished / span,
+            "output_tokens_per_s": recorder.num_output_tokens / span,
+            "computed_tokens_per_s": stats.computed_tokens / span,
+        },
+        simulated_seconds=simulated_seconds,
+        steps=recorder.num_steps,
+        assumptions={
+            "num_blocks": config.num_blocks,
+            "usable_blocks": config.num_blocks - 1,
+            "groups": [str(kind) for kind in config.groups],
+            "max_model_len": config.max_model_len,
+            "enable_prefix_caching": config.enable_caching,
+            "eviction": config.eviction,
+            **attrs.asdict(scheduler.config),
+            **latency.assumptions(),
+            "percentiles": f"nearest rank, from a sketch with {RELATIVE_ERROR * 100:g} % relative error",
+            "ttft": "from arrival, queueing included; model time only, no HTTP server",
+        },
+        rejections=engine.rejections[:MAX_REJECTIONS_SHOWN],
+        series=recorder.series.columns(),
+        timing={
+            "wall_seconds": wall_seconds,
+            "us_per_step": wall_seconds / recorder.num_steps * 1e6 if recorder.num_steps else 0.0,
+        },
+    )
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
