@@ -153,7 +153,7 @@ def plan_kv_cache(inputs: PlanInputs) -> KVCachePlan:
     if inputs.auto_fit_max_model_len:
         max_model_len = min(rank.largest_max_model_len for rank in ranks) or inputs.max_model_len
     request_blocks = blocks_per_request(groups, attrs.evolve(inputs.limits, max_model_len=max_model_len))
-    refusal = refusal or _request_refusal(inputs, ranks, max_model_len, request_blocks)
+    refusal = refusal or _request_refusal(inputs, groups, ranks)
     if inputs.cap_to_max_num_seqs is not None:
         num_blocks = min(num_blocks, inputs.cap_to_max_num_seqs * request_blocks + 1)
     scheduler_block_size, hash_block_size = resolve_block_sizes(inputs, groups)
@@ -192,19 +192,21 @@ def _override_refusal(inputs: PlanInputs, ranks: Sequence[RankPlan]) -> PlanRefu
 
 
 def _request_refusal(
-    inputs: PlanInputs, ranks: Sequence[RankPlan], max_model_len: int, request_blocks: int
+    inputs: PlanInputs, groups: Sequence[KVCacheGroup], ranks: Sequence[RankPlan]
 ) -> PlanRefusedError | None:
+    """The refusal of the longest request; with auto-fit of a single token, as any longer request may be given up."""
+    max_model_len = 1 if inputs.auto_fit_max_model_len else inputs.max_model_len
+    request_blocks = blocks_per_request(groups, attrs.evolve(inputs.limits, max_model_len=max_model_len))
     tightest = min((rank for rank in ranks if rank.bytes_per_block), key=lambda rank: rank.num_blocks_alone)
-    # A byte past the null block is enough to be asked how much more is needed (golden autofit.zero, error.*).
+    if request_blocks <= tightest.num_blocks_alone - 1:
+        return None
     pool_bytes = tightest.available_bytes
     if inputs.num_gpu_blocks_override is not None:
         pool_bytes = inputs.num_gpu_blocks_override * tightest.bytes_per_block
-    largest = min(rank.largest_max_model_len for rank in ranks)
-    if request_blocks <= tightest.num_blocks_alone - 1:
-        return None
     if inputs.auto_fit_max_model_len:
         condition = PlanCondition.AUTO_FIT_ZERO
     elif pool_bytes <= tightest.bytes_per_block:
+        # A byte past the null block is enough to be told how much more is needed (golden error.one-block-only).
         condition = PlanCondition.NO_AVAILABLE_MEMORY
     else:
         condition = PlanCondition.REQUEST_DOES_NOT_FIT
@@ -216,7 +218,7 @@ def _request_refusal(
         num_blocks=tightest.num_blocks_alone,
         bytes_per_block=tightest.bytes_per_block,
         available_bytes=pool_bytes,
-        largest_max_model_len=largest,
+        largest_max_model_len=min(rank.largest_max_model_len for rank in ranks),
         num_gpu_blocks_override=inputs.num_gpu_blocks_override,
     )
 

@@ -71,6 +71,9 @@ def test_auto_fit_with_room_for_no_token_is_refused() -> None:
     refusal = plan_kv_cache(inputs).refusal
     assert refusal is not None
     assert refusal.condition == PlanCondition.AUTO_FIT_ZERO
+    assert (refusal.needed_blocks, refusal.shortfall_bytes) == (1, BLOCK_BYTES)
+    enough = attrs.evolve(inputs, available_bytes=(BLOCK_BYTES + refusal.shortfall_bytes,))
+    assert plan_kv_cache(enough).max_model_len == 16
 
 
 def test_an_override_beyond_the_memory_is_refused_with_the_largest_that_fits() -> None:
