@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from .errors import CorruptLedgerError
+from .conservation import ConservationFault, first_conservation_fault
+from .errors import CorruptLedgerError, KVLedgerError
 from .events import Commit, PoolCreated
 from .eviction import EvictionOrder
 from .ledger_state import LedgerState
@@ -55,4 +56,29 @@ class EventLog:
         state = LedgerState(self.created, eviction)
         for commit in self._commits[:stop]:
             state.apply_commit(commit)
+        return state
+
+    def conservation(self) -> ConservationFault | None:
+        """The first commit after which held + evictable + clean + null != num_blocks, or None (field report C02).
+
+        Works on logs that do not replay, too: it counts on its own, see `ConservationAudit`.
+        """
+        return first_conservation_fault(self.created, self._commits)
+
+    def verify(self, eviction: EvictionOrder | None = None) -> LedgerState:
+        """The state after the last commit, if every commit adds up and can be applied to what came before.
+
+        Raises:
+            CorruptLedgerError: names the first commit that does not, with sign and amount where blocks were lost or
+                are there twice.
+        """
+        fault = self.conservation()
+        if fault is not None:
+            raise CorruptLedgerError(fault.describe())
+        state = LedgerState(self.created, eviction)
+        for commit in self._commits:
+            try:
+                state.apply_commit(commit)
+            except (KVLedgerError, LookupError, ValueError) as error:
+                raise CorruptLedgerError(f"commit {commit.sequence} cannot be applied: {error}") from error
         return state
