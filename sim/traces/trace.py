@@ -56,7 +56,9 @@ class TraceInfo:
     """What a trace is and what a pass over it found; the counts grow while a pass runs and are final when it ends.
 
     `trace_block_size` is the number of tokens that one hash id stands for, None where there are no ids;
-    `trace_block_size_source` says who chose it. `rows_skipped` maps a reason to the rows left out for it.
+    `trace_block_size_source` says who chose it. `workload` holds the seed and the parameters of a built-in workload,
+    None for a file. `num_rows_read` counts usable rows, those before the window too; `rows_skipped` maps a reason to
+    the rows left out for it.
     """
 
     name: str
@@ -67,6 +69,8 @@ class TraceInfo:
     trace_block_size_source: str | None
     rate_scale: float
     window: Window
+    workload: dict[str, Any] | None = None
+    num_rows_read: int = 0
     num_requests: int = 0
     num_requests_without_hash_ids: int = 0
     input_tokens: int = 0

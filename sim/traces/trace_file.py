@@ -14,6 +14,7 @@ from .mooncake import MOONCAKE
 from .single_parent import SingleParentCheck
 from .trace import SkippedRows, TraceInfo, TraceRequest, Window
 from .trace_format import Row, TraceFormat
+from .window import check_window, requests_in_window
 
 FORMATS: dict[str, TraceFormat] = {each.name: each for each in (MOONCAKE, AZURE)}
 ON_BAD_ROW = ("refuse", "skip")
@@ -41,7 +42,11 @@ def open_trace(
     between arrivals. Raises `InputError` for a file or an option that cannot be used.
     """
     path = Path(path)
-    _check_options(on_bad_row, skip_first, limit, rate_scale, trace_block_size)
+    if on_bad_row not in ON_BAD_ROW:
+        raise InputError(f"--on-bad-row is {on_bad_row!r}; it must be one of {', '.join(ON_BAD_ROW)}")
+    if trace_block_size is not None and trace_block_size < 1:
+        raise InputError(f"--trace-block-size is {trace_block_size}; it must be 1 token or more")
+    check_window(skip_first, limit, rate_scale)
     trace_format = _format_of(path, format)
     if trace_format.trace_block_size is None and trace_block_size is not None:
         raise InputError(
@@ -76,31 +81,8 @@ class TraceFile:
     def __iter__(self) -> Iterator[TraceRequest]:
         """The requests of the window. Raises `InputError` at the first bad row unless bad rows are skipped."""
         self.info = info = self._empty_info()
-        window = info.window
-        units_per_second = self._format.units_per_second * self._rate_scale
-        trace_start: int | float = 0
-        window_start: int | float = 0
-        num_rows = 0
-        for place, when, input_length, output_length, hash_ids in self._usable_rows(info):
-            if num_rows == 0:
-                trace_start = when
-            num_rows += 1
-            if num_rows <= self._skip_first:
-                continue
-            if info.num_requests == 0:
-                window_start = when
-                window.first_place = place
-                window.start_s = (when - trace_start) / self._format.units_per_second
-            info.num_requests += 1
-            info.input_tokens += input_length
-            info.output_tokens += output_length
-            info.num_requests_without_hash_ids += hash_ids is None
-            window.last_place = place
-            window.end_s = (when - trace_start) / self._format.units_per_second
-            yield TraceRequest((when - window_start) / units_per_second, input_length, output_length, hash_ids, place)
-            if info.num_requests == self._limit:
-                return
-        self._refuse_an_empty_window(info, num_rows)
+        yield from requests_in_window(self._usable_rows(info), info, self._format.units_per_second)
+        self._refuse_an_empty_window(info)
 
     def _usable_rows(self, info: TraceInfo) -> Iterator[Row]:
         """Rows that pass every check; the others end the pass or are counted in `info`."""
@@ -162,13 +144,14 @@ class TraceFile:
         else:
             info.rows_skipped[row.reason] = SkippedRows(1, row.place, message)
 
-    def _refuse_an_empty_window(self, info: TraceInfo, num_rows: int) -> None:
+    def _refuse_an_empty_window(self, info: TraceInfo) -> None:
         """A trace that was read to its end and gave nothing is an error, not an answer of zero."""
         if info.num_requests:
             return
-        if num_rows:
+        if info.num_rows_read:
             raise InputError(
-                f"{self._path}: --skip-first {self._skip_first:,} leaves nothing: the trace holds {num_rows:,} requests"
+                f"{self._path}: --skip-first {self._skip_first:,} leaves nothing: the trace holds "
+                f"{info.num_rows_read:,} requests"
             )
         if info.rows_skipped:
             first = next(iter(info.rows_skipped.values()))
@@ -193,21 +176,6 @@ class TraceFile:
             rate_scale=self._rate_scale,
             window=Window(self._skip_first, self._limit),
         )
-
-
-def _check_options(
-    on_bad_row: str, skip_first: int, limit: int | None, rate_scale: float, trace_block_size: int | None
-) -> None:
-    if on_bad_row not in ON_BAD_ROW:
-        raise InputError(f"--on-bad-row is {on_bad_row!r}; it must be one of {', '.join(ON_BAD_ROW)}")
-    if skip_first < 0:
-        raise InputError(f"--skip-first is {skip_first}; it must be 0 or more requests")
-    if limit is not None and limit < 1:
-        raise InputError(f"--limit is {limit}; it must be 1 request or more")
-    if not (math.isfinite(rate_scale) and rate_scale > 0):
-        raise InputError(f"--rate-scale is {rate_scale}; it must be a number above 0 (2 doubles the request rate)")
-    if trace_block_size is not None and trace_block_size < 1:
-        raise InputError(f"--trace-block-size is {trace_block_size}; it must be 1 token or more")
 
 
 def _format_of(path: Path, name: str | None) -> TraceFormat:
