@@ -18,7 +18,7 @@ from ..core.events import (
     PrefixAdopted,
     as_ints,
 )
-from ..core.types import LatencyModel, ScheduledStep, StepResult, TokenBatch
+from ..core.types import LatencyModel, ScheduledStep, StepLoad, StepResult, TokenBatch
 
 PADDING_SLOT = -1
 
@@ -40,6 +40,9 @@ class SimBackend:
         self.num_blocks_per_row: list[NDArray[np.int32]] = []
         self._block_sizes: list[int] = []
         self._submitted: ScheduledStep | None = None
+        # Durations worked out by `repeats_before`, and the load they are of; a macro-step shares the load of its first step.
+        self._foreseen: list[int] = []
+        self._foreseen_load: StepLoad | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
             PoolCreated: self._pool_created,
             PrefixAdopted: self._prefix_adopted,
@@ -83,12 +86,43 @@ class SimBackend:
 
     def collect(self) -> StepResult:
         """How long the submitted step takes, by the latency model."""
-        if self._submitted is None:
+        step, self._submitted = self._submitted, None
+        if step is None:
             raise MisuseError("collect without a submitted step")
+        if step.load is self._foreseen_load:
+            return StepResult(tuple(self._foreseen[: step.num_steps]))
+        return StepResult(tuple(self._durations(step, step.num_steps, None)))
+
+    def repeats_before(self, step: ScheduledStep, limit: int, horizon_ns: float) -> int:
+        """How often a decode step can be repeated (at most `limit` times) with every repetition starting in time.
+
+        Args:
+            step: a decode-only step.
+            limit: the most repetitions wanted.
+            horizon_ns: nanoseconds from the start of `step` to the next thing that may happen.
+        """
+        self._foreseen = self._durations(step, limit + 1, horizon_ns)
+        self._foreseen_load = step.load
+        return len(self._foreseen) - 1
+
+    def _durations(self, step: ScheduledStep, num_steps: int, horizon_ns: float | None) -> list[int]:
+        """Nanoseconds of each engine step, ended early by the first one that reaches the horizon."""
         if self.latency is None:
             raise MisuseError("this SimBackend mirrors tables only; give it a latency model to time steps")
-        step, self._submitted = self._submitted, None
-        return StepResult(self.latency.step_seconds(step))
+        durations: list[int] = []
+        elapsed = 0
+        load = step.load
+        while True:
+            nanoseconds = round(self.latency.step_seconds(load) * 1e9)
+            if nanoseconds < 1:
+                raise InputError(
+                    f"the latency model says that a step takes {nanoseconds} ns ({load}); it must take time"
+                )
+            durations.append(nanoseconds)
+            elapsed += nanoseconds
+            if len(durations) == num_steps or (horizon_ns is not None and elapsed >= horizon_ns):
+                return durations
+            load = load.one_token_later()
 
     # -- one handler an event ----------------------------------------------------------------------------------------
 

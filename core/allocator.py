@@ -260,14 +260,28 @@ class KVCacheAllocator:
         if total_short > len(state.pool.free_queue) - reserved_blocks:
             return False
 
-        events: list[Event] = []
         if first is not placed:
-            for row, position in zip(rows.tolist(), first.tolist(), strict=True):
-                if self._rolls_back_registered(row, position):
-                    events.append(self._emit(TokensPlaced((row,), (position,), (0,))))
+            self._check_starts(rows, first, placed)
+        self._append_planned(rows, first, end, num_draft_tokens, shortfalls, private)
+        return True
+
+    def _append_planned(
+        self,
+        rows: Rows,
+        first: NDArray[np.int64],
+        end: NDArray[np.int64],
+        num_draft_tokens: IntOrEach,
+        shortfalls: list[tuple[NDArray[np.intp], NDArray[np.int64]]],
+        private: list[tuple[int, int, int, bool]],
+        blocks: tuple[int, ...] | None = None,
+    ) -> None:
+        """Carry out an append whose blocks are known to be there; `blocks` gives their ids where order matters."""
+        events: list[Event] = []
+        for row, position in self._rollbacks(rows, first):
+            events.append(self._emit(TokensPlaced((row,), (position,), (0,))))
         for group, row, index, copy in private:
             events.append(self._make_private(group, row, index, copy))
-        self._take_for_batch(rows, shortfalls, events)
+        self._take_for_batch(rows, shortfalls, events, blocks)
         if self.config.enable_caching:
             known = end - num_draft_tokens
             due = self._registrar.due(rows, known)
@@ -276,7 +290,50 @@ class KVCacheAllocator:
         counts = end - first
         events.append(self._emit(TokensPlaced(_own(rows), _own(first), frozen_column(counts))))
         self._commit(events)
-        return True
+
+    @property
+    def can_append_several_steps(self) -> bool:
+        """Whether `append_steps` is available: one group that never gives blocks back while it runs."""
+        return self._one_group and self.config.groups[0].needs_whole_prefix
+
+    def could_append(self, rows: Rows, num_new_tokens: int) -> bool:
+        """Whether the free blocks suffice for `num_new_tokens` further tokens of every row."""
+        return self.num_appendable(rows, num_new_tokens) == len(rows)
+
+    def append_steps(self, rows: Rows, num_steps: int) -> tuple[int, ...]:
+        """`append` one token to every row, `num_steps` times over, as one commit with the same block ids.
+
+        Returns:
+            For each step, how many blocks are first used in it.
+
+        Raises:
+            MisuseError: the free blocks do not suffice (see `could_append`), or `can_append_several_steps` is false.
+        """
+        if not self.can_append_several_steps or not self.could_append(rows, num_steps):
+            raise MisuseError(f"cannot append {num_steps} steps to {len(rows)} rows; ask could_append first")
+        table = self.state.tables[0]
+        first = self.state.num_placed[rows]
+        which, counts = table.shortfall(rows, first + num_steps)
+        # The step in which each missing block is first used; single steps would take them in this order.
+        taken_at = [
+            (
+                int(table.num_blocks_per_row[rows[place]]) * table.block_size
+                - int(first[place])
+                + i * table.block_size,
+                place,
+                i,
+            )
+            for place, count in zip(which.tolist(), counts.tolist(), strict=True)
+            for i in range(count)
+        ]
+        order = sorted(range(len(taken_at)), key=taken_at.__getitem__)
+        head = self.state.pool.free_queue.peek(len(taken_at)) if taken_at else ()
+        blocks = [0] * len(taken_at)
+        for block, position in zip(head, order, strict=True):
+            blocks[position] = block
+        self._append_planned(rows, first, first + num_steps, 0, [(which, counts)], [], tuple(blocks))
+        per_step = Counter(step for step, *_ in taken_at)
+        return tuple([per_step[step] for step in range(num_steps)])
 
     def num_appendable(
         self, rows: Rows, num_new_tokens: IntOrEach = 1, *, num_lookahead_tokens: int = 0, reserved_blocks: int = 0
@@ -469,13 +526,18 @@ class KVCacheAllocator:
         return event
 
     def _take_for_batch(
-        self, rows: Rows, shortfalls: list[tuple[NDArray[np.intp], NDArray[np.int64]]], events: list[Event]
+        self,
+        rows: Rows,
+        shortfalls: list[tuple[NDArray[np.intp], NDArray[np.int64]]],
+        events: list[Event],
+        blocks: tuple[int, ...] | None,
     ) -> None:
         """Take blocks request by request, group by group, as calls in that order would."""
         if self._one_group:
             which, counts = shortfalls[0]
             if len(which):
-                blocks = self.state.pool.free_queue.peek(int(counts.sum()))
+                if blocks is None:
+                    blocks = self.state.pool.free_queue.peek(int(counts.sum()))
                 events.append(self._take(0, tuple(rows[which].tolist()), tuple(counts.tolist()), blocks))
             return
         wanted = sorted(
@@ -503,6 +565,21 @@ class KVCacheAllocator:
                 events.append(self._emit(event))
                 if self.config.orphans == "drop":
                     self._links.note(event)
+
+    def _check_starts(self, rows: Rows, first: NDArray[np.int64], placed: NDArray[np.int64]) -> None:
+        wrong = np.flatnonzero((first > placed) | (first < 0))
+        if len(wrong):
+            row = int(rows[wrong[0]])
+            raise MisuseError(
+                f"request {self.state.request_of[row]!r} cannot go on at position {int(first[wrong[0]])}: "
+                f"{int(placed[wrong[0]])} tokens are placed"
+            )
+
+    def _rollbacks(self, rows: Rows, first: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Rows that go on before a registered block's end, with the position; never those that just go on."""
+        behind = np.flatnonzero(first < self.state.num_placed[rows])
+        pairs = zip(rows[behind].tolist(), first[behind].tolist(), strict=True)
+        return [(row, position) for row, position in pairs if self._rolls_back_registered(row, position)]
 
     def _rolls_back_registered(self, row: int, first: int) -> bool:
         """Whether going on at `first` overwrites a registered block; drafts never do, a crop may."""

@@ -14,13 +14,17 @@ class Wait:
     """Nothing can be computed until something is submitted. Send None when it may have been."""
 
 
+# Asked how many more times a decode-only step is to be repeated in one go: (the step, the most that is possible).
+RepeatPolicy: TypeAlias = Callable[[ScheduledStep, int], int]
 EngineObserver: TypeAlias = Callable[[ScheduledStep, StepResult, StepOutcome], None]
 EngineLoop: TypeAlias = Generator[ScheduledStep | Wait, StepResult | None, None]
 
 WAIT = Wait()
 
 
-def engine_loop(scheduler: Scheduler, observers: Iterable[EngineObserver] = ()) -> EngineLoop:
+def engine_loop(
+    scheduler: Scheduler, observers: Iterable[EngineObserver] = (), repeats: RepeatPolicy | None = None
+) -> EngineLoop:
     """Yield a step to be computed, be sent its result, account for it, and so on.
 
         loop = engine_loop(scheduler)
@@ -34,6 +38,10 @@ def engine_loop(scheduler: Scheduler, observers: Iterable[EngineObserver] = ()) 
 
     Every commit of a step has reached every sink before the step is yielded. Observers are called after a step is
     accounted for. The loop never ends by itself; close the generator.
+
+    Several identical decode steps may be taken as one macro-step where nothing can happen in between: `repeats` says
+    how many, since only the driver knows when the next request can arrive. What follows is the same as step by step,
+    block id for block id.
     """
     observers = tuple(observers)
     while True:
@@ -41,6 +49,11 @@ def engine_loop(scheduler: Scheduler, observers: Iterable[EngineObserver] = ()) 
         if step is None:
             yield WAIT
             continue
+        if repeats is not None:
+            limit = scheduler.max_repeats(step)
+            wanted = min(repeats(step, limit), limit) if limit else 0
+            if wanted:
+                step = scheduler.repeat(step, wanted)
         result = yield step
         if result is None:
             raise TypeError("the engine loop yielded a step and must be sent its StepResult")

@@ -10,7 +10,7 @@ from .allocator import KVCacheAllocator, Rows
 from .errors import DoesNotFitError, InputError, MisuseError
 from .prefix_match import PrefixMatch
 from .scheduler_config import SchedulerConfig
-from .types import Request, ScheduledStep, TokenBatch
+from .types import Request, ScheduledStep, StepLoad, TokenBatch
 from .waiting_queue import WaitingQueue, make_waiting_queue
 
 
@@ -91,6 +91,7 @@ class Scheduler:
         self._remaining: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
         # Rows of requests that came back after a preemption and have not produced a token since.
         self._protected: set[int] = set()
+        self._preempted_in_step = False
         self._preemptions: dict[str, int] = {}
         self._lost_tokens: dict[str, int] = {}
 
@@ -176,11 +177,44 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """Decide and allocate the next step; None when nothing can be computed now."""
         rows, firsts, counts, preempted = self._schedule_running()
+        self._preempted_in_step = preempted
         if not preempted and len(self.waiting):
             rows, firsts, counts = self._admit(rows, firsts, counts)
         if not len(rows):
             return None
         return self._describe(TokenBatch(rows, firsts, counts))
+
+    def max_repeats(self, step: ScheduledStep) -> int:
+        """How many more steps like this decode-only one could follow before any scheduling decision is due.
+
+        0 unless every running request decodes, none was preempted and none ends in this step; further bounded by the
+        blocks that are free. Requests that wait now are blocked, and stay so while nothing is given back. A request
+        that arrives later is the caller's to foresee.
+        """
+        if (
+            step.load.num_prefill_tokens
+            or self._preempted_in_step
+            or len(step.batch.rows) != self._num_running
+            or not self.allocator.can_append_several_steps
+        ):
+            return 0
+        limit = int(self._remaining[step.batch.rows].min()) - 1
+        while limit > 0 and not self.allocator.could_append(step.batch.rows, limit):
+            limit //= 2
+        return limit
+
+    def repeat(self, step: ScheduledStep, times: int) -> ScheduledStep:
+        """Allocate `times <= max_repeats(step)` further steps of the same requests; returns the macro-step."""
+        batch = step.batch
+        taken_at = self.allocator.append_steps(batch.rows, times)
+        return ScheduledStep(
+            TokenBatch(batch.rows, batch.first_positions, batch.counts + times), step.load, 1 + times, taken_at
+        )
+
+    @property
+    def head_is_blocked(self) -> bool:
+        """Whether arrivals cannot change the next steps: under "fcfs" they queue behind a request that has to wait."""
+        return self.config.policy == "fcfs" and len(self.waiting) > 0
 
     def complete(self, step: ScheduledStep, stopped: Collection[int] = ()) -> StepOutcome:
         """Account for a computed step: tokens produced, requests finished and freed.
@@ -192,9 +226,10 @@ class Scheduler:
         rows = step.batch.rows
         self.stats.computed_tokens += step.batch.num_tokens
         ends = step.batch.first_positions + step.batch.counts
-        sampled = rows[ends == self._known[rows]]
-        self._known[sampled] += 1
-        self._remaining[sampled] -= 1
+        extra = step.num_steps - 1
+        sampled = rows[ends == self._known[rows] + extra]
+        self._known[sampled] += 1 + extra
+        self._remaining[sampled] -= 1 + extra
         if stopped:
             self._remaining[list(stopped)] = 0
         if self._protected:
@@ -414,11 +449,11 @@ class Scheduler:
         decoding = missing == 1
         num_decode = int(np.count_nonzero(decoding))
         total_context, decode_context = int(context.sum()), int(context[decoding].sum())
-        return ScheduledStep(
-            batch=batch,
+        load = StepLoad(
             num_prefill_tokens=int(counts.sum()) - num_decode,
             num_decode_tokens=num_decode,
             prefill_context_tokens=total_context - decode_context,
             decode_context_tokens=decode_context,
             num_sampled=int(np.count_nonzero(counts == missing)),
         )
+        return ScheduledStep(batch, load)

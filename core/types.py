@@ -85,38 +85,72 @@ class TokenBatch:
         return np.repeat(self.rows, self.counts)
 
 
-@attrs.frozen(eq=False)
-class ScheduledStep:
-    """What one engine step computes: the batch and the sums that a latency model needs.
+@attrs.frozen
+class StepLoad:
+    """The sums over one engine step that a latency model needs. A token at position p attends to p + 1 tokens.
 
     Attributes:
-        batch: every token of the step.
-        num_prefill_tokens: tokens of requests that do not yet produce output in this step, or produce their first.
-        num_decode_tokens: tokens of requests that go on producing output, one each without drafts.
-        prefill_context_tokens: over prefill tokens, the sum of the positions they attend to.
+        num_prefill_tokens: tokens of requests with more than one token still to be computed.
+        num_decode_tokens: tokens of requests that go on producing output, one each.
+        prefill_context_tokens: over prefill tokens, the sum of the tokens that they attend to.
         decode_context_tokens: over decode tokens, the same.
         num_sampled: requests that produce an output token in this step.
     """
 
-    batch: TokenBatch
     num_prefill_tokens: int
     num_decode_tokens: int
     prefill_context_tokens: int
     decode_context_tokens: int
     num_sampled: int
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole step."""
+        return self.num_prefill_tokens + self.num_decode_tokens
+
+    def one_token_later(self) -> "StepLoad":
+        """The load of the same decode-only step once every request in it has grown by a token."""
+        context = self.decode_context_tokens + self.num_decode_tokens
+        return StepLoad(0, self.num_decode_tokens, 0, context, self.num_sampled)
+
+
+@attrs.frozen(eq=False)
+class ScheduledStep:
+    """What is computed next: one engine step, or a macro-step of several identical decode steps.
+
+    Attributes:
+        batch: every token; in a macro-step of n steps each request has n of them.
+        load: the sums over the first of the steps.
+        num_steps: how many engine steps this stands for.
+        blocks_taken_at: for each step after the first, how many blocks are first used in it (the allocator takes
+            them all at once, in the order in which single steps would have).
+    """
+
+    batch: TokenBatch
+    load: StepLoad
+    num_steps: int = 1
+    blocks_taken_at: tuple[int, ...] = ()
+
 
 @attrs.frozen(eq=False)
 class StepResult:
-    """What a backend reports of a step: how long it took, in seconds, and what it produced.
+    """What a backend reports of a step: how long it took and what it produced.
 
-    `outputs` is None where tokens are only counted (simulation). `stopped` are rows whose request ends with this
-    step's token although `max_tokens` would allow more (a stop token).
+    Attributes:
+        nanoseconds: the duration of each engine step, `num_steps` of them. Whole nanoseconds, so that simulated
+            time adds up exactly.
+        outputs: what was produced; None where tokens are only counted (simulation).
+        stopped: rows whose request ends with this step's token although `max_tokens` would allow more.
     """
 
-    seconds: float
+    nanoseconds: tuple[int, ...]
     outputs: Any = None
     stopped: tuple[int, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """The duration of the whole step in seconds."""
+        return sum(self.nanoseconds) / 1e9
 
 
 class EventSink(Protocol):
@@ -130,8 +164,8 @@ class EventSink(Protocol):
 class LatencyModel(Protocol):
     """How long an engine step takes."""
 
-    def step_seconds(self, step: ScheduledStep) -> float:
-        """Seconds that the step takes on the modelled device; more than 0."""
+    def step_seconds(self, load: StepLoad) -> float:
+        """Seconds that one engine step takes on the modelled device; more than 0."""
         ...
 
     def assumptions(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 import attrs
 
 from ..core.errors import InputError
-from ..core.types import ScheduledStep
+from ..core.types import StepLoad
 
 
 def _not_negative(_: object, attribute: "attrs.Attribute[float]", value: float) -> None:
@@ -29,13 +29,9 @@ class LinearLatency:
         if not self.base_s + self.decode_seq_s:
             raise InputError("a step must take time: give base_s or decode_seq_s a value above 0")
 
-    def step_seconds(self, step: ScheduledStep) -> float:
+    def step_seconds(self, load: StepLoad) -> float:
         """Seconds that the step takes."""
-        return (
-            self.base_s
-            + self.prefill_token_s * step.num_prefill_tokens
-            + self.decode_seq_s * step.num_decode_tokens
-        )
+        return self.base_s + self.prefill_token_s * load.num_prefill_tokens + self.decode_seq_s * load.num_decode_tokens
 
     def assumptions(self) -> dict[str, Any]:
         """The three coefficients."""
@@ -73,12 +69,12 @@ class RooflineLatency:
     fixed_s: float = 4e-3
     source: str = ""
 
-    def step_seconds(self, step: ScheduledStep) -> float:
+    def step_seconds(self, load: StepLoad) -> float:
         """Seconds that the step takes."""
-        tokens = step.batch.num_tokens
-        context = step.prefill_context_tokens + step.decode_context_tokens
+        tokens = load.num_tokens
+        context = load.prefill_context_tokens + load.decode_context_tokens
         flops = 2 * self.active_parameters * tokens + self.attention_flops_per_context_token * context
-        moved = self.weight_bytes + self.kv_bytes_per_token * step.decode_context_tokens
+        moved = self.weight_bytes + self.kv_bytes_per_token * load.decode_context_tokens
         compute_s = flops / self.tensor_parallel_size / (self.peak_flops * self.compute_efficiency)
         memory_s = moved / self.tensor_parallel_size / (self.bandwidth_bytes_per_s * self.memory_efficiency)
         return max(compute_s, memory_s) + self.fixed_s

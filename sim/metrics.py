@@ -1,5 +1,6 @@
 """Latencies, occupancy and throughput of a simulated run, in constant memory."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -10,6 +11,8 @@ from ..core.scheduler import Scheduler, StepOutcome
 from ..core.types import Request, ScheduledStep, StepResult
 from .quantile_sketch import QuantileSketch
 from .time_series import TimeSeries
+
+_NO_TOKEN = -1
 
 SERIES = ("kv_cache_usage", "num_requests_running", "num_requests_waiting")
 
@@ -23,40 +26,40 @@ class Recorder:
     the last token.
     """
 
-    def __init__(self, now: Callable[[], float], num_rows: int) -> None:
+    def __init__(self, now_ns: Callable[[], int], num_rows: int) -> None:
         """Watch a run.
 
         Args:
-            now: the clock to ask, in seconds from the start of the run.
+            now_ns: the clock to ask, in whole nanoseconds from the start of the run.
             num_rows: rows of the block tables (`max_num_reqs`).
         """
-        self._now = now
-        self.ttft_s = QuantileSketch()
-        self.itl_s = QuantileSketch()
-        self.tpot_s = QuantileSketch()
-        self.e2e_s = QuantileSketch()
+        self._now_ns = now_ns
+        self.ttft_ns = QuantileSketch()
+        self.itl_ns = QuantileSketch()
+        self.tpot_ns = QuantileSketch()
+        self.e2e_ns = QuantileSketch()
         self.series = TimeSeries(SERIES)
         self.num_steps = 0
         self.num_output_tokens = 0
-        self.busy_s = 0.0
-        self.max_usage = 0.0
-        self._usage_seconds = 0.0
-        self._usage = 0.0
-        self._usage_since = 0.0
+        self.busy_ns = 0
+        self.max_held_blocks = 0
+        self._held_block_ns = 0
+        self._held_blocks = 0
+        self._held_since_ns = 0
         # Times of requests that are not in a row: arrival only, or (arrival, first token, last token).
-        self._arrival: dict[str, float] = {}
-        self._away: dict[str, tuple[float, float, float]] = {}
-        self._arrival_in: NDArray[np.float64] = np.zeros(num_rows)
-        self._first_in: NDArray[np.float64] = np.full(num_rows, np.nan)
-        self._last_in: NDArray[np.float64] = np.full(num_rows, np.nan)
+        self._arrival_ns: dict[str, int] = {}
+        self._away: dict[str, tuple[int, int, int]] = {}
+        self._arrival_in = np.zeros(num_rows, dtype=np.int64)
+        self._first_in = np.full(num_rows, _NO_TOKEN, dtype=np.int64)
+        self._last_in = np.full(num_rows, _NO_TOKEN, dtype=np.int64)
 
     def submitted(self, request: Request) -> None:
-        """A request was accepted; its `arrival` starts its clock."""
-        self._arrival[request.request_id] = request.arrival
+        """A request was accepted; its `arrival` (seconds) starts its clock."""
+        self._arrival_ns[request.request_id] = round(request.arrival * 1e9)
 
     def aborted(self, request_id: str) -> None:
         """A request will not come back."""
-        self._arrival.pop(request_id, None)
+        self._arrival_ns.pop(request_id, None)
         self._away.pop(request_id, None)
 
     def apply(self, commit: Commit) -> None:
@@ -66,7 +69,7 @@ class Recorder:
                 for request_id, row in zip(event.requests, as_ints(event.rows), strict=True):
                     times = self._away.pop(request_id, None)
                     if times is None:
-                        times = (self._arrival.pop(request_id, self._now()), np.nan, np.nan)
+                        times = (self._arrival_ns.pop(request_id, self._now_ns()), _NO_TOKEN, _NO_TOKEN)
                     self._arrival_in[row], self._first_in[row], self._last_in[row] = times
             elif type(event) is RowsReleased:
                 for request_id, row in zip(event.requests, as_ints(event.rows), strict=True):
@@ -78,51 +81,75 @@ class Recorder:
 
     def scheduled(self, scheduler: Scheduler) -> None:
         """A step starts now, or the engine begins to wait: blocks are held as they are from here on."""
-        now = self._now()
-        self._usage_seconds += self._usage * (now - self._usage_since)
-        self._usage, self._usage_since = scheduler.allocator.pool.usage, now
-        self.max_usage = max(self.max_usage, self._usage)
-        self.series.add(now, (self._usage, scheduler.num_running, scheduler.num_waiting))
+        now = self._now_ns()
+        self._held_block_ns += self._held_blocks * (now - self._held_since_ns)
+        self._held_blocks, self._held_since_ns = scheduler.allocator.pool.num_held_blocks, now
+        self.max_held_blocks = max(self.max_held_blocks, self._held_blocks)
+        usage = scheduler.allocator.pool.usage
+        self.series.add(now / 1e9, (usage, scheduler.num_running, scheduler.num_waiting))
 
     def observe(self, step: ScheduledStep, result: StepResult, outcome: StepOutcome) -> None:
         """Account for one completed step, at the time the clock shows."""
-        now = self._now()
-        self.num_steps += 1
-        self.busy_s += result.seconds
+        now = self._now_ns()
+        durations = result.nanoseconds
+        self.num_steps += step.num_steps
+        self.busy_ns += sum(durations)
         rows = outcome.sampled
         if len(rows):
-            self._tokens_produced(rows, now)
+            later = durations[1:]
+            self._tokens_produced(rows, now - sum(later))
+            if later:
+                self._repeated(rows, later, now)
+                self._held_block_ns -= _block_ns_not_yet_held(step.blocks_taken_at, durations)
         for row, request in zip(outcome.finished.tolist(), outcome.finished_requests, strict=True):
             self._finished(row, request, now)
 
-    def mean_usage(self) -> float:
-        """Time-weighted mean share of usable blocks that were referenced, from time 0 on."""
-        return self._usage_seconds / self._usage_since if self._usage_since else 0.0
+    def mean_held_blocks(self) -> float:
+        """Time-weighted mean of the referenced blocks, from time 0 on."""
+        return self._held_block_ns / self._held_since_ns if self._held_since_ns else 0.0
 
-    def _tokens_produced(self, rows: NDArray[np.int64], now: float) -> None:
+    def _tokens_produced(self, rows: NDArray[np.int64], now: int) -> None:
         self.num_output_tokens += len(rows)
-        gaps = now - self._last_in[rows]
+        last = self._last_in[rows]
         self._last_in[rows] = now
-        fresh = np.isnan(gaps)
-        if fresh.any():
+        earliest, latest = int(last.min()), int(last.max())
+        if earliest == _NO_TOKEN:
+            fresh = last == _NO_TOKEN
             first_rows = rows[fresh]
             self._first_in[first_rows] = now
-            for wait in (now - self._arrival_in[first_rows]).tolist():
-                self.ttft_s.add(wait)
-            gaps = gaps[~fresh]
-            if not len(gaps):
+            for arrival in self._arrival_in[first_rows].tolist():
+                self.ttft_ns.add(now - arrival)
+            last = last[~fresh]
+            if not len(last):
                 return
+            earliest, latest = int(last.min()), int(last.max())
         # Nearly always the whole batch waited for the same step.
-        shortest = gaps.min()
-        if gaps.max() == shortest:
-            self.itl_s.add(float(shortest), len(gaps))
+        if earliest == latest:
+            self.itl_ns.add(now - latest, len(last))
         else:
-            values, counts = np.unique(gaps, return_counts=True)
+            values, counts = np.unique(last, return_counts=True)
             for value, count in zip(values.tolist(), counts.tolist(), strict=True):
-                self.itl_s.add(value, count)
+                self.itl_ns.add(now - value, count)
 
-    def _finished(self, row: int, request: Request, now: float) -> None:
+    def _repeated(self, rows: NDArray[np.int64], durations: tuple[int, ...], now: int) -> None:
+        """The tokens of the later steps of a macro-step: every request waited for each step in full."""
+        self.num_output_tokens += len(rows) * len(durations)
+        self._last_in[rows] = now
+        for nanoseconds, times in Counter(durations).items():
+            self.itl_ns.add(nanoseconds, times * len(rows))
+
+    def _finished(self, row: int, request: Request, now: int) -> None:
         self._away.pop(request.request_id, None)
-        self.e2e_s.add(now - self._arrival_in.item(row))
+        self.e2e_ns.add(now - self._arrival_in.item(row))
         if request.num_output_tokens > 1:
-            self.tpot_s.add((now - self._first_in.item(row)) / (request.num_output_tokens - 1))
+            self.tpot_ns.add((now - self._first_in.item(row)) / (request.num_output_tokens - 1))
+
+
+def _block_ns_not_yet_held(blocks_taken_at: tuple[int, ...], durations: tuple[int, ...]) -> int:
+    """What a macro-step's blocks were charged for the steps before the one in which they are first used."""
+    elapsed = 0
+    total = 0
+    for taken, nanoseconds in zip(blocks_taken_at, durations, strict=False):
+        elapsed += nanoseconds
+        total += taken * elapsed
+    return total

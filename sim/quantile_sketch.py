@@ -6,21 +6,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 RELATIVE_ERROR = 0.001
-_SMALLEST = 1e-9
+_SMALLEST = 1e-3
 _LOG_GAMMA = math.log((1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR))
 _NUM_BUCKETS = math.ceil(math.log(1e18) / _LOG_GAMMA) + 2
 
 
 class QuantileSketch:
-    """A histogram over logarithmic buckets from 1e-9 to 1e9, so that a percentile is off by at most 0.1 % of itself.
+    """A histogram over logarithmic buckets from 1e-3 to 1e15, so that a percentile is off by at most 0.1 % of itself.
 
-    Count, mean, minimum and maximum are exact (up to floating point). Samples are positive numbers, or 0, which
-    counts as the smallest bucket.
+    Count, minimum and maximum are exact, and so is the total where the samples are whole numbers. Samples are
+    positive numbers, or 0, which counts as the smallest bucket.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self.total = 0.0
+        self.total: float = 0
         self.minimum = math.inf
         self.maximum = -math.inf
         self._buckets: NDArray[np.int64] = np.zeros(_NUM_BUCKETS, dtype=np.int64)
@@ -50,13 +50,14 @@ class QuantileSketch:
         middle = _SMALLEST * math.exp((bucket - 0.5) * _LOG_GAMMA) if bucket else 0.0
         return min(max(middle, self.minimum), self.maximum)
 
-    def summary(self) -> dict[str, float | int | None]:
-        """`mean`, `p50`, `p90`, `p99`, `max` and `count`; None where there is no sample."""
-        return {
+    def summary(self, unit: float = 1.0) -> dict[str, float | int | None]:
+        """`mean`, `p50`, `p90`, `p99` and `max` in units of `unit`, and `count`; None where there is no sample."""
+        figures = {
             "mean": self.mean,
             "p50": self.percentile(50),
             "p90": self.percentile(90),
             "p99": self.percentile(99),
             "max": self.maximum if self.count else None,
-            "count": self.count,
         }
+        scaled = {name: None if value is None else value / unit for name, value in figures.items()}
+        return {**scaled, "count": self.count}

@@ -13,7 +13,7 @@ from ..core.allocator_config import AllocatorConfig
 from ..core.scheduler import Scheduler
 from ..core.scheduler_config import SchedulerConfig
 from ..core.types import EventSink, LatencyModel, Request
-from .engine import SimulatedEngine
+from .engine import NANOSECONDS, SimulatedEngine
 from .metrics import Recorder
 from .quantile_sketch import RELATIVE_ERROR
 from .trace_keys import TraceKeySource, check_block_sizes
@@ -84,6 +84,7 @@ def replay(
     trace_block_size: int | None,
     sinks: Iterable[EventSink] = (),
     on_progress: Callable[[int], None] | None = None,
+    macro_steps: bool = True,
 ) -> ReplayReport:
     """Run every request of a trace through allocator, scheduler and latency model, until each has ended.
 
@@ -95,23 +96,24 @@ def replay(
         trace_block_size: tokens an id of the trace stands for; None where it has none (then nothing is shared).
         sinks: further listeners to every commit (a log, metrics).
         on_progress: called with the number of requests submitted so far.
+        macro_steps: whether identical decode steps are taken in one go; the figures are the same either way.
 
     Raises:
         InputError: block sizes that do not divide each other, or limits that contradict.
     """
     check_block_sizes(allocator.hash_block_size, trace_block_size)
     env = simpy.Environment()
-    recorder = Recorder(lambda: env.now, allocator.max_num_reqs)
+    recorder = Recorder(lambda: int(env.now), allocator.max_num_reqs)
     backend = SimBackend(latency)
     ledger = KVCacheAllocator(allocator, sinks=[backend, recorder, *sinks])
     batcher = Scheduler(scheduler, ledger)
-    engine = SimulatedEngine(env, batcher, backend, recorder)
+    engine = SimulatedEngine(env, batcher, backend, recorder, macro_steps)
     requests = traced_requests(trace, allocator.hash_block_size, lambda: trace_block_size)
     started = time.perf_counter()
     env.process(engine.arrivals(_counted(requests, on_progress) if on_progress else requests))
     env.run()
     wall_seconds = time.perf_counter() - started
-    return _report(batcher, recorder, engine, latency, env.now, wall_seconds)
+    return _report(batcher, recorder, engine, latency, env.now / NANOSECONDS, wall_seconds)
 
 
 def _counted(requests: Iterator[Request], on_progress: Callable[[int], None]) -> Iterator[Request]:
@@ -149,12 +151,15 @@ def _report(
             "max_per_request": stats.max_preemptions_per_request,
             "recompute_tax": _share(stats.recomputed_tokens, stats.computed_tokens),
         },
-        kv_cache_usage={"mean": recorder.mean_usage(), "max": recorder.max_usage},
+        kv_cache_usage={
+            "mean": recorder.mean_held_blocks() / (config.num_blocks - 1),
+            "max": recorder.max_held_blocks / (config.num_blocks - 1),
+        },
         latencies={
-            "ttft_s": recorder.ttft_s.summary(),
-            "tpot_s": recorder.tpot_s.summary(),
-            "itl_s": recorder.itl_s.summary(),
-            "e2e_s": recorder.e2e_s.summary(),
+            "ttft_s": recorder.ttft_ns.summary(NANOSECONDS),
+            "tpot_s": recorder.tpot_ns.summary(NANOSECONDS),
+            "itl_s": recorder.itl_ns.summary(NANOSECONDS),
+            "e2e_s": recorder.e2e_ns.summary(NANOSECONDS),
         },
         throughput={
             "requests_per_s": stats.num_finished / span,
