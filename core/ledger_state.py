@@ -41,6 +41,7 @@ class LedgerState:
         num_placed: int64 `[max_num_reqs]`, tokens of each row that have slots.
         row_of: request id -> row, for requests that hold one.
         request_of: row -> request id or None.
+        row_is_held: bool `[max_num_reqs]`, which rows a request holds.
         next_sequence: the sequence number of the next commit.
     """
 
@@ -59,6 +60,7 @@ class LedgerState:
         rows = created.max_num_reqs
         self.placed = array("q", bytes(8 * rows))
         self.num_placed: NDArray[np.int64] = np.frombuffer(self.placed, dtype=np.int64)
+        self.row_is_held: NDArray[np.bool_] = np.zeros(rows, dtype=np.bool_)
         # Logical blocks of each row that registration has considered, by group; -1 while the row is not tracked (a
         # row is tracked from its first hit or registration on, which fixes how vLLM counts what it still needs).
         self.considered = [array("i", [-1]) * rows for _ in created.groups]
@@ -115,6 +117,7 @@ class LedgerState:
                 self.free_rows.remove(row)
             self.row_of[request_id] = row
             self.request_of[row] = request_id
+            self.row_is_held[row] = True
             self.placed[row] = 0
             for considered, skipped in zip(self.considered, self.skipped, strict=True):
                 considered[row] = -1
@@ -124,6 +127,7 @@ class LedgerState:
         for request_id, row in zip(event.requests, as_ints(event.rows), strict=True):
             del self.row_of[request_id]
             self.request_of[row] = None
+            self.row_is_held[row] = False
             self.free_rows.append(row)
             self.guarded.discard(row)
 
@@ -170,14 +174,20 @@ class LedgerState:
             self.num_placed[rows] = firsts + np.asarray(event.counts)
 
     def _place(self, row: int, first: int, count: int) -> None:
-        if count:
+        end = first + count
+        if end < self.placed[row]:
+            # The row keeps blocks behind its new end, and they may be shared or findable.
+            self.guarded.add(row)
+            if not count:
+                for table, considered in zip(self.tables, self.considered, strict=True):
+                    considered[row] = min(considered[row], first // table.block_size)
+        elif count and row in self.guarded and not self._has_blocks_behind(row, end):
             # Whatever the new tokens overwrite was made private before this event.
             self.guarded.discard(row)
-        elif first < self.placed[row]:
-            self.guarded.add(row)
-            for table, considered in zip(self.tables, self.considered, strict=True):
-                considered[row] = min(considered[row], first // table.block_size)
-        self.placed[row] = first + count
+        self.placed[row] = end
+
+    def _has_blocks_behind(self, row: int, end: int) -> bool:
+        return any(table.count(row) * table.block_size >= end + table.block_size for table in self.tables)
 
     def _blocks_shared(self, event: BlocksShared) -> None:
         blocks = as_ints(event.blocks)

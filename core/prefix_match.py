@@ -33,9 +33,10 @@ class PrefixMatch:
 
     def stale_block(self, pool: BlockPool) -> int | None:
         """A block of this match that no longer carries the key it was found under, or None."""
-        for blocks, keys in zip(self.blocks, self.keys, strict=True):
+        for group, (blocks, keys) in enumerate(zip(self.blocks, self.keys, strict=True)):
             for block, key in zip(blocks, keys, strict=True):
-                if block and pool.key_of(block) != key:
+                # One key names different content in different groups.
+                if block and (pool.key_of(block) != key or pool.group_of(block) != group):
                     return block
         return None
 

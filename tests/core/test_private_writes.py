@@ -1,0 +1,61 @@
+"""No token is written where another request, or a later lookup, still reads: rollbacks, forks, stale matches."""
+
+import pytest
+from kvledger.core import AllocatorConfig, FullAttention, KVCacheAllocator, MisuseError, Request
+
+
+class Prefixes:
+    """A key source whose keys are the tokens themselves."""
+
+    def __init__(self, tokens, block_size: int = 4) -> None:
+        self.tokens, self.block_size = list(tokens), block_size
+
+    def keys(self, start: int, stop: int) -> list[tuple[int, ...]]:
+        return [tuple(self.tokens[: (i + 1) * self.block_size]) for i in range(start, stop)]
+
+
+def allocator_of(num_usable_blocks: int, groups: int = 1, **config) -> KVCacheAllocator:
+    settings = {"groups": [FullAttention(4)] * groups, "max_model_len": 64, "max_num_reqs": 4} | config
+    return KVCacheAllocator(AllocatorConfig(num_blocks=num_usable_blocks + 1, **settings))
+
+
+def request_of(request_id: str, tokens) -> Request:
+    return Request(request_id, len(list(tokens)), max_tokens=64, keys=Prefixes(tokens))
+
+
+@pytest.mark.parametrize("enable_caching", [True, False])
+def test_a_fork_that_goes_back_and_on_writes_into_no_block_of_its_parent(enable_caching) -> None:
+    allocator = allocator_of(12, enable_caching=enable_caching)
+    allocator.allocate(request_of("parent", range(10)), 10)
+    child = request_of("child", range(10))
+    allocator.fork("parent", child)
+    allocator.allocate(child, 1, num_computed_tokens=2)
+    allocator.allocate(child, 7)
+    (parent_table,), (child_table,) = allocator.block_ids("parent"), allocator.block_ids("child")
+    assert not set(parent_table) & set(child_table)
+    assert [allocator.pool.ref_cnt(block) for block in parent_table + child_table] == [1] * 6
+
+
+def test_a_request_that_goes_back_and_on_leaves_no_key_on_what_it_overwrites() -> None:
+    allocator = allocator_of(12)
+    request = request_of("a", range(12))
+    allocator.allocate(request, 12)
+    request.keys.tokens[5:] = [90, 91, 92, 93, 94, 95, 96]
+    allocator.allocate(request, 1, num_computed_tokens=5)
+    allocator.allocate(request, 6)
+    keys = {key for _, key in allocator.pool.keyed_blocks()}
+    assert keys == set(request.keys.keys(0, 3))
+
+
+def test_a_match_is_stale_when_its_block_carries_the_same_key_for_another_group() -> None:
+    allocator = allocator_of(4, groups=2)
+    allocator.allocate(request_of("a", range(5)), 5)
+    allocator.free("a")
+    late = request_of("late", range(5))
+    match = allocator.match_prefix(late)
+    assert match.blocks == ((1,), (3,))
+    allocator.pool.take((4,))
+    allocator.allocate(request_of("quick", range(4)), 4)
+    assert allocator.block_ids("quick") == [[2], [1]]
+    with pytest.raises(MisuseError, match="stale match for 'late': block 1"):
+        allocator.allocate(late, 1, match)
