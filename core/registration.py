@@ -20,13 +20,52 @@ class Registrar:
         self._state = state
         self._matcher = matcher
 
-    def due(self, rows: NDArray[np.int64], known_tokens: NDArray[np.int64]) -> NDArray[np.intp]:
-        """Places in the batch where some group has a complete block that registration has not considered."""
+    def due(
+        self,
+        rows: NDArray[np.int64],
+        known_tokens: NDArray[np.int64],
+        first_positions: NDArray[np.int64] | None = None,
+    ) -> NDArray[np.intp]:
+        """Places in the batch where some group has a complete block that registration has not considered.
+
+        Blocks behind `first_positions`, where those are given, count as not considered: they are about to be.
+        """
         sure = known_tokens // self._config.scheduler_block_size * self._config.scheduler_block_size
         behind = np.zeros(len(rows), dtype=np.bool_)
         for kind, considered in zip(self._config.groups, self._state.num_considered, strict=True):
-            behind |= sure // kind.block_size > np.maximum(considered[rows], 0)
+            done = np.maximum(considered[rows], 0)
+            if first_positions is not None:
+                done = np.minimum(done, first_positions // kind.block_size)
+            behind |= sure // kind.block_size > done
         return np.flatnonzero(behind)
+
+    def ask_for_keys(
+        self, request: Request, row: int | None, hits: Sequence[Sequence[int]] | None, total: int, known_tokens: int
+    ) -> None:
+        """Ask the key source for what `decide` will need, so that one which fails does so before any event."""
+        for group, kind in enumerate(self._config.groups):
+            considered = 0 if row is None else self._state.considered[group][row]
+            start = min(max(considered, 0), total // kind.block_size) if hits is None else len(hits[group])
+            stop = self._sure(known_tokens) // kind.block_size
+            if stop > start:
+                self._matcher.block_keys(request, kind, start - (start > 0), stop)
+
+    def ask_for_keys_of_batch(
+        self,
+        rows: NDArray[np.int64],
+        first_positions: NDArray[np.int64],
+        known_tokens: NDArray[np.int64],
+        requests: Sequence[Request | None],
+    ) -> None:
+        """`ask_for_keys` for rows that go on at `first_positions`."""
+        for place in self.due(rows, known_tokens, first_positions).tolist():
+            row = int(rows[place])
+            request = requests[row]
+            if request is not None:
+                self.ask_for_keys(request, row, None, int(first_positions[place]), int(known_tokens[place]))
+
+    def _sure(self, known_tokens: int) -> int:
+        return known_tokens // self._config.scheduler_block_size * self._config.scheduler_block_size
 
     def decide(
         self,
@@ -40,7 +79,6 @@ class Registrar:
         `requests` is by row: whose tokens they are.
         """
         kind = self._config.groups[group]
-        scheduler_block_size = self._config.scheduler_block_size
         table = self._state.tables[group]
         considered = self._state.considered[group]
         columns: tuple[list[int], ...] = ([], [], [], [])
@@ -52,7 +90,7 @@ class Registrar:
         for row, known in zip(rows, known_tokens, strict=True):
             request = requests[row]
             start = max(considered[row], 0)
-            stop = known // scheduler_block_size * scheduler_block_size // kind.block_size
+            stop = self._sure(known) // kind.block_size
             if stop <= start or request is None:
                 continue
             before = start > 0

@@ -1,0 +1,81 @@
+"""What a command refuses before it changes anything: rows that nobody holds, wrong positions, counts below 0."""
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .allocator_config import AllocatorConfig
+from .errors import InputError, MisuseError
+from .events import FreeReason
+from .ledger_state import LedgerState
+
+Rows: TypeAlias = NDArray[np.int64]
+IntOrEach: TypeAlias = int | NDArray[np.int64]
+
+# The other reasons belong to `release_out_of_window` and `truncate`, which keep a part of the request.
+REASONS_TO_FREE_ALL = frozenset({FreeReason.FINISHED, FreeReason.PREEMPTED, FreeReason.ABORTED})
+
+
+class CommandChecks:
+    """The edge of the allocator: each check raises before the first event, so that a refusal changes nothing."""
+
+    def __init__(self, config: AllocatorConfig, state: LedgerState) -> None:
+        self._config = config
+        self._state = state
+
+    def rows(self, rows: Rows) -> None:
+        """Distinct rows that requests hold. Fancy indexing alone would wrap -1 and write a row twice."""
+        if len(rows) and int(rows.min()) < 0:
+            raise MisuseError(f"no row {int(rows.min())}: rows are 0 to {self._config.max_num_reqs - 1}")
+        times = np.bincount(rows, minlength=self._config.max_num_reqs)
+        if len(times) > self._config.max_num_reqs:
+            raise MisuseError(f"no row {len(times) - 1}: rows are 0 to {self._config.max_num_reqs - 1}")
+        wrong = times > self._state.row_is_held
+        if wrong.any():
+            row = int(wrong.argmax())
+            if self._state.row_is_held[row]:
+                raise MisuseError(f"row {row} is named {int(times[row])} times in one batch; name each request once")
+            raise MisuseError(f"row {row} is held by no request: it was never allocated, or freed already")
+
+    def counts(self, new: IntOrEach, drafts: IntOrEach = 0, lookahead: int = 0, reserved: int = 0) -> None:
+        """At least one new token each, and nothing below 0."""
+        if np.min(new, initial=1) < 1:
+            raise InputError(f"num_new_tokens must be at least 1, not {int(np.min(new))}")
+        if np.any(np.less(drafts, 0)) or np.any(np.greater(drafts, new)):
+            raise InputError(f"num_draft_tokens {drafts} must be within 0 and num_new_tokens {new}")
+        if lookahead < 0 or reserved < 0:
+            raise InputError(f"num_lookahead_tokens {lookahead} and reserved_blocks {reserved} must not be below 0")
+
+    def start(self, row: int | None, request_id: str, start: int) -> None:
+        """A place to go on from: within the placed tokens, and with everything that its tokens attend to."""
+        placed = 0 if row is None else self._state.placed[row]
+        if not 0 <= start <= placed:
+            raise MisuseError(f"request {request_id!r} cannot go on at position {start}: {placed} tokens are placed")
+        if row is not None and start < placed:
+            self.still_attended(row, request_id, start)
+
+    def still_attended(self, row: int, request_id: str, start: int) -> None:
+        """That no block which position `start` attends to has gone out of window."""
+        for kind, skipped in zip(self._config.groups, self._state.skipped, strict=True):
+            gone = skipped[row] * kind.block_size
+            if kind.num_skipped_tokens(start) < gone:
+                raise MisuseError(
+                    f"request {request_id!r} cannot go back to {start} tokens: {kind} has released the first {gone}, "
+                    "which the next token would attend to"
+                )
+
+    def starts(self, rows: Rows, first: NDArray[np.int64], placed: NDArray[np.int64]) -> None:
+        """The same as `start` for a batch."""
+        for place in np.flatnonzero((first < placed) | (first < 0) | (first > placed)).tolist():
+            row = int(rows[place])
+            self.start(row, str(self._state.request_of[row]), int(first[place]))
+
+    @staticmethod
+    def frees_all(reason: FreeReason) -> None:
+        """That the reason is one for giving back everything."""
+        if reason not in REASONS_TO_FREE_ALL:
+            raise InputError(
+                f"a request is freed because it is {', '.join(sorted(REASONS_TO_FREE_ALL))}, not {reason}; "
+                "release_out_of_window and truncate give back a part"
+            )
