@@ -40,7 +40,7 @@ class SimBackend:
         self.num_blocks_per_row: list[NDArray[np.int32]] = []
         self._block_sizes: list[int] = []
         self._submitted: ScheduledStep | None = None
-        # Durations worked out by `repeats_before`, and the load they are of; a macro-step shares the load of its first step.
+        # Durations worked out by `repeats_before`, and the load they are of, which a macro-step shares.
         self._foreseen: list[int] = []
         self._foreseen_load: StepLoad | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {

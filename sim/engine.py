@@ -4,7 +4,7 @@ The clock counts whole nanoseconds, so that sums of step times are exact and a r
 figures, to the last digit, as one of single steps.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import simpy
@@ -45,7 +45,7 @@ class SimulatedEngine:
         self.rejections: list[str] = []
         env.process(self._steps())
 
-    def arrivals(self, requests: Iterable[Request]) -> Iterator[Any]:
+    def arrivals(self, requests: Iterable[Request]) -> Generator[simpy.Event, Any, None]:
         """Process: submit each request at its `arrival` (seconds, not decreasing). What can never fit is refused."""
         env = self._env
         for request in requests:
@@ -71,7 +71,7 @@ class SimulatedEngine:
         horizon_ns = float("inf") if self._scheduler.head_is_blocked else self._env.peek() - self._env.now
         return self._backend.repeats_before(step, limit, horizon_ns)
 
-    def _steps(self) -> Iterator[Any]:
+    def _steps(self) -> Generator[simpy.Event, Any, None]:
         env, loop, backend, recorder = self._env, self._loop, self._backend, self._recorder
         move = next(loop)
         while True:

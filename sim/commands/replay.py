@@ -1,0 +1,115 @@
+"""`kvledger replay`: what happens to a trace on given hardware."""
+
+from typing import Annotated
+
+import typer
+
+
+def replay(
+    trace: Annotated[str | None, typer.Argument(help="Trace file, gz or plain: Mooncake JSONL or Azure CSV.")] = None,
+    workload: Annotated[
+        str | None, typer.Option(help="Instead of a file: conversation, sharegpt, code or agentic.")
+    ] = None,
+    num_gpu_blocks_override: Annotated[
+        int | None, typer.Option(help="Blocks of the pool, the null block included. Needed without --model and --gpu.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens in a block of the engine.")] = 16,
+    trace_block_size: Annotated[
+        int | None, typer.Option(help="Tokens that one hash id stands for; the format's own (512) unless given.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest request, tokens. Unless given: what the pool holds, at most 1,048,576.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests that run at the same time.")] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens that one step computes at most.")] = 8192,
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse cached prefixes.")] = True,
+    enable_chunked_prefill: Annotated[bool, typer.Option(help="Compute long prompts over several steps.")] = True,
+    long_prefill_token_threshold: Annotated[
+        int, typer.Option(help="Most prompt tokens of one request a step; 0: no such limit.")
+    ] = 0,
+    scheduling_policy: Annotated[str, typer.Option(help="fcfs or priority.")] = "fcfs",
+    preemption_victim: Annotated[
+        str, typer.Option(help="Who gives way when blocks run out: last-admitted or least-computed.")
+    ] = "last-admitted",
+    watermark_blocks: Annotated[int, typer.Option(help="Blocks that an admission leaves free.")] = 0,
+    eviction: Annotated[str, typer.Option(help="Order in which cached blocks are evicted.")] = "lru",
+    base_ms: Annotated[float, typer.Option(help="Linear latency model: fixed cost of a step.")] = 5.0,
+    us_per_prefill_token: Annotated[float, typer.Option(help="Linear latency model: each prefill token.")] = 25.0,
+    us_per_decoding_sequence: Annotated[
+        float, typer.Option(help="Linear latency model: each decoding sequence.")
+    ] = 20.0,
+    trace_format: Annotated[
+        str | None, typer.Option("--format", "--trace-format", help="mooncake or azure; by content unless given.")
+    ] = None,
+    on_bad_row: Annotated[
+        str | None, typer.Option(help="refuse (unless given): stop at a bad row. skip: leave it out and count it.")
+    ] = None,
+    skip_first: Annotated[int, typer.Option(help="Requests to leave out at the start.")] = 0,
+    limit: Annotated[int | None, typer.Option(help="Requests to use after those.")] = None,
+    rate_scale: Annotated[float, typer.Option(help="Arrivals this many times as fast.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the built-in workload; 0 unless given.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the tables.")] = False,
+) -> None:
+    """Replay a trace through allocator, scheduler and latency model: latency, hits, preemptions, occupancy.
+
+    Example: kvledger replay --workload conversation --num-gpu-blocks-override 50000 --block-size 512
+    """
+    from ...core.allocator_config import AllocatorConfig
+    from ...core.cache_kinds import FullAttention
+    from ...core.errors import InputError
+    from ...core.scheduler_config import SchedulerConfig
+    from ..console import print_json, progress
+    from ..latency import LinearLatency
+    from ..replay import replay as replay_trace
+    from ..replay_report import print_replay, trace_as_dict
+    from ..trace_source import open_trace_or_workload
+
+    if num_gpu_blocks_override is None:
+        raise InputError("how many blocks does the pool have? Give --num-gpu-blocks-override N")
+    source = open_trace_or_workload(
+        trace,
+        workload,
+        trace_format=trace_format,
+        trace_block_size=trace_block_size,
+        on_bad_row=on_bad_row,
+        seed=seed,
+        skip_first=skip_first,
+        limit=limit,
+        rate_scale=rate_scale,
+    )
+    bar, task = progress("Replaying", total=limit)
+    with bar:
+        report = replay_trace(
+            source,
+            allocator=AllocatorConfig(
+                num_blocks=num_gpu_blocks_override,
+                groups=[FullAttention(block_size)],
+                max_model_len=max_model_len or longest_request(num_gpu_blocks_override, block_size),
+                max_num_reqs=max_num_seqs,
+                enable_caching=enable_prefix_caching,
+                watermark_blocks=watermark_blocks,
+                eviction=eviction,
+                key_algorithm="trace ids",
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                enable_chunked_prefill=enable_chunked_prefill,
+                long_prefill_token_threshold=long_prefill_token_threshold,
+                policy=scheduling_policy,
+                preemption_victim=preemption_victim,
+            ),
+            latency=LinearLatency(base_ms / 1e3, us_per_prefill_token / 1e6, us_per_decoding_sequence / 1e6),
+            trace_block_size=source.info.trace_block_size,
+            on_progress=lambda count: bar.update(task, completed=count),
+        )
+    document = {"trace": trace_as_dict(source.info, source.info.trace_block_size), **report.to_json()}
+    if json:
+        print_json(document)
+    else:
+        print_replay(document)
+
+
+def longest_request(num_blocks: int, block_size: int) -> int:
+    """The default of `--max-model-len`: what the usable blocks hold, at most 1,048,576 tokens (no model has more)."""
+    return max(1, min((num_blocks - 1) * block_size, 1 << 20))
