@@ -2,14 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .admission import Admission
 from .allocator_config import AllocatorConfig
-from .errors import InputError, MisuseError
+from .command_checks import CommandChecks, IntOrEach, Rows
+from .errors import MisuseError
 from .events import (
     BlockCopied,
     BlocksAllocated,
@@ -34,9 +34,6 @@ from .orphans import ChainLinks
 from .prefix_match import PrefixMatch, PrefixMatcher
 from .registration import Registrar
 from .types import EventSink, Request
-
-Rows: TypeAlias = NDArray[np.int64]
-IntOrEach: TypeAlias = int | NDArray[np.int64]
 
 
 class KVCacheAllocator:
@@ -82,9 +79,11 @@ class KVCacheAllocator:
         )
         self._admission = Admission(config, self.state)
         self._registrar = Registrar(config, self.state, self._matcher)
+        self._checks = CommandChecks(config, self.state)
         self._request_in_row: list[Request | None] = [None] * config.max_num_reqs
         self._links = ChainLinks(config.groups)
         self._one_group = len(config.groups) == 1
+        self._never_skips = all(kind.computed_tokens_that_skip(np.ones(1, np.int64)) is None for kind in config.groups)
         self._commit([self._emit(created)])
 
     # -- questions ---------------------------------------------------------------------------------------------------
@@ -181,13 +180,17 @@ class KVCacheAllocator:
             has changed.
 
         Raises:
-            MisuseError: a stale match, a match of another request, no row left, a start beyond the placed tokens.
+            MisuseError: a stale match, a match of another request, no row left, a start beyond the placed tokens or
+                behind what has gone out of window.
+            InputError: no new tokens, or a count below 0.
             DoesNotFitError: not even an empty pool would do.
         """
         state = self.state
         row = state.row_of.get(request.request_id)
         hits = self._checked_match(request, row, match)
-        start = self._checked_start(request, row, num_new_tokens, num_computed_tokens)
+        self._checks.counts(num_new_tokens, 0, num_lookahead_tokens, reserved_blocks)
+        start = (0 if row is None else state.placed[row]) if num_computed_tokens is None else num_computed_tokens
+        self._checks.start(row, request.request_id, start)
         total = min(start + (match.num_hit_tokens if match else 0), self.config.max_model_len)
         end = min(total + num_new_tokens, self.config.max_model_len)
         num_slots = min(end + num_lookahead_tokens, self.config.max_model_len)
@@ -200,6 +203,8 @@ class KVCacheAllocator:
             self._admission.check_can_ever_hold(request, row, sum(needs) + copies)
             return None
 
+        if self.config.enable_caching:
+            self._registrar.ask_for_keys(request, row, hits, total, min(end, request.num_tokens))
         events: list[Event] = []
         if row is None:
             row = self._assign_row(request, events)
@@ -248,10 +253,18 @@ class KVCacheAllocator:
 
         Returns:
             False, and nothing has changed, if the free blocks do not suffice for all of them.
+
+        Raises:
+            MisuseError: a row that no request holds, a row named twice, a first position as `allocate` refuses it.
+            InputError: no new tokens, or a count below 0.
         """
         state = self.state
+        self._checks.rows(rows)
+        self._checks.counts(num_new_tokens, num_draft_tokens, num_lookahead_tokens, reserved_blocks)
         placed = state.num_placed[rows]
         first = placed if first_positions is None else first_positions
+        if first is not placed:
+            self._checks.starts(rows, first, placed)
         end = np.minimum(first + num_new_tokens, self.config.max_model_len)
         num_slots = np.minimum(end + num_lookahead_tokens, self.config.max_model_len) if num_lookahead_tokens else end
         private = self._to_make_private_among(rows, first, placed, num_slots)
@@ -260,8 +273,6 @@ class KVCacheAllocator:
         if total_short > len(state.pool.free_queue) - reserved_blocks:
             return False
 
-        if first is not placed:
-            self._check_starts(rows, first, placed)
         self._append_planned(rows, first, end, num_draft_tokens, shortfalls, private)
         return True
 
@@ -276,6 +287,9 @@ class KVCacheAllocator:
         blocks: tuple[int, ...] | None = None,
     ) -> None:
         """Carry out an append whose blocks are known to be there; `blocks` gives their ids where order matters."""
+        known = end - num_draft_tokens
+        if self.config.enable_caching:
+            self._registrar.ask_for_keys_of_batch(rows, first, known, self._request_in_row)
         events: list[Event] = []
         for row, position in self._rollbacks(rows, first):
             events.append(self._emit(TokensPlaced((row,), (position,), (0,))))
@@ -283,7 +297,6 @@ class KVCacheAllocator:
             events.append(self._make_private(group, row, index, copy))
         self._take_for_batch(rows, shortfalls, events, blocks)
         if self.config.enable_caching:
-            known = end - num_draft_tokens
             due = self._registrar.due(rows, known)
             if len(due):
                 self._register(rows[due].tolist(), known[due].tolist(), events)
@@ -309,6 +322,7 @@ class KVCacheAllocator:
         Raises:
             MisuseError: the free blocks do not suffice (see `could_append`), or `can_append_several_steps` is false.
         """
+        self._checks.rows(rows)
         if not self.can_append_several_steps or not self.could_append(rows, num_steps):
             raise MisuseError(f"cannot append {num_steps} steps to {len(rows)} rows; ask could_append first")
         table = self.state.tables[0]
@@ -357,22 +371,44 @@ class KVCacheAllocator:
         Runs before `allocate`, which is then all-or-nothing; `num_computed_tokens` defaults to the placed tokens.
         """
         row = self.row_of(request_id)
-        total = self.state.placed[row] if num_computed_tokens is None else num_computed_tokens
+        placed = self.state.placed[row]
+        total = placed if num_computed_tokens is None else num_computed_tokens
+        if not 0 <= total <= placed:
+            raise MisuseError(f"request {request_id!r} has {placed} placed tokens, so {total} cannot be computed")
+        events = self._release_events(row, total)
+        if events:
+            self._commit(events)
+        return sum([len(event.blocks) for event in events if isinstance(event, BlocksFreed)])
+
+    def release_out_of_window_among(self, rows: Rows) -> None:
+        """`release_out_of_window` for many running requests, as one commit; cheap where nothing is due."""
+        if self._never_skips:
+            return
+        self._checks.rows(rows)
+        placed = self.state.num_placed[rows]
+        due = np.zeros(len(rows), dtype=np.bool_)
+        for kind, skipped in zip(self.config.groups, self.state.num_skipped, strict=True):
+            needed = kind.computed_tokens_that_skip(skipped[rows].astype(np.int64) + 1)
+            if needed is not None:
+                due |= placed >= needed
         events: list[Event] = []
-        released = 0
+        for row in rows[due].tolist():
+            events += self._release_events(row, self.state.placed[row])
+        if events:
+            self._commit(events)
+
+    def _release_events(self, row: int, total: int) -> list[Event]:
+        events: list[Event] = []
         for group, kind in enumerate(self.config.groups):
             stop = min(kind.num_skipped_tokens(total) // kind.block_size, self.state.tables[group].count(row))
             start = self.state.skipped[group][row]
             if stop > start:
                 indices = tuple(range(stop - 1, start - 1, -1))
                 blocks = tuple(self.state.tables[group].blocks(row)[start:stop][::-1])
-                released += len(blocks)
                 events.append(
                     self._emit(BlocksFreed(FreeReason.OUT_OF_WINDOW, (group,), (row,), (len(blocks),), blocks, indices))
                 )
-        if events:
-            self._commit(events)
-        return released
+        return events
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
         """Keep only the first `num_tokens` placed tokens (a crop, rejected drafts); blocks behind them are freed."""
@@ -380,13 +416,7 @@ class KVCacheAllocator:
         placed = self.state.placed[row]
         if not 0 <= num_tokens <= placed:
             raise MisuseError(f"cannot truncate {request_id!r} to {num_tokens} tokens: it has {placed}")
-        for group, kind in enumerate(self.config.groups):
-            gone = self.state.skipped[group][row] * kind.block_size
-            if kind.num_skipped_tokens(num_tokens) < gone:
-                raise MisuseError(
-                    f"cannot truncate {request_id!r} to {num_tokens} tokens: {kind} has released the first {gone}, "
-                    "which the next token would attend to"
-                )
+        self._checks.still_attended(row, request_id, num_tokens)
         events: list[Event] = []
         for group, table in enumerate(self.state.tables):
             keep = _ceil_div(num_tokens, table.block_size)
@@ -418,6 +448,7 @@ class KVCacheAllocator:
     def free(self, request_id: str, reason: FreeReason = FreeReason.FINISHED) -> None:
         """Give back everything that a request holds, its last block first (rule 4)."""
         row = self.row_of(request_id)
+        self._checks.frees_all(reason)
         events: list[Event] = []
         segments: list[tuple[int, tuple[int, ...]]] = []
         for group, table in enumerate(self.state.tables):
@@ -492,18 +523,6 @@ class KVCacheAllocator:
                 )
         return match.blocks
 
-    def _checked_start(self, request: Request, row: int | None, num_new_tokens: int, start: int | None) -> int:
-        placed = 0 if row is None else self.state.placed[row]
-        if num_new_tokens < 1:
-            raise InputError(f"request {request.request_id!r}: num_new_tokens must be at least 1, not {num_new_tokens}")
-        if start is None:
-            return placed
-        if not 0 <= start <= placed:
-            raise MisuseError(
-                f"request {request.request_id!r} cannot go on at position {start}: {placed} tokens are placed"
-            )
-        return start
-
     def _assign_row(self, request: Request, events: list[Event]) -> int:
         if not self.state.free_rows:
             raise MisuseError(
@@ -565,15 +584,6 @@ class KVCacheAllocator:
                 events.append(self._emit(event))
                 if self.config.orphans == "drop":
                     self._links.note(event)
-
-    def _check_starts(self, rows: Rows, first: NDArray[np.int64], placed: NDArray[np.int64]) -> None:
-        wrong = np.flatnonzero((first > placed) | (first < 0))
-        if len(wrong):
-            row = int(rows[wrong[0]])
-            raise MisuseError(
-                f"request {self.state.request_of[row]!r} cannot go on at position {int(first[wrong[0]])}: "
-                f"{int(placed[wrong[0]])} tokens are placed"
-            )
 
     def _rollbacks(self, rows: Rows, first: NDArray[np.int64]) -> list[tuple[int, int]]:
         """Rows that go on before a registered block's end, with the position; never those that just go on."""
