@@ -329,7 +329,8 @@ class Belady:
     """The block asked for again latest goes first; every block of the present prompt comes in.
 
     A block is known by the index of its next block event: later events, and deeper blocks of one request, are larger.
-    Blocks never asked for again only take room, so they are counted, not listed.
+    Blocks never asked for again only take room, so they are counted, not listed; only the first blocks of a prompt,
+    its `active` ones, were there before or are asked for again.
     """
 
     def __init__(self, prompts: PromptBlocks, num_blocks: int) -> None:
@@ -338,32 +339,45 @@ class Belady:
         self.is_live = bytearray(prompts.num_distinct)
         self.block_of_event = prompts.blocks.tolist()
         self.next_event = prompts.next_event.tolist()
+        self.active_counts = iter(prompts.active_counts.tolist())
         self.begin = 0
         self.heap: list[int] = []
         self._num_dead = 0
 
     def serve(self, blocks: list[int]) -> int:
         """Take one prompt's blocks in, and return how many of them, from the first on, were there already."""
-        flags = bytes(map(self.is_live.__getitem__, blocks))
-        hits = flags.find(0)
-        if hits < 0:
-            hits = len(blocks)
+        begin, end = self.begin, self.begin + len(blocks)
+        active = blocks[: next(self.active_counts)]
+        flags = bytes(map(self.is_live.__getitem__, active))
         num_own = sum(flags)
-        num_fresh = min(len(blocks) - num_own, self.num_blocks - num_own)
-        end = self.begin + len(blocks)
+        num_fresh = min(len(blocks), self.num_blocks) - num_own
         excess = self.num_live + self._num_dead + num_fresh - self.num_blocks
         num_dead_evicted = min(self._num_dead, max(excess, 0))
         self._num_dead -= num_dead_evicted
         self.evict(excess - num_dead_evicted, end)
-        for event, block, flag in zip(range(self.begin, end), blocks, flags, strict=True):
-            if not flag:
-                if not num_fresh:
-                    continue
+        for event, block, flag in zip(range(begin, end), active, flags, strict=False):
+            if flag:
+                self.num_live -= 1
+            elif num_fresh:
                 num_fresh -= 1
-            self.num_live -= flag
-            self._take(event, block)
+            else:
+                break
+            self._num_dead += not self.take(event, block)
+        self._num_dead += num_fresh
         self.begin = end
-        return hits
+        hits = flags.find(0)
+        return len(active) if hits < 0 else hits
+
+    def take(self, event: int, block: int) -> bool:
+        """List the block if it is asked for again, and say whether it is."""
+        upcoming = self.next_event[event]
+        if upcoming == NEVER:
+            self.is_live[block] = 0
+            return False
+        self.is_live[block] = 1
+        self.num_live += 1
+        heappush(self.heap, -upcoming)
+        return True
 
     def evict(self, count: int, end: int) -> None:
         """`count` blocks that are asked for again; entries before `end` are past, or of the present prompt."""
@@ -374,38 +388,22 @@ class Belady:
                 self.num_live -= 1
                 count -= 1
 
-    def _take(self, event: int, block: int) -> None:
-        upcoming = self.next_event[event]
-        if upcoming == NEVER:
-            self.is_live[block] = 0
-            self._num_dead += 1
-        else:
-            self.is_live[block] = 1
-            self.num_live += 1
-            heappush(self.heap, -upcoming)
-
 
 class Optimum(Belady):
     """Belady where a block may also stay out: one never asked for again never takes room."""
 
     def serve(self, blocks: list[int]) -> int:
         """Keep, of what is there and what this prompt brings, the blocks asked for again soonest."""
-        is_live, next_event, heap = self.is_live, self.next_event, self.heap
-        flags = bytes(map(is_live.__getitem__, blocks))
-        hits = flags.find(0)
-        end = self.begin + len(blocks)
-        for event, block, flag in zip(range(self.begin, end), blocks, flags, strict=True):
-            self.num_live -= flag
-            upcoming = next_event[event]
-            if upcoming == NEVER:
-                is_live[block] = 0
-            else:
-                is_live[block] = 1
-                self.num_live += 1
-                heappush(heap, -upcoming)
+        begin, end = self.begin, self.begin + len(blocks)
+        active = blocks[: next(self.active_counts)]
+        flags = bytes(map(self.is_live.__getitem__, active))
+        self.num_live -= sum(flags)
+        for event, block in zip(range(begin, end), active, strict=False):
+            self.take(event, block)
         self.evict(self.num_live - self.num_blocks, end)
         self.begin = end
-        return len(blocks) if hits < 0 else hits
+        hits = flags.find(0)
+        return len(active) if hits < 0 else hits
 
 
 POLICIES: dict[str, Callable[[PromptBlocks, int], Policy]] = {

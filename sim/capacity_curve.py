@@ -143,7 +143,7 @@ def capacity_curve(
     )
 
 
-def series_up_to(num_blocks: int, num_points: int = 10) -> list[int]:
+def series_up_to(num_blocks: int, num_points: int = 8) -> list[int]:
     """The last `num_points` of 1, 2, 5, 10, 20, 50, ... up to the first that is at least `num_blocks`."""
     series = [1]
     while series[-1] < num_blocks:

@@ -105,6 +105,12 @@ class PromptBlocks:
         return out
 
     @cached_property
+    def active_counts(self) -> IntArray:
+        """How many numbers of each prompt, its first ones, occur in another prompt before or after it."""
+        is_active = (self.previous_request >= 0) | (self.next_event != NEVER)
+        return np.bincount(self.requests[is_active], minlength=self.num_requests)
+
+    @cached_property
     def depths(self) -> IntArray:
         """Index of each block within every prompt that holds it, int64 [num_distinct]."""
         out = np.zeros(self.num_distinct, dtype=np.int64)

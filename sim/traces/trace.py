@@ -122,7 +122,10 @@ class TraceInfo:
 class Trace(Protocol):
     """Requests in order of arrival. Each `iter()` is a fresh pass, and `info` is the latest pass's tally."""
 
-    info: TraceInfo
+    @property
+    def info(self) -> TraceInfo:
+        """The tally of the latest pass; before the first one, what is known without reading."""
+        ...
 
     def __iter__(self) -> Iterator[TraceRequest]:
         """The requests, one at a time; memory does not grow with the trace."""

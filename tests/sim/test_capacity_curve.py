@@ -251,7 +251,7 @@ def test_every_capacity_asked_for_is_answered_in_order():
 
 
 def test_sizes_not_asked_for_reach_the_ceiling_in_steps_of_1_2_5():
-    assert series_up_to(31_435) == [50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000]
+    assert series_up_to(31_435) == [200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000]
     assert series_up_to(1) == [1]
 
 
