@@ -196,7 +196,9 @@ class Deployment:
         """
         storage = self.geometry.cache_format(self.cache_dtype)
         wanted = self.block_size or DEFAULT_BLOCK_SIZE
-        aligned = state_aligned_block_size(self.geometry.layers, storage, STATE_BLOCK_ALIGNMENT)
+        aligned = state_aligned_block_size(
+            self.geometry.layers, storage, STATE_BLOCK_ALIGNMENT, self.tensor_parallel_size
+        )
         if aligned is not None and aligned > wanted:
             return aligned, f"a state is one page, so a block of {aligned} tokens is the smallest that holds one"
         caches = [cache for layer in self.geometry.layers for cache in layer]

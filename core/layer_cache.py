@@ -15,6 +15,7 @@ from .cache_dtype import BITS_PER_ELEMENT, CacheFormat
 from .errors import InputError
 from .kv_cache_spec import ChunkedLocalSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from .latent_and_state_spec import CompressedStateSpec, MambaLikeSpec, MLASpec, StateArray
+from .parallel_shards import tensor_parallel_spec
 
 
 class CachePart(StrEnum):
@@ -300,16 +301,22 @@ def _name(cache: LayerCache) -> str:
     return "compressed" if isinstance(cache, CompressedCache) else "attn"
 
 
-def state_aligned_block_size(layers: LayerCaches, cache_format: CacheFormat, alignment: int) -> int | None:
+def state_aligned_block_size(
+    layers: LayerCaches, cache_format: CacheFormat, alignment: int, tensor_parallel_size: int
+) -> int | None:
     """Smallest attention block, a multiple of `alignment` tokens, whose page holds a whole state; None without states.
 
-    Models with states need it: a state is one page, so an attention page smaller than a state would have to be
-    padded to it. Block sizes of several hundred tokens on such models come from here.
+    Models with states need it: a state is one page, so an attention page smaller than a state would have to be padded
+    to it. Both are what one rank holds. Block sizes of several hundred tokens on such models come from here.
     """
-    caches = [cache for per_layer in layers for cache in per_layer]
-    states = [cache.floor_bytes(0, cache_format) for cache in caches if isinstance(cache, StateCache)]
+    caches = dict.fromkeys(cache for per_layer in layers for cache in per_layer)
+
+    def page_bytes(cache: LayerCache) -> int:
+        return tensor_parallel_spec(cache.spec(1, cache_format), tensor_parallel_size).page_size_bytes
+
+    states = [page_bytes(cache) for cache in caches if isinstance(cache, StateCache)]
     tokens = [
-        cache.spec(1, cache_format).page_size_bytes
+        page_bytes(cache)
         for cache in caches
         if isinstance(cache, AttentionCache | LatentCache) and cache.part is CachePart.KV
     ]
