@@ -51,15 +51,20 @@ class Lengths:
         return zip(self._inputs, self._outputs, strict=True)
 
 
-def token_bytes(model: str, kv_cache_dtype: str) -> TokenBytes:
-    """Bytes of a token's keys and values in all layers of a built-in model or of a config.json.
+def token_bytes(model: str | None, kv_cache_dtype: str | None) -> TokenBytes | None:
+    """Bytes of a token's keys and values in all layers of a built-in model or of a config.json; None without a model.
 
-    Raises InputError for a model with windowed or state layers: its sequences are no rows of equal slots, which is what
-    the allocators here place.
+    Raises InputError for a dtype without a model, and for a model with windowed or state layers: its sequences are no
+    rows of equal slots, which is what the allocators here place.
     """
+    if model is None:
+        if kv_cache_dtype is not None:
+            raise InputError(f"--kv-cache-dtype {kv_cache_dtype} has no effect without --model: leave it out")
+        return None
     geometry = load_geometry(model)
-    per_token = geometry.sequence_bytes(1, kv_cache_dtype).total
-    if geometry.sequence_bytes(TOKENS_TO_CHECK, kv_cache_dtype).total != TOKENS_TO_CHECK * per_token:
+    dtype = kv_cache_dtype or "auto"
+    per_token = geometry.sequence_bytes(1, dtype).total
+    if geometry.sequence_bytes(TOKENS_TO_CHECK, dtype).total != TOKENS_TO_CHECK * per_token:
         raise InputError(
             f"--model {model}: some layers keep a window or a state, so its memory is not a number of token slots that "
             "these allocators could place. Leave --model out and give --kv-cache-tokens"

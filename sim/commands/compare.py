@@ -4,13 +4,12 @@ from typing import Annotated
 
 import typer
 
-from ...core.errors import InputError
-from ..traces import Trace, open_trace
-
 
 def compare(
-    trace: Annotated[str | None, typer.Argument(help="Trace file; lengths are used, arrival times are not.")] = None,
-    workload: Annotated[str | None, typer.Option(help="A built-in workload instead of a trace file.")] = None,
+    trace: Annotated[str | None, typer.Argument(help="Trace file, gz or plain: Mooncake JSONL or Azure CSV.")] = None,
+    workload: Annotated[
+        str | None, typer.Option(help="Instead of a file: conversation, sharegpt, code or agentic.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the built-in workload; 0 unless given.")] = None,
     kv_cache_tokens: Annotated[int | None, typer.Option(help="KV memory in token slots.")] = None,
     num_gpu_blocks_override: Annotated[int | None, typer.Option(help="KV memory in blocks of --block-size.")] = None,
@@ -20,7 +19,9 @@ def compare(
     model: Annotated[
         str | None, typer.Option("--model", "--config", help="Model by name, or its config.json: bytes of a token.")
     ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="Storage of keys and values; auto is the model's own.")] = "auto",
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="Storage of keys and values, with --model; the model's own unless given.")
+    ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest request in tokens, which static reserves; longer ones are refused.")
     ] = None,
@@ -31,7 +32,12 @@ def compare(
     watermark: Annotated[
         float, typer.Option(help="Share of its blocks that the paged allocator keeps free when it admits.")
     ] = 0.01,
-    trace_format: Annotated[str | None, typer.Option(help="Format of the trace; without it, by its content.")] = None,
+    trace_block_size: Annotated[
+        int | None, typer.Option(help="Tokens that one hash id stands for; the format's own (512) unless given.")
+    ] = None,
+    trace_format: Annotated[
+        str | None, typer.Option("--format", "--trace-format", help="mooncake or azure; by content unless given.")
+    ] = None,
     on_bad_row: Annotated[
         str | None, typer.Option(help="refuse (unless given): stop at a bad row. skip: leave it out and count it.")
     ] = None,
@@ -47,10 +53,20 @@ def compare(
     from ..compare_report import compare_payload, print_compare
     from ..compare_setup import kv_memory, longest_request, read_lengths, token_bytes
     from ..console import print_json
+    from ..trace_source import open_trace_or_workload
 
-    tokens = None if model is None else token_bytes(model, kv_cache_dtype)
+    tokens = token_bytes(model, kv_cache_dtype)
     memory = kv_memory(tokens, kv_cache_tokens, num_gpu_blocks_override, kv_cache_memory_bytes, block_size)
-    source = _open(trace, workload, seed, trace_format, on_bad_row, skip_first, limit)
+    source = open_trace_or_workload(
+        trace,
+        workload,
+        trace_format=trace_format,
+        trace_block_size=trace_block_size,
+        on_bad_row=on_bad_row,
+        seed=seed,
+        skip_first=skip_first,
+        limit=limit,
+    )
     lengths = read_lengths(source)
     longest = longest_request(max_model_len, tokens, lengths)
     usages = compare_allocators(
@@ -78,31 +94,3 @@ def compare(
         print_json(compare_payload(usages, setup))
     else:
         print_compare(usages, setup)
-
-
-def _open(
-    trace: str | None,
-    workload: str | None,
-    seed: int | None,
-    trace_format: str | None,
-    on_bad_row: str | None,
-    skip_first: int,
-    limit: int | None,
-) -> Trace:
-    if (trace is None) == (workload is None):
-        raise InputError("give a trace file or --workload NAME" + (", not both" if trace else ""))
-    if trace is not None:
-        _refuse_what_has_no_effect("a trace file", {"--seed": seed})
-        return open_trace(
-            trace, format=trace_format, on_bad_row=on_bad_row or "refuse", skip_first=skip_first, limit=limit
-        )
-    from ..workload import open_workload
-
-    _refuse_what_has_no_effect("a built-in workload", {"--trace-format": trace_format, "--on-bad-row": on_bad_row})
-    return open_workload(str(workload), seed=seed or 0, skip_first=skip_first, limit=limit)
-
-
-def _refuse_what_has_no_effect(source: str, options: dict[str, object]) -> None:
-    for option, value in options.items():
-        if value is not None:
-            raise InputError(f"{option} {value} has no effect on {source}: leave it out")

@@ -103,6 +103,8 @@ def test_memory_may_be_given_in_blocks_or_in_bytes_of_a_model(run, trace: str) -
     assert payload["num_slots"] == (12 << 30) // 819_200
     assert payload["max_model_len"] == 2048
     assert "opt-13b" in payload["max_model_len_source"]
+    _, out, _ = run("compare", trace, "--model", "opt-13b", "--kv-cache-dtype", "fp8", *MEMORY, "--json")
+    assert json.loads(out)["kv_bytes_per_token"] == 819_200 // 2
     growth = payload["allocators"][3]["growth"]
     assert growth["copied_bytes"] == growth["copied_tokens"] * 819_200
 
@@ -119,6 +121,7 @@ def test_memory_may_be_given_in_blocks_or_in_bytes_of_a_model(run, trace: str) -
         ([*MEMORY, "--block-size", "0"], "block_size is 0"),
         ([*MEMORY, "--watermark", "1"], "watermark is 1"),
         ([*MEMORY, "--model", "gemma-3-27b"], "window or a state"),
+        ([*MEMORY, "--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 has no effect without --model"),
         ([*MEMORY, "--workload", "conversation"], "not both"),
         ([*MEMORY, "--seed", "3"], "--seed"),
         ([*MEMORY, "--on-bad-row", "ignore"], "ignore"),
