@@ -392,8 +392,8 @@ class KVCacheAllocator:
             if needed is not None:
                 due |= placed >= needed
         events: list[Event] = []
-        for row in rows[due].tolist():
-            events += self._release_events(row, self.state.placed[row])
+        for row, total in zip(rows[due].tolist(), placed[due].tolist(), strict=True):
+            events += self._release_events(row, total)
         if events:
             self._commit(events)
 

@@ -8,6 +8,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 import attrs
+import numpy as np
+from numpy.typing import NDArray
 
 from .errors import InputError
 
@@ -42,6 +44,13 @@ class CacheKind(Protocol):
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """How many tokens at the start no later token attends to, once `num_computed_tokens` are computed."""
+        ...
+
+    def computed_tokens_that_skip(self, num_blocks: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """The fewest computed tokens at which the first `num_blocks` blocks are skipped; None where none ever is.
+
+        The inverse of `num_skipped_tokens`, for a whole batch: int64 `[num_reqs]` in and out.
+        """
         ...
 
     def admission_cap_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int | None:
@@ -109,6 +118,10 @@ class FullAttention:
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """None: every token may be read again."""
         return 0
+
+    def computed_tokens_that_skip(self, num_blocks: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Never."""
+        return None
 
     def admission_cap_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int | None:
         """No cap: the blocks grow with the request."""
@@ -178,6 +191,10 @@ class SlidingWindow:
         """All but the `window - 1` tokens that the next one attends to (rule 17)."""
         return max(0, num_computed_tokens - self.window + 1)
 
+    def computed_tokens_that_skip(self, num_blocks: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Once the window lies wholly behind them."""
+        return num_blocks * self.block_size + self.window - 1
+
     def admission_cap_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int | None:
         """A window and what is in flight, plus one block: a window need not start at a block's edge (rule 16)."""
         return -(-min(self.window - 1 + max_in_flight_tokens, max_model_len) // self.block_size) + 1
@@ -214,6 +231,10 @@ class ChunkedLocal:
         """Every chunk before the one that the next token belongs to (rule 17)."""
         return num_computed_tokens // self.chunk_size * self.chunk_size
 
+    def computed_tokens_that_skip(self, num_blocks: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Once the chunk that holds their last token is complete."""
+        return -(-num_blocks * self.block_size // self.chunk_size) * self.chunk_size
+
     def admission_cap_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int | None:
         """A chunk and what is in flight (rule 16)."""
         return -(-min(self.chunk_size + max_in_flight_tokens, max_model_len) // self.block_size)
@@ -249,6 +270,10 @@ class SequenceState:
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """All but the last token, whose state is the one to continue from."""
         return max(0, num_computed_tokens - 1)
+
+    def computed_tokens_that_skip(self, num_blocks: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Once a later block holds the state to continue from."""
+        return num_blocks * self.block_size + 1
 
     def admission_cap_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int | None:
         """The state to continue from and the blocks that the tokens in flight pass through."""

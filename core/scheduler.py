@@ -252,6 +252,7 @@ class Scheduler:
             rows, firsts, counts = rows[due], firsts[due], counts[due]
         if not len(rows):
             return rows.copy(), firsts, counts, False
+        self.allocator.release_out_of_window_among(rows)
         if not self._protected and self.allocator.append(rows, counts):
             return rows.copy(), firsts, counts, False
         return self._schedule_running_under_pressure(rows.copy(), firsts, counts)
@@ -270,16 +271,19 @@ class Scheduler:
     def _schedule_running_under_pressure(
         self, rows: Rows, firsts: NDArray[np.int64], counts: NDArray[np.int64]
     ) -> tuple[Rows, Rows, Rows, bool]:
-        """Serve requests in order while blocks last, and preempt from the other end for the one that finds none.
+        """Serve requests while blocks last, and preempt for the one that finds none.
 
         Protected requests go first: the blocks they need were free when they were admitted and are kept for them.
+        The others go in the reverse order of their sacrifice, so that nobody is preempted who was served in this
+        step: its newest blocks are findable already, and would be found without ever having been computed.
         """
-        places = range(len(rows))
-        guaranteed = [i for i in places if int(rows[i]) in self._protected]
-        pending = [i for i in places if int(rows[i]) not in self._protected]
+        place_of = {row: place for place, row in enumerate(rows.tolist())}
+        guaranteed = [place for row, place in place_of.items() if row in self._protected]
+        order = self._last_is_preempted_first()
+        pending = [place_of[row] for row in order if row in place_of]
         scheduled = self._append_places(rows, counts, guaranteed, 0)
         reserved = self._blocks_reserved()
-        gone: set[int] = set()
+        preempted = False
         while pending:
             served = self._append_places(rows, counts, pending, reserved)
             scheduled += served
@@ -288,15 +292,24 @@ class Scheduler:
                 break
             needy = int(rows[pending[0]])
             free = self.allocator.num_free_blocks
-            victim = self._victim(needy)
+            victim = order.pop()
             self._preempt(victim)
-            gone.add(victim)
-            pending = [i for i in pending if int(rows[i]) != victim]
+            preempted = True
+            pending = [place for place in pending if int(rows[place]) != victim]
             if victim != needy and self.allocator.num_free_blocks == free:
                 # The victim's blocks are all shared: sacrificing a second request would be in vain as well.
-                pending.pop(0)
-        kept = sorted(i for i in scheduled if int(rows[i]) not in gone)
-        return rows[kept], firsts[kept], counts[kept], bool(gone)
+                pending.remove(place_of[needy])
+        scheduled.sort()
+        return rows[scheduled], firsts[scheduled], counts[scheduled], preempted
+
+    def _last_is_preempted_first(self) -> list[int]:
+        """Unprotected running rows, by the policy's order of sacrifice: the last one gives way first."""
+        rows = [row for row in self.running_rows.tolist() if row not in self._protected]
+        if self.config.policy == "priority":
+            rows.sort(key=self._urgency)
+        elif self.config.preemption_victim == "least-computed":
+            rows.sort(key=self.allocator.state.placed.__getitem__, reverse=True)
+        return rows
 
     def _append_places(
         self, rows: Rows, counts: NDArray[np.int64], places: list[int], reserved_blocks: int
@@ -311,15 +324,6 @@ class Scheduler:
         ):
             raise MisuseError(f"append refused {fits} requests that num_appendable had counted as fitting")
         return places[:fits]
-
-    def _victim(self, needy: int) -> int:
-        """Who gives way to the unprotected request in row `needy`: in the end that request itself."""
-        candidates = [row for row in self.running_rows.tolist() if row not in self._protected]
-        if self.config.policy == "priority":
-            return max(candidates, key=self._urgency)
-        if self.config.preemption_victim == "least-computed":
-            return min(candidates, key=self.allocator.state.placed.__getitem__)
-        return candidates[-1]
 
     def _urgency(self, row: int) -> tuple[int, float]:
         request = self.request_in(row)
