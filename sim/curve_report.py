@@ -57,7 +57,11 @@ def _what_was_read(curve: CapacityCurve) -> Iterator[str]:
         f"{window.last_place:,}), {window.start_s:,.0f} s to {window.end_s:,.0f} s, "
         f"{millions(curve.input_tokens)} prompt tokens"
     )
-    source = info.trace_block_size_source if curve.block_size == info.trace_block_size else "given"
+    source = info.trace_block_size_source
+    if curve.block_size != info.trace_block_size:
+        source = "given"
+        if info.trace_block_size is not None:
+            source += f"; one hash id stands for {info.trace_block_size}, {info.trace_block_size_source}"
     yield (
         f"Blocks of {curve.block_size} tokens ({source}): {curve.num_block_events:,} asked for, "
         f"{curve.num_distinct_blocks:,} of them distinct"

@@ -102,6 +102,8 @@ def test_other_block_sizes_of_the_cache_are_offered_both_ways(kvledger, trace):
         answer = json.loads(out)
         assert answer["block_size"] == block_size
         assert answer["points"][0]["hit_blocks"] == hit_blocks
+    _, out, _ = kvledger("curve", trace, "--block-size", "16")
+    assert "Blocks of 16 tokens (given; one hash id stands for 512, Mooncake JSONL's own)" in out
 
 
 def test_the_table_sets_lru_beside_other_policies_and_the_optimum(kvledger, trace):

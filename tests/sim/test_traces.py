@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,25 @@ def test_the_format_can_be_named(tmp_path):
         open_trace(tmp_path / "t.jsonl", format="azure")
     with pytest.raises(InputError, match="the formats are mooncake, azure"):
         open_trace(tmp_path / "t.jsonl", format="parquet")
+
+
+def test_reading_holds_a_few_bytes_an_id_and_no_rows(tmp_path):
+    num_rows, ids_a_row = 2_000, 20
+    path = tmp_path / "t.jsonl"
+    with path.open("w") as file:
+        for i in range(num_rows):
+            ids = list(range(i * ids_a_row, (i + 1) * ids_a_row))
+            file.write(
+                json.dumps({"timestamp": i, "input_length": 512 * 20, "output_length": 1, "hash_ids": ids}) + "\n"
+            )
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in open_trace(path)) == num_rows
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # 8 bytes an id for its parent, twice while that table grows; the rows themselves would take over 60
+    assert peak_bytes < 200_000 + 24 * num_rows * ids_a_row
 
 
 def test_a_file_trace_satisfies_the_protocol(tmp_path):
