@@ -1,0 +1,118 @@
+"""SimBackend rebuilds tables and slots from the events alone; the allocator's own tables are the check."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvledger.backends import SimBackend
+from kvledger.core import (
+    AllocatorConfig,
+    FullAttention,
+    InputError,
+    KVCacheAllocator,
+    MisuseError,
+    Request,
+    SlidingWindow,
+    TokenBatch,
+)
+
+
+def make(groups=None) -> tuple[KVCacheAllocator, SimBackend]:
+    backend = SimBackend()
+    config = AllocatorConfig(
+        num_blocks=60, groups=groups or [FullAttention(4)], max_model_len=120, max_num_reqs=6, retention_interval=0
+    )
+    return KVCacheAllocator(config, sinks=[backend]), backend
+
+
+def batch(*requests: tuple[int, int, int]) -> TokenBatch:
+    columns = np.array(requests, dtype=np.int64).reshape(-1, 3)
+    return TokenBatch(columns[:, 0], columns[:, 1], columns[:, 2])
+
+
+def test_c05_slot_of_position_8_in_table_7_2_5() -> None:
+    allocator, backend = make()
+    allocator.allocate(Request("a", 9), 9)
+    row = allocator.row_of("a")
+    backend.block_tables[0][row, :3] = [7, 2, 5]
+    assert backend.slot_mapping(batch((row, 8, 1))).tolist() == [20]
+
+
+def test_slots_of_a_mixed_batch_in_batch_order_with_padding() -> None:
+    allocator, backend = make()
+    allocator.allocate(Request("a", 6), 6)
+    allocator.allocate(Request("b", 5), 5)
+    a, b = allocator.row_of("a"), allocator.row_of("b")
+    (blocks_a,), (blocks_b,) = allocator.block_ids("a"), allocator.block_ids("b")
+    slots = backend.slot_mapping(batch((b, 3, 2), (a, 5, 1)), num_padded_tokens=5)
+    assert slots.dtype == np.int64
+    assert slots.tolist() == [blocks_b[0] * 4 + 3, blocks_b[1] * 4, blocks_a[1] * 4 + 1, -1, -1]
+
+
+def test_a_batch_longer_than_its_padding_is_refused() -> None:
+    allocator, backend = make()
+    allocator.allocate(Request("a", 6), 6)
+    with pytest.raises(InputError, match="6 tokens cannot be padded to 4"):
+        backend.slot_mapping(batch((allocator.row_of("a"), 0, 6)), num_padded_tokens=4)
+
+
+def test_query_starts_and_positions_are_derived() -> None:
+    tokens = batch((4, 10, 3), (2, 0, 2))
+    assert tokens.query_start_loc().tolist() == [0, 3, 5]
+    assert tokens.positions().tolist() == [10, 11, 12, 0, 1]
+    assert tokens.row_of_token().tolist() == [4, 4, 4, 2, 2]
+
+
+def test_collect_without_a_step_or_without_a_latency_model_is_refused() -> None:
+    _, backend = make()
+    with pytest.raises(MisuseError, match="collect without a submitted step"):
+        backend.collect()
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["allocate", "append", "fork", "free", "truncate", "window"]),
+        st.integers(0, 5),
+        st.integers(1, 30),
+    ),
+    max_size=40,
+)
+
+
+@given(operations=operations, windowed=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_tables_and_slots_equal_the_allocators_after_any_history(operations, windowed) -> None:
+    allocator, backend = make([FullAttention(4), SlidingWindow(8, 12)] if windowed else None)
+    names = iter(range(1000))
+    held: list[str] = []
+    for op, which, amount in operations:
+        name = held[which % len(held)] if held else None
+        if op == "allocate" and len(held) < 6:
+            new = Request(str(next(names)), amount)
+            if allocator.allocate(new, amount) is not None:
+                held.append(new.request_id)
+        elif name is None:
+            continue
+        elif op == "append":
+            rows = np.array(sorted({allocator.row_of(other) for other in held}), dtype=np.int64)
+            if (allocator.state.num_placed[rows] + 1 <= 120).all():
+                allocator.append(rows)
+        elif op == "fork" and len(held) < 6:
+            child = Request(str(next(names)), 1)
+            allocator.fork(name, child)
+            held.append(child.request_id)
+        elif op == "free":
+            allocator.free(name)
+            held.remove(name)
+        elif op == "truncate" and not windowed:
+            allocator.truncate(name, min(amount, allocator.num_placed_tokens(name)))
+        elif op == "window":
+            allocator.release_out_of_window(name)
+    for group, table in enumerate(allocator.state.tables):
+        assert np.array_equal(backend.block_tables[group], table.table)
+        assert np.array_equal(backend.num_blocks_per_row[group], table.num_blocks_per_row)
+        for name in held:
+            row, placed = allocator.row_of(name), allocator.num_placed_tokens(name)
+            size = table.block_size
+            expected = [int(table.table[row, p // size]) * size + p % size for p in range(placed)]
+            assert backend.slot_mapping(batch((row, 0, placed)), group).tolist() == expected
