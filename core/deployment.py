@@ -241,7 +241,7 @@ class Deployment:
             _given_or(given.non_torch_bytes, "non-torch", RowRole.RESIDENT)
             or non_torch_row(self.step_shape, self.constants),
             _given_or(given.workspace_bytes, "sampler and workspace", RowRole.RESIDENT),
-            _given_or(given.encoder_bytes, "encoder", RowRole.RESIDENT) or self._encoder_row(layers),
+            self._encoder_row(layers),
             _given_or(given.activation_bytes, "peak activation", RowRole.TRANSIENT) or self._activation_row(layers),
         ]
         if self.reserve_graph_memory:
@@ -266,7 +266,11 @@ class Deployment:
         )
 
     def _encoder_row(self, layers: range) -> LedgerRow | None:
-        return encoder_row(self.geometry.reader.left_out, self.constants) if layers.start == 0 else None
+        """Encoders run on the first stage."""
+        if layers.start:
+            return None
+        given = _given_or(self.given.encoder_bytes, "encoder", RowRole.RESIDENT)
+        return given or encoder_row(self.geometry.reader.left_out, self.constants)
 
     def _activation_row(self, layers: range) -> LedgerRow:
         return activation_row(

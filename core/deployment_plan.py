@@ -8,8 +8,9 @@
 import attrs
 
 from .deployment import Deployment
-from .errors import InputError
-from .memory_budget import check_explicit_kv_bytes
+from .errors import DoesNotFitError, InputError
+from .memory_budget import BudgetSemantics, check_explicit_kv_bytes, request_memory
+from .memory_errors import MemoryShortfallError
 from .memory_ledger import LedgerRow, MemoryBudget, MemoryLedger
 from .plan_inputs import PlanInputs
 from .plan_report import tightest_rank
@@ -44,18 +45,25 @@ class DeploymentPlan:
         deployment: the question.
         stages: the ledgers.
         pool: the planner's answer, over all ranks.
+        startup_refusal: why the engine would not even start; None if it would.
         warnings: what the reader should know.
     """
 
     deployment: Deployment
     stages: tuple[StagePlan, ...]
     pool: KVCachePlan
+    startup_refusal: MemoryShortfallError | None
     warnings: tuple[str, ...]
 
     @property
+    def refusal(self) -> DoesNotFitError | None:
+        """Why the answer is no; None if it is yes."""
+        return self.startup_refusal or self.pool.refusal
+
+    @property
     def fits(self) -> bool:
-        """One request of the longest length fits on every rank."""
-        return self.pool.fits
+        """The engine starts, and one request of the longest length fits on every rank."""
+        return self.refusal is None
 
     @property
     def num_blocks(self) -> int:
@@ -95,11 +103,10 @@ class DeploymentPlan:
 
 
 def plan_deployment(deployment: Deployment) -> DeploymentPlan:
-    """Plan one engine; where the pool does not serve the longest request, the answer is a plan that does not fit.
+    """Plan one engine; where it does not fit, the answer is a plan with a refusal and all its figures.
 
     Raises:
         InputError: something is missing or does not go together.
-        MemoryShortfallError: less memory is free than requested, or a pinned pool does not fit.
     """
     _check_one_size(deployment)
     specs = deployment.layer_specs()
@@ -137,8 +144,13 @@ def plan_deployment(deployment: Deployment) -> DeploymentPlan:
     )
     pool = plan_kv_cache(inputs)
     pool, cap_warnings = _capped(deployment, inputs, pool)
-    _check_pinned(deployment, stages, pool)
-    plan = DeploymentPlan(deployment=deployment, stages=tuple(stages), pool=pool, warnings=())
+    plan = DeploymentPlan(
+        deployment=deployment,
+        stages=tuple(stages),
+        pool=pool,
+        startup_refusal=_startup_refusal(deployment, stages, pool),
+        warnings=(),
+    )
     return attrs.evolve(plan, warnings=(*_warnings(plan), *cap_warnings, *pool.warnings))
 
 
@@ -156,14 +168,12 @@ def _check_one_size(deployment: Deployment) -> None:
 
 
 def _ledger(deployment: Deployment, layers: range) -> MemoryLedger:
-    pinned = deployment.kv_cache_memory_bytes is not None or deployment.num_gpu_blocks_override is not None
     budget = MemoryBudget(
         total_bytes=deployment.total_bytes,
         free_bytes=deployment.free_bytes,
         fraction=deployment.utilization,
         semantics=deployment.semantics,
         externally_held_bytes=deployment.externally_held_bytes,
-        check_free=not pinned or deployment.strict_startup,
     )
     return MemoryLedger(
         budget=budget,
@@ -209,17 +219,29 @@ def _capped(deployment: Deployment, inputs: PlanInputs, pool: KVCachePlan) -> tu
     return capped, (f"--max-total-tokens {cap:,} holds the pool to {num_blocks:,} of {pool.num_blocks:,} blocks",)
 
 
-def _check_pinned(deployment: Deployment, stages: list[StagePlan], pool: KVCachePlan) -> None:
-    if deployment.kv_cache_memory_bytes is None or not deployment.validate:
-        return
-    for stage in stages:
-        graphs = stage.unreserved_graphs.num_bytes if stage.unreserved_graphs else 0
-        check_explicit_kv_bytes(
-            kv_cache_memory_bytes=deployment.kv_cache_memory_bytes,
-            free_bytes=deployment.free_bytes,
-            non_kv_bytes=stage.ledger.non_kv_bytes + graphs,
-            bytes_per_block=max(pool.ranks[stage.ranks.start].bytes_per_block, 1),
-        )
+def _startup_refusal(deployment: Deployment, stages: list[StagePlan], pool: KVCachePlan) -> MemoryShortfallError | None:
+    """The check at start-up: what utilization requests is free, or what is pinned fits beside everything else."""
+    sizes_itself = deployment.kv_cache_memory_bytes is not None or deployment.num_gpu_blocks_override is not None
+    try:
+        if deployment.semantics is not BudgetSemantics.OF_FREE and (not sizes_itself or deployment.strict_startup):
+            request_memory(
+                total_bytes=deployment.total_bytes,
+                free_bytes=deployment.free_bytes,
+                gpu_memory_utilization=deployment.utilization,
+                externally_held_bytes=deployment.externally_held_bytes,
+            )
+        if deployment.kv_cache_memory_bytes is not None and deployment.validate:
+            for stage in stages:
+                graphs = stage.unreserved_graphs.num_bytes if stage.unreserved_graphs else 0
+                check_explicit_kv_bytes(
+                    kv_cache_memory_bytes=deployment.kv_cache_memory_bytes,
+                    free_bytes=deployment.free_bytes,
+                    non_kv_bytes=stage.ledger.non_kv_bytes + graphs,
+                    bytes_per_block=max(pool.ranks[stage.ranks.start].bytes_per_block, 1),
+                )
+    except MemoryShortfallError as refusal:
+        return refusal
+    return None
 
 
 def _warnings(plan: DeploymentPlan) -> tuple[str, ...]:

@@ -10,9 +10,9 @@ from .deployment import Deployment
 from .deployment_plan import DeploymentPlan
 from .errors import InputError
 from .memory_budget import BudgetSemantics, largest_utilization, requested_bytes
-from .memory_ledger import LedgerRow, RowRole
+from .memory_ledger import LedgerRow, RowRole, sum_bytes
 from .quantities import format_bytes, format_gib
-from .remedies import Remedy, find_remedies, minimum_tensor_parallel_size
+from .remedies import Remedy, find_remedies, minimum_tensor_parallel_size, startup_remedies
 
 
 @attrs.frozen(kw_only=True)
@@ -67,10 +67,17 @@ def pool_smaller_than_expected(plan: DeploymentPlan, expected_num_blocks: int) -
 
 
 def _responsible(rows: tuple[LedgerRow, ...], missing: int) -> LedgerRow:
-    """The smallest row that alone explains what is missing; else the largest beside the weights."""
-    others = [row for row in rows if row.name != "weights"] or list(rows)
+    """The smallest row beside the weights that alone explains what is missing; the largest of them if together they do.
+
+    Else the weights: nothing beside them is large enough to matter.
+    """
+    others = [row for row in rows if row.name != "weights"]
     explaining = [row for row in others if row.num_bytes >= missing]
-    return min(explaining, key=lambda row: row.num_bytes) if explaining else max(others, key=lambda row: row.num_bytes)
+    if explaining:
+        return min(explaining, key=lambda row: row.num_bytes)
+    if others and (sum_bytes(tuple(others)) >= missing or len(others) == len(rows)):
+        return max(others, key=lambda row: row.num_bytes)
+    return next(row for row in rows if row.name == "weights")
 
 
 def raising_utilization_gained_little(lower: DeploymentPlan, higher: DeploymentPlan) -> Diagnosis:
@@ -142,14 +149,12 @@ def free_memory_but_startup_fails(deployment: Deployment) -> Diagnosis:
         row_bytes=requested,
         findings=(
             f"--gpu-memory-utilization {deployment.utilization:g} asks for {format_bytes(requested)} of"
-            f" {format_gib(deployment.total_bytes)} *in total*, not for what this model needs",
+            f" {format_gib(deployment.total_bytes)} in total, whatever this model needs",
             f"{format_bytes(deployment.free_bytes)} are free, since {format_bytes(held)} are held by others: short by"
             f" {format_bytes(requested - deployment.free_bytes)}",
             f"largest --gpu-memory-utilization that starts: {largest:g}",
         ),
-        remedies=find_remedies(attrs.evolve(deployment, utilization=largest or 0.001), lambda plan: plan.fits)
-        if largest
-        else (),
+        remedies=startup_remedies(deployment, largest),
     )
 
 
@@ -159,14 +164,12 @@ def one_request_does_not_fit(plan: DeploymentPlan) -> Diagnosis:
     Raises:
         InputError: it does.
     """
-    if plan.pool.refusal is None:
+    if plan.refusal is None:
         raise InputError(f"one request of {plan.pool.max_model_len:,} tokens fits")
     stage = plan.bottleneck_stage
     per_block = plan.bytes_per_block
     missing = (plan.pool.blocks_per_request + 1) * per_block - stage.ledger.available_bytes
-    findings = [str(plan.pool.refusal)]
-    transient = [row for row in stage.ledger.non_kv_rows if row.role is RowRole.TRANSIENT]
-    findings.extend(f"{row.name} takes {format_bytes(row.num_bytes)} ({row.formula})" for row in transient)
+    findings = [str(plan.refusal)]
     if stage.ledger.available_bytes <= 0:
         weights = max(stage.ledger.non_kv_rows, key=lambda row: row.num_bytes)
         minimum = minimum_tensor_parallel_size(plan.deployment, lambda changed: changed.fits)
@@ -178,6 +181,11 @@ def one_request_does_not_fit(plan: DeploymentPlan) -> Diagnosis:
         row = weights
     else:
         row = _responsible(stage.ledger.non_kv_rows, missing)
+        findings.append(
+            f"the row to look at is {row.name}: {format_bytes(row.num_bytes)} ({row.source}; {row.formula})"
+        )
+    transient = [other for other in stage.ledger.non_kv_rows if other.role is RowRole.TRANSIENT and other is not row]
+    findings.extend(f"{other.name} takes {format_bytes(other.num_bytes)} ({other.formula})" for other in transient)
     return Diagnosis(
         complaint="one request does not fit",
         row=row.name,

@@ -11,7 +11,7 @@ from enum import StrEnum
 import attrs
 
 from .errors import InputError
-from .memory_budget import BudgetSemantics, check_utilization, request_memory, requested_bytes
+from .memory_budget import BudgetSemantics, check_utilization, requested_bytes
 from .memory_probe import MemoryProfile
 from .quantities import format_bytes
 
@@ -148,7 +148,6 @@ class MemoryBudget:
         fraction: `--gpu-memory-utilization` or its twin.
         semantics: what the fraction is a fraction of.
         externally_held_bytes: weights that somebody else holds for this engine on the same device.
-        check_free: whether less free memory than requested is an error (vLLM's check at start-up).
     """
 
     total_bytes: int
@@ -156,17 +155,9 @@ class MemoryBudget:
     fraction: float
     semantics: BudgetSemantics = BudgetSemantics.OF_TOTAL
     externally_held_bytes: int = 0
-    check_free: bool = True
 
     def __attrs_post_init__(self) -> None:
         check_utilization(self.fraction)
-        if self.check_free and self.semantics is not BudgetSemantics.OF_FREE:
-            request_memory(
-                total_bytes=self.total_bytes,
-                free_bytes=self.free_bytes,
-                gpu_memory_utilization=self.fraction,
-                externally_held_bytes=self.externally_held_bytes,
-            )
 
     @property
     def requested_bytes(self) -> int:

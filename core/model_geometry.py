@@ -9,6 +9,7 @@
 An unknown architecture is refused, and a missing field is named: nothing about a model is guessed.
 """
 
+import difflib
 import functools
 import json
 from collections.abc import Mapping
@@ -233,8 +234,7 @@ def builtin_geometry(name: str) -> ModelGeometry:
     configs = builtin_configs()
     short = catalogue_name(name)
     if short is None:
-        family = _bare(name).split("-")[0]
-        close = [known for known in configs if known.startswith(family[:4])]
+        close = difflib.get_close_matches(_bare(name), configs, n=6, cutoff=0.4)
         raise InputError(
             f"no built-in model is called {name!r}; give a path to its config.json, or one of"
             f" {', '.join(close or configs)} (with --quantization for a quantised checkpoint)"

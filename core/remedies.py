@@ -9,7 +9,7 @@ import attrs
 
 from .deployment import Deployment
 from .deployment_plan import DeploymentPlan, plan_deployment
-from .errors import DoesNotFitError, InputError
+from .errors import InputError
 from .memory_budget import UTILIZATION_STEPS
 from .quantities import format_gib
 from .weight_quantization import quantization_schemes
@@ -59,17 +59,41 @@ def find_remedies(deployment: Deployment, accepts: Accepts) -> tuple[Remedy, ...
     return tuple(remedy for remedy in found if remedy is not None)
 
 
+def startup_remedies(deployment: Deployment, largest_utilization: float) -> tuple[Remedy, ...]:
+    """What lets an engine start beside what others hold: a smaller request, or a pool of its own size."""
+    found: list[Remedy] = []
+    if largest_utilization > 0:
+        smaller = try_plan(attrs.evolve(deployment, utilization=largest_utilization))
+        if smaller is not None and smaller.fits:
+            found.append(
+                Remedy(
+                    option="--gpu-memory-utilization",
+                    value=largest_utilization,
+                    num_blocks=smaller.num_blocks,
+                    cost="takes everything that is free",
+                )
+            )
+    pinned = _explicit_bytes(deployment, lambda plan: plan.fits)
+    return (*found, pinned) if pinned is not None else tuple(found)
+
+
 def try_plan(deployment: Deployment) -> DeploymentPlan | None:
-    """The plan, or None where it is refused before there is one."""
+    """The plan, or None where the changed options do not go together."""
     try:
         return plan_deployment(deployment)
-    except (DoesNotFitError, InputError):
+    except InputError:
         return None
 
 
 def _accepted(deployment: Deployment, accepts: Accepts) -> DeploymentPlan | None:
-    plan = try_plan(deployment)
+    plan = _started(deployment)
     return plan if plan is not None and accepts(plan) else None
+
+
+def _started(deployment: Deployment) -> DeploymentPlan | None:
+    """The plan, if the engine starts at all."""
+    plan = try_plan(deployment)
+    return plan if plan is not None and plan.startup_refusal is None else None
 
 
 def _largest(low: int, high: int, plan_of: Callable[[int], DeploymentPlan | None]) -> tuple[int, DeploymentPlan] | None:
@@ -118,7 +142,7 @@ def _utilization(deployment: Deployment, accepts: Accepts) -> Remedy | None:
     largest = _largest(
         first,
         UTILIZATION_STEPS,
-        lambda steps: try_plan(attrs.evolve(deployment, utilization=steps / UTILIZATION_STEPS)),
+        lambda steps: _started(attrs.evolve(deployment, utilization=steps / UTILIZATION_STEPS)),
     )
     if largest is None:
         return None

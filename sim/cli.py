@@ -1,4 +1,4 @@
-"""The command line: `kvledger <command>`. Each command lives in sim/commands/ and imports what is heavy when it runs."""
+"""The command line: `kvledger <command>`. Each command lives in sim/commands/ and imports what is heavy as it runs."""
 
 import importlib
 import os
@@ -12,7 +12,7 @@ EXIT_DOES_NOT_FIT = 1
 EXIT_BAD_INPUT = 2
 
 # name -> module in sim/commands that holds a function of the same name (dashes become underscores)
-COMMANDS: tuple[str, ...] = ("compare", "curve", "replay")
+COMMANDS: tuple[str, ...] = ("compare", "curve", "replay", "plan")
 
 
 def build_app() -> typer.Typer:
