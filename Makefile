@@ -23,7 +23,11 @@ lint: $(VENV)/.test-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# pyright does not follow the import hook of an editable install, so it finds the package through links.
 types: $(VENV)/.test-installed
+	@mkdir -p $(VENV)/for-pyright/kvledger
+	@for folder in core backends kernels sim; do ln -sfn ../../../$$folder $(VENV)/for-pyright/kvledger/$$folder; done
+	@ln -sfn ../../../tests/kit $(VENV)/for-pyright/kvledger/testing
 	$(BIN)/pyright
 
 # The interpreter that is there, no network, nothing installed: the folders are put on the import path by tests/conftest.py.
