@@ -1,6 +1,6 @@
 """What all architectures are read with: heads and head sizes, per-layer types, and the frame of a decoder's weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
@@ -19,6 +19,9 @@ class Architecture:
         weights: the parameters; needs more fields. None: not known here, for the reason in `weights_unknown`.
         weights_unknown: what stands in the way of counting them.
         left_out: parts of the checkpoint that `weights` does not count.
+        class_defaults: what a field means that a config of this architecture leaves out, where its own class says so
+        and
+            it is not what other architectures mean (a checkpoint's config omits fields that equal these).
         hybrid_manager: False where vLLM sizes windowed layers like full ones by default (Llama 4's chunks).
     """
 
@@ -26,6 +29,7 @@ class Architecture:
     weights: Callable[[ConfigFields], ModelWeights] | None
     weights_unknown: str = ""
     left_out: tuple[str, ...] = ()
+    class_defaults: Mapping[str, int] = attrs.field(factory=dict[str, int])
     hybrid_manager: bool = True
 
 

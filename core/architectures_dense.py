@@ -160,19 +160,31 @@ def _learned_positions_decoder(
 
 
 _VISION = ("vision encoder and projector",)
+_GEMMA3_DEFAULTS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 262208,
+    "sliding_window": 4096,
+    "max_position_embeddings": 131072,
+}
 
 DENSE_ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(caches=_full_caches, weights=_llama_weights),
     "MistralForCausalLM": Architecture(caches=_windowed_where_set_caches, weights=_llama_weights),
     "Qwen2ForCausalLM": Architecture(caches=_qwen_caches, weights=_qwen2_weights),
-    "Qwen3ForCausalLM": Architecture(caches=_qwen_caches, weights=_qwen3_weights),
+    "Qwen3ForCausalLM": Architecture(caches=_qwen_caches, weights=_qwen3_weights, class_defaults={"head_dim": 128}),
     "Phi3ForCausalLM": Architecture(caches=_windowed_where_set_caches, weights=_llama_weights),
     "PhiForCausalLM": Architecture(caches=_full_caches, weights=_phi_weights),
     "GPT2LMHeadModel": Architecture(caches=_full_caches, weights=_gpt2_weights),
     "OPTForCausalLM": Architecture(caches=_full_caches, weights=_opt_weights),
-    "Gemma2ForCausalLM": Architecture(caches=_gemma2_caches, weights=_gemma2_weights),
-    "Gemma3ForCausalLM": Architecture(caches=_gemma3_caches, weights=_gemma3_weights),
-    "Gemma3ForConditionalGeneration": Architecture(caches=_gemma3_caches, weights=_gemma3_weights, left_out=_VISION),
+    "Gemma2ForCausalLM": Architecture(
+        caches=_gemma2_caches, weights=_gemma2_weights, class_defaults={"head_dim": 256, "sliding_window": 4096}
+    ),
+    "Gemma3ForCausalLM": Architecture(caches=_gemma3_caches, weights=_gemma3_weights, class_defaults=_GEMMA3_DEFAULTS),
+    "Gemma3ForConditionalGeneration": Architecture(
+        caches=_gemma3_caches, weights=_gemma3_weights, left_out=_VISION, class_defaults=_GEMMA3_DEFAULTS
+    ),
     "CohereForCausalLM": Architecture(caches=_full_caches, weights=_cohere_weights),
     "Cohere2ForCausalLM": Architecture(caches=_cohere2_caches, weights=_cohere_weights),
 }

@@ -37,7 +37,9 @@ def _full_heads(fields: ConfigFields) -> Heads:
     """Full layers have larger heads, and fewer KV heads where keys double as values."""
     heads = read_heads(fields)
     size = fields.integer_or("global_head_dim", heads.head_size)
-    num_kv_heads = fields.integer_or("num_global_key_value_heads", heads.num_kv_heads)
+    num_kv_heads = heads.num_kv_heads
+    if fields.flag("attention_k_eq_v", False):
+        num_kv_heads = fields.integer_or("num_global_key_value_heads", heads.num_kv_heads)
     return attrs.evolve(heads, num_kv_heads=num_kv_heads, head_size=size, head_size_v=size)
 
 
@@ -121,9 +123,9 @@ def _per_layer_embeddings(fields: ConfigFields, hidden_size: int, per_layer_size
     )
 
 
+_GEMMA4 = Architecture(caches=_caches, weights=_weights, class_defaults={"head_dim": 256, "global_head_dim": 512})
+
 GEMMA4_ARCHITECTURES = {
-    "Gemma4ForCausalLM": Architecture(caches=_caches, weights=_weights),
-    "Gemma4ForConditionalGeneration": Architecture(
-        caches=_caches, weights=_weights, left_out=("vision and audio encoders",)
-    ),
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": attrs.evolve(_GEMMA4, left_out=("vision and audio encoders",)),
 }

@@ -2,6 +2,8 @@
 (KDA).
 """
 
+import attrs
+
 from .architecture_parts import Architecture, decoder, layer_types, num_layers, read_heads
 from .architectures_dense import attention_shape
 from .architectures_latent import latent_size, mla_groups, routed_mlp
@@ -153,8 +155,8 @@ def _kimi_linear_weights(fields: ConfigFields) -> ModelWeights:
 
 
 _VISION = ("vision encoder and projector",)
-_QWEN = Architecture(caches=_qwen_caches, weights=_qwen_weights)
-_QWEN_WITH_VISION = Architecture(caches=_qwen_caches, weights=_qwen_weights, left_out=_VISION)
+_QWEN = Architecture(caches=_qwen_caches, weights=_qwen_weights, class_defaults={"head_dim": 256})
+_QWEN_WITH_VISION = attrs.evolve(_QWEN, left_out=_VISION)
 
 LINEAR_ARCHITECTURES = {
     "Qwen3NextForCausalLM": _QWEN,

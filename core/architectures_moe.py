@@ -271,8 +271,12 @@ _VISION = ("vision encoder and projector",)
 MOE_ARCHITECTURES = {
     "MixtralForCausalLM": Architecture(caches=_full_caches, weights=_mixtral_weights),
     "Qwen3MoeForCausalLM": Architecture(caches=_full_caches, weights=_qwen3_moe_weights),
-    "GptOssForCausalLM": Architecture(caches=_gpt_oss_caches, weights=_gpt_oss_weights),
-    "MiniMaxM2ForCausalLM": Architecture(caches=_full_caches, weights=_minimax_m2_weights),
+    "GptOssForCausalLM": Architecture(
+        caches=_gpt_oss_caches, weights=_gpt_oss_weights, class_defaults={"head_dim": 64}
+    ),
+    "MiniMaxM2ForCausalLM": Architecture(
+        caches=_full_caches, weights=_minimax_m2_weights, class_defaults={"head_dim": 128}
+    ),
     "MiniMaxM3SparseForConditionalGeneration": Architecture(
         caches=_minimax_m3_caches, weights=_minimax_m3_weights, left_out=_VISION
     ),

@@ -57,6 +57,7 @@ class ModelGeometry:
         dtype: of the unquantised weights and of an `auto` cache; None where the config does not say.
         quantization_config: of the weights, as in the config; never changes the cache.
         reader: how the architecture is read.
+        from_class: fields that the config leaves out and that have their class's default, with the value.
     """
 
     name: str
@@ -66,6 +67,7 @@ class ModelGeometry:
     dtype: str | None
     quantization_config: Mapping[str, Any] | None
     reader: Architecture
+    from_class: tuple[str, ...] = ()
 
     @property
     def num_hidden_layers(self) -> int:
@@ -181,6 +183,8 @@ def geometry_from_config(config: Mapping[str, Any], name: str, place: str = "con
             f" known are {', '.join(sorted(known_architectures()))}"
         )
     fields = top.section("text_config") or top
+    left_out = {name: value for name, value in reader.class_defaults.items() if not fields.has(name)}
+    fields = ConfigFields({**fields.values, **left_out}, fields.place)
     dtype = fields.text("dtype") or fields.text("torch_dtype") or top.text("dtype") or top.text("torch_dtype")
     quantization = top.section("quantization_config") or fields.section("quantization_config")
     layers = tuple(tuple(caches) for caches in reader.caches(fields))
@@ -194,6 +198,7 @@ def geometry_from_config(config: Mapping[str, Any], name: str, place: str = "con
         dtype=None if dtype is None else canonical_dtype(dtype),
         quantization_config=None if quantization is None else quantization.values,
         reader=reader,
+        from_class=tuple(f"{name} {value:,}" for name, value in left_out.items()),
     )
 
 

@@ -296,6 +296,8 @@ def _constants(assumed: tuple[str, ...]) -> EstimateConstants:
 def _derived(deployment: Deployment) -> list[str]:
     geometry = deployment.geometry
     out: list[str] = []
+    if geometry.from_class:
+        out.append(f"{', '.join(geometry.from_class)}: left out of the config, so as the architecture's class has it")
     block_size, why = deployment.resolved_block_size()
     if deployment.block_size != block_size:
         out.append(f"blocks of {block_size} tokens: {why}")
