@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..core.capacity import CapacityRow
+from ..core.capacity_mix import CapacityRow
 from ..core.deployment_plan import DeploymentPlan, StagePlan
 from ..core.diagnosis import Diagnosis
 from ..core.errors import DoesNotFitError
@@ -47,7 +47,7 @@ def plan_payload(
         "num_gpu_blocks_range": [low, high],
         "stages": [_stage_as_dict(plan, stage) for stage in plan.stages],
         "totals": totals(plan),
-        "capacity": [_capacity_as_dict(row) for row in capacity],
+        "capacity": [_capacity_as_dict(plan, row) for row in capacity],
         "suggestions": suggestions_as_dict(fitting_values(plan)),
         "log_lines": list(log_lines(plan)),
         "diagnoses": [diagnosis_as_dict(diagnosis) for diagnosis in diagnoses],
@@ -96,13 +96,18 @@ def totals(plan: DeploymentPlan) -> dict[str, Any]:
     }
 
 
-def _capacity_as_dict(row: CapacityRow) -> dict[str, Any]:
+def _capacity_as_dict(plan: DeploymentPlan, row: CapacityRow) -> dict[str, Any]:
+    """Users of one length, over all data-parallel engines; blocks and bytes are of one user on the tightest rank."""
+    engines = plan.deployment.data_parallel_size
     return {
         "context_tokens": row.context_tokens,
-        "blocks_per_user": row.blocks_per_user,
-        "bytes_per_user": row.bytes_per_user,
-        "users": row.users,
-        "reason": row.reason or None,
+        "blocks_per_user": row.peak_blocks,
+        "bytes_per_user": row.peak_blocks * plan.bytes_per_block,
+        "floor_bytes_per_user": row.floor_bytes,
+        "users": max(row.users, 0) * engines,
+        "decode_users": max(row.decode_users, 0) * engines,
+        "floor_users": max(row.floor_users, 0) * engines,
+        "exceeds_max_model_len": row.exceeds_max_model_len,
     }
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import attrs
 
-from ..core.capacity import capacity_by_length, users_of_mix
 from ..core.deployment import DEFAULT_BLOCK_SIZE
 from ..core.deployment_plan import DeploymentPlan, plan_deployment
 from ..core.diagnosis import (
@@ -52,7 +51,7 @@ def run_plan(options: PlanOptions, extras: PlanExtras) -> bool:
         return True
     question = read_question(options)
     plan = plan_deployment(question.deployment)
-    capacity = capacity_by_length(plan.pool, plan.bytes_per_block, _lengths(extras.context_lengths))
+    capacity = capacity_mix(plan.pool, _lengths(extras.context_lengths)).rows
     diagnoses = _diagnoses(question, plan, extras)
     warnings = (*plan.warnings, *_neighbour_warnings(question, extras))
     if extras.json:
@@ -79,15 +78,21 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 
 def _mix_as_dict(plan: DeploymentPlan, text: str) -> dict[str, Any]:
-    shares: list[tuple[int, float]] = []
+    shares: dict[int, float] = {}
     for part in text.split(","):
         length, _, share = part.strip().partition(":")
         try:
-            shares.append((int(length), float(share)))
+            shares[int(length)] = float(share)
         except ValueError as error:
             raise InputError(f"--context-mix {part!r}: give tokens:share, e.g. 2048:0.8,32768:0.2") from error
-    users = users_of_mix(plan.pool, shares) * plan.deployment.data_parallel_size
-    return {"shares": [list(pair) for pair in shares], "users": users}
+    too_long = [length for length in shares if length > plan.pool.max_model_len]
+    if too_long:
+        raise InputError(
+            f"--context-mix: a context of {max(too_long):,} tokens is longer than max_model_len"
+            f" {plan.pool.max_model_len:,}"
+        )
+    users = capacity_mix(plan.pool, sorted(shares), shares).users_in_mix or 0
+    return {"shares": [list(pair) for pair in shares.items()], "users": users * plan.deployment.data_parallel_size}
 
 
 def _diagnoses(question: PlanQuestion, plan: DeploymentPlan, extras: PlanExtras) -> tuple[Diagnosis, ...]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..core.capacity import CapacityRow
+from ..core.capacity_mix import CapacityRow
 from ..core.deployment_plan import DeploymentPlan
 from ..core.diagnosis import Diagnosis
 from ..core.largest_fitting import fitting_values
@@ -246,18 +246,20 @@ def _print_ranks(out: Any, plan: DeploymentPlan) -> None:
 
 
 def _print_capacity(out: Any, plan: DeploymentPlan, capacity: Sequence[CapacityRow]) -> None:
+    """The safe figure; where windows or states make it differ, also users who all decode, and users by bytes alone."""
     engines = plan.deployment.data_parallel_size
-    rows = [
-        (
-            f"{row.context_tokens:,}",
-            f"{row.blocks_per_user:,}",
-            f"{row.bytes_per_user / GIB:,.3f}",
-            "too long" if row.users is None else f"{row.users * engines:,}",
-        )
-        for row in capacity
-    ]
+    differs = any(row.decode_users != row.users for row in capacity)
+    rows: list[list[str]] = []
+    for row in capacity:
+        users = (row.users, row.decode_users, row.floor_users) if differs else (row.users,)
+        figures = ["too long" if row.exceeds_max_model_len else f"{count * engines:,}" for count in users]
+        size = f"{row.peak_blocks * plan.bytes_per_block / GIB:,.3f}"
+        rows.append([f"{row.context_tokens:,}", f"{row.peak_blocks:,}", size, *figures])
+    columns = ["context, tokens", "blocks each", "GiB each", "users"]
+    if differs:
+        columns += ["all decoding", "by bytes alone"]
     out.print("[bold]Users at once, if all are at this length (KV capacity only)[/bold]")
-    out.print(table(None, ["context, tokens", "blocks each", "GiB each per GPU", "users"], rows, left=()))
+    out.print(table(None, columns, rows, left=()))
 
 
 def _print_values(out: Any, plan: DeploymentPlan) -> None:
