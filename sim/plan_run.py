@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 
+from ..core.capacity_mix import capacity_mix
 from ..core.deployment import DEFAULT_BLOCK_SIZE
 from ..core.deployment_plan import DeploymentPlan, plan_deployment
 from ..core.diagnosis import (
