@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import attrs
+
 from .cache_kinds import CacheKind, ChunkedLocal, CompressedState, FullAttention, SequenceState, SlidingWindow
 from .errors import InputError
 from .kv_cache_config import KVCacheConfig
@@ -54,6 +56,13 @@ def cache_kind(spec: KVCacheSpec) -> CacheKind:
     raise InputError(f"{type(spec).__name__} has no lifetime rules for the allocator; it can be planned, not replayed")
 
 
-def allocator_groups(config: KVCacheConfig) -> tuple[CacheKind, ...]:
-    """One cache kind for each planned group, in the planner's order: the `groups` of an `AllocatorConfig`."""
-    return tuple(cache_kind(group.spec) for group in config.groups)
+def allocator_groups(config: KVCacheConfig, decode_context_parallel_size: int = 1) -> tuple[CacheKind, ...]:
+    """One cache kind for each planned group, in the planner's order: the `groups` of an `AllocatorConfig`.
+
+    Under decode context parallelism a block id stands for a block on each of the ranks, so it covers that many times
+    the tokens.
+    """
+    return tuple(
+        attrs.evolve(cache_kind(group.spec), block_size=group.tokens_per_block(decode_context_parallel_size))
+        for group in config.groups
+    )

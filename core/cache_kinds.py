@@ -19,14 +19,12 @@ NULL = 0
 class CacheKind(Protocol):
     """How one group finds a hit, what it skips, what it releases and what it registers. Immutable."""
 
+    # Whether a hit is an unbroken run from the start, so that losing a block strands all behind it.
+    needs_whole_prefix: ClassVar[bool]
+
     @property
     def block_size(self) -> int:
         """Tokens a block."""
-        ...
-
-    @property
-    def needs_whole_prefix(self) -> bool:
-        """Whether a hit is an unbroken run from the start, so that losing a block strands all behind it."""
         ...
 
     def find_hit(

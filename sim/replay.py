@@ -16,7 +16,7 @@ from ..core.types import EventSink, LatencyModel, Request
 from .engine import NANOSECONDS, SimulatedEngine
 from .metrics import Recorder
 from .quantile_sketch import RELATIVE_ERROR
-from .trace_keys import TraceKeySource, check_block_sizes
+from .trace_keys import TraceKeySource
 from .traces.trace import TraceRequest
 
 MAX_REJECTIONS_SHOWN = 5
@@ -99,9 +99,8 @@ def replay(
         macro_steps: whether identical decode steps are taken in one go; the figures are the same either way.
 
     Raises:
-        InputError: block sizes that do not divide each other, or limits that contradict.
+        InputError: limits that contradict each other.
     """
-    check_block_sizes(allocator.hash_block_size, trace_block_size)
     env = simpy.Environment()
     recorder = Recorder(lambda: int(env.now), allocator.max_num_reqs)
     backend = SimBackend(latency)

@@ -2,20 +2,20 @@
 
 from collections.abc import Sequence
 
-from ..core.errors import InputError
-
 
 class TraceKeySource:
     """Keys of one traced request, for engine blocks of `block_size` tokens on ids of `trace_block_size` tokens.
 
-    * A full trace block becomes `trace_block_size / block_size` engine blocks, each derived from its id and its place
-      in it. Where the engine's blocks are larger, a block's key is the id of the last trace block in it, which names
-      all before it because every id has one parent.
-    * The last trace block of a prompt may be partial. Its engine blocks carry its length too, so that they match the
-      same partial block only.
+    Every id has one parent, so an id names all content up to the end of its trace block. An engine block is named by
+    the id of the trace block in which it ends and by where in it: any two block sizes go together. Two prompts that
+    diverge inside a trace block have different ids for it, so what they share of it is not found: at most
+    `trace_block_size - 1` tokens a request.
+
+    * The last trace block of a prompt may be partial. Engine blocks that end in it carry its length too, so that they
+      match the same partial block only.
     * Blocks that reach into the output, and prompts without ids, are unique to their request (`ordinal`).
 
-    Keys are ints: non-negative for full blocks, negative and odd for partial ones, negative and even for unique ones.
+    Keys are ints: non-negative in full trace blocks, negative and odd in partial ones, negative and even if unique.
     """
 
     __slots__ = ("_hash_ids", "_input_length", "_ordinal", "_prompt_keys", "_sizes")
@@ -53,24 +53,17 @@ class TraceKeySource:
         num_full, tail_length = divmod(self._input_length, trace_block_size)
         if block_size == trace_block_size:
             return ids[:num_full]
-        if block_size > trace_block_size:
-            per_block = block_size // trace_block_size
-            return ids[:num_full][per_block - 1 :: per_block]
-        per_block = trace_block_size // block_size
         keys: list[int] = []
-        for hash_id in ids[:num_full]:
-            keys.extend(range(hash_id * per_block, (hash_id + 1) * per_block))
-        if tail_length >= block_size:
-            first = (ids[num_full] * trace_block_size + tail_length) * per_block
-            keys.extend(-2 * (first + i) - 1 for i in range(tail_length // block_size))
+        if trace_block_size % block_size == 0:
+            for hash_id in ids[:num_full]:
+                start = hash_id * trace_block_size
+                keys.extend(range(start + block_size, start + trace_block_size + 1, block_size))
+        else:
+            for end in range(block_size, num_full * trace_block_size + 1, block_size):
+                trace_block, offset = divmod(end - 1, trace_block_size)
+                keys.append(ids[trace_block] * trace_block_size + offset + 1)
+        if tail_length:
+            partial = (ids[num_full] * trace_block_size + tail_length) * trace_block_size
+            for end in range((len(keys) + 1) * block_size, self._input_length + 1, block_size):
+                keys.append(-2 * (partial + end - num_full * trace_block_size) - 1)
         return keys
-
-
-def check_block_sizes(block_size: int, trace_block_size: int | None) -> None:
-    """Raise `InputError` unless one of the two sizes divides the other."""
-    if trace_block_size is None or not (block_size % trace_block_size and trace_block_size % block_size):
-        return
-    raise InputError(
-        f"a trace with ids of {trace_block_size} tokens cannot be replayed on blocks of {block_size}: one must divide "
-        f"the other; use a divisor or a multiple of {trace_block_size} for --block-size"
-    )

@@ -10,10 +10,26 @@ def replay(
     workload: Annotated[
         str | None, typer.Option(help="Instead of a file: conversation, sharegpt, code or agentic.")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "--config", help="Model name or config.json: its groups, and a planned pool."),
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="Device preset, such as H100, with --model.")] = None,
     num_gpu_blocks_override: Annotated[
         int | None, typer.Option(help="Blocks of the pool, the null block included. Needed without --model and --gpu.")
     ] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens in a block of the engine.")] = 16,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens in a block; 16, or what the model needs, unless given.")
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="Fraction of the GPU's total memory for this engine.")
+    ] = 0.9,
+    tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "-tp", help="GPUs a layer.")] = 1,
+    pipeline_parallel_size: Annotated[int, typer.Option("--pipeline-parallel-size", "-pp", help="Stages.")] = 1,
+    kv_cache_dtype: Annotated[str, typer.Option(help="Storage of keys and values.")] = "auto",
+    kv_cache_memory_bytes: Annotated[
+        str | None, typer.Option(help="Bytes for the KV cache per GPU, instead of the utilization.")
+    ] = None,
     trace_block_size: Annotated[
         int | None, typer.Option(help="Tokens that one hash id stands for; the format's own (512) unless given.")
     ] = None,
@@ -53,19 +69,38 @@ def replay(
     """Replay a trace through allocator, scheduler and latency model: latency, hits, preemptions, occupancy.
 
     Example: kvledger replay --workload conversation --num-gpu-blocks-override 50000 --block-size 512
+    Example: kvledger replay --workload conversation --model llama-3.1-8b --gpu H100
     """
-    from ...core.allocator_config import AllocatorConfig
-    from ...core.cache_kinds import FullAttention
-    from ...core.errors import InputError
+    from ...core.quantities import parse_bytes
     from ...core.scheduler_config import SchedulerConfig
     from ..console import print_json, progress
     from ..latency import LinearLatency
     from ..replay import replay as replay_trace
     from ..replay_report import print_replay, trace_as_dict
+    from ..replay_setup import PoolOptions, make_pool
     from ..trace_source import open_trace_or_workload
 
-    if num_gpu_blocks_override is None:
-        raise InputError("how many blocks does the pool have? Give --num-gpu-blocks-override N")
+    pool = make_pool(
+        PoolOptions(
+            model=model,
+            gpu=gpu,
+            gpu_memory_utilization=gpu_memory_utilization,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_memory_bytes=None
+            if kv_cache_memory_bytes is None
+            else parse_bytes(kv_cache_memory_bytes, "--kv-cache-memory-bytes"),
+            num_gpu_blocks_override=num_gpu_blocks_override,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            watermark_blocks=watermark_blocks,
+            eviction=eviction,
+        )
+    )
     source = open_trace_or_workload(
         trace,
         workload,
@@ -81,16 +116,7 @@ def replay(
     with bar:
         report = replay_trace(
             source,
-            allocator=AllocatorConfig(
-                num_blocks=num_gpu_blocks_override,
-                groups=[FullAttention(block_size)],
-                max_model_len=max_model_len or longest_request(num_gpu_blocks_override, block_size),
-                max_num_reqs=max_num_seqs,
-                enable_caching=enable_prefix_caching,
-                watermark_blocks=watermark_blocks,
-                eviction=eviction,
-                key_algorithm="trace ids",
-            ),
+            allocator=pool.allocator,
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
@@ -103,13 +129,9 @@ def replay(
             trace_block_size=source.info.trace_block_size,
             on_progress=lambda count: bar.update(task, completed=count),
         )
+    report.assumptions = {**pool.facts, **report.assumptions}
     document = {"trace": trace_as_dict(source.info, source.info.trace_block_size), **report.to_json()}
     if json:
         print_json(document)
     else:
         print_replay(document)
-
-
-def longest_request(num_blocks: int, block_size: int) -> int:
-    """The default of `--max-model-len`: what the usable blocks hold, at most 1,048,576 tokens (no model has more)."""
-    return max(1, min((num_blocks - 1) * block_size, 1 << 20))

@@ -11,7 +11,6 @@ from kvledger.core import (
     ChunkedLocal,
     EventLog,
     FullAttention,
-    InputError,
     SequenceState,
     SlidingWindow,
 )
@@ -110,11 +109,6 @@ def test_every_request_ends_finished_or_rejected() -> None:
     assert report["requests"] == {"total": 3, "finished": 1, "rejected": 2, "aborted": 0}
     assert "5,000 tokens is longer than max_model_len 4,096" in report["rejections"][0]
     assert "needs 189 blocks" in report["rejections"][1]
-
-
-def test_a_trace_block_size_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(InputError, match="ids of 32 tokens cannot be replayed on blocks of 24"):
-        run(rows((0.0, 10, 1)), groups=[FullAttention(24)])
 
 
 def test_usage_is_weighted_by_time() -> None:

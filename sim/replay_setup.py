@@ -1,0 +1,167 @@
+"""The engine that a replay runs on: from the options to pool, groups and latency model, nothing filled in silently."""
+
+from typing import Any
+
+import attrs
+
+from ..core.allocator_config import AllocatorConfig
+from ..core.allocator_groups import allocator_groups
+from ..core.cache_kinds import FullAttention
+from ..core.deployment import DEFAULT_BLOCK_SIZE, Deployment
+from ..core.deployment_plan import DeploymentPlan, plan_deployment
+from ..core.errors import InputError
+from ..core.hybrid_waste import hybrid_waste
+from ..core.model_geometry import load_geometry
+from .devices import find_device
+
+# No published model has a longer context; a pool without a model serves requests up to this length.
+LONGEST_CONTEXT_TOKENS = 1 << 20
+# vLLM's engine keeps, of windowed groups, only the window before a request's replay boundaries.
+ENGINE_RETENTION = 0
+
+
+@attrs.frozen(kw_only=True)
+class PoolOptions:
+    """What decides the pool, as typed; None where an option was not given.
+
+    Either `num_gpu_blocks_override` alone (one full-attention group), or a model: with a device the pool is planned,
+    with an override it has that many blocks of the model's groups.
+    """
+
+    model: str | None = None
+    gpu: str | None = None
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    kv_cache_dtype: str = "auto"
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    block_size: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    watermark_blocks: int = 0
+    eviction: str = "lru"
+
+
+@attrs.frozen(kw_only=True)
+class Pool:
+    """A pool to replay on, and what it rests on.
+
+    Attributes:
+        allocator: sizes, groups and rules.
+        plan: how the planner came to it; None without a model.
+        facts: what goes into the report's assumptions.
+    """
+
+    allocator: AllocatorConfig
+    plan: DeploymentPlan | None
+    facts: dict[str, Any]
+
+
+def make_pool(options: PoolOptions) -> Pool:
+    """The pool that the options describe.
+
+    Raises:
+        InputError: too little is given, or options contradict each other.
+        DoesNotFitError: the planner's answer is no.
+    """
+    if options.model is None:
+        return _pool_of_given_size(options)
+    plan = plan_deployment(_deployment(options))
+    if plan.refusal is not None:
+        raise plan.refusal
+    config = plan.pool.configs()[0]
+    allocator = AllocatorConfig(
+        num_blocks=plan.num_blocks,
+        groups=allocator_groups(config, plan.deployment.decode_context_parallel_size),
+        max_model_len=plan.pool.max_model_len,
+        max_num_reqs=options.max_num_seqs,
+        enable_caching=options.enable_prefix_caching,
+        retention_interval=ENGINE_RETENTION,
+        max_in_flight_tokens=options.max_num_batched_tokens,
+        watermark_blocks=options.watermark_blocks,
+        hash_block_size=plan.pool.hash_block_size,
+        scheduler_block_size=plan.pool.scheduler_block_size,
+        eviction=options.eviction,
+        key_algorithm="trace ids",
+    )
+    return Pool(allocator=allocator, plan=plan, facts=_facts(options, plan))
+
+
+def _pool_of_given_size(options: PoolOptions) -> Pool:
+    if options.gpu is not None or options.kv_cache_memory_bytes is not None:
+        raise InputError("--gpu and --kv-cache-memory-bytes size a pool for a model; give --model too")
+    if options.num_gpu_blocks_override is None:
+        raise InputError(
+            "how large is the pool? Give --model and --gpu to have it planned, or --num-gpu-blocks-override N (blocks "
+            "of --block-size tokens)"
+        )
+    if options.kv_cache_dtype != "auto" or options.tensor_parallel_size != 1 or options.pipeline_parallel_size != 1:
+        raise InputError("--kv-cache-dtype and the parallel sizes have no effect without --model; leave them out")
+    block_size = options.block_size or DEFAULT_BLOCK_SIZE
+    held_tokens = (options.num_gpu_blocks_override - 1) * block_size
+    allocator = AllocatorConfig(
+        num_blocks=options.num_gpu_blocks_override,
+        groups=[FullAttention(block_size)],
+        max_model_len=options.max_model_len or max(1, min(held_tokens, LONGEST_CONTEXT_TOKENS)),
+        max_num_reqs=options.max_num_seqs,
+        enable_caching=options.enable_prefix_caching,
+        watermark_blocks=options.watermark_blocks,
+        eviction=options.eviction,
+        key_algorithm="trace ids",
+    )
+    return Pool(allocator=allocator, plan=None, facts={"pool": "given in blocks, one full-attention group, no model"})
+
+
+def _deployment(options: PoolOptions) -> Deployment:
+    geometry = load_geometry(str(options.model))
+    if options.gpu is None:
+        raise InputError(f"--model {options.model} needs --gpu: the pool of a model is planned on a device")
+    device = find_device(options.gpu)
+    return Deployment(
+        geometry=geometry,
+        total_bytes=device.total_bytes,
+        free_bytes=device.total_bytes,
+        utilization=options.gpu_memory_utilization,
+        tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_concurrent_batches=options.pipeline_parallel_size,
+        kv_cache_dtype=options.kv_cache_dtype,
+        block_size=options.block_size,
+        state_cache_mode="align" if geometry.has_states and options.enable_prefix_caching else None,
+        enable_prefix_caching=options.enable_prefix_caching,
+        enforce_eager=options.enforce_eager,
+        kv_cache_memory_bytes=options.kv_cache_memory_bytes,
+        num_gpu_blocks_override=options.num_gpu_blocks_override,
+    )
+
+
+def _facts(options: PoolOptions, plan: DeploymentPlan) -> dict[str, Any]:
+    deployment = plan.deployment
+    facts: dict[str, Any] = {
+        "pool": "given in blocks (--num-gpu-blocks-override)"
+        if options.num_gpu_blocks_override
+        else "planned: kvledger plan shows every row",
+        "model": deployment.geometry.name,
+        "gpu": options.gpu,
+        "gpu_total_bytes": deployment.total_bytes,
+        "gpu_memory_utilization": deployment.utilization,
+        "kv_cache_dtype": deployment.cache_dtype,
+        "bytes_per_block_per_gpu": plan.bytes_per_block,
+        "num_blocks_if_estimates_are_off": list(plan.blocks_range),
+    }
+    waste = hybrid_waste(deployment.layer_specs(), plan.pool.max_model_len)
+    if waste.floor_bytes < waste.full_bytes:
+        facts["saved_by_windows_at_max_model_len"] = {
+            "num_tokens": waste.num_tokens,
+            "all_full_bytes": waste.full_bytes,
+            "window_aware_bytes": waste.floor_bytes,
+            "saved_share": waste.wasted_share,
+        }
+    return facts
