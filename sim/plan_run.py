@@ -55,19 +55,18 @@ def run_plan(options: PlanOptions, extras: PlanExtras) -> bool:
     capacity = capacity_mix(plan.pool, _lengths(extras.context_lengths)).rows
     diagnoses = _diagnoses(question, plan, extras)
     warnings = (*plan.warnings, *_neighbour_warnings(question, extras))
+    mix = None if extras.context_mix is None else _mix_as_dict(plan, extras.context_mix)
     if extras.json:
         from .plan_report import plan_payload
 
-        payload = plan_payload(question, plan, capacity, diagnoses, warnings)
-        if extras.context_mix is not None:
-            payload["context_mix"] = _mix_as_dict(plan, extras.context_mix)
-        print_json(payload)
-    else:
-        from .plan_tables import print_mix, print_plan
+        document = plan_payload(question, plan, capacity, diagnoses, warnings)
+        print_json(document if mix is None else {**document, "context_mix": mix})
+        return plan.fits
+    from .plan_tables import print_mix, print_plan
 
-        print_plan(question, plan, capacity, diagnoses, warnings, explain=extras.explain)
-        if extras.context_mix is not None:
-            print_mix(extras.context_mix, _mix_as_dict(plan, extras.context_mix)["users"])
+    print_plan(question, plan, capacity, diagnoses, warnings, explain=extras.explain)
+    if mix is not None:
+        print_mix(extras.context_mix or "", mix["users"])
     return plan.fits
 
 

@@ -25,6 +25,7 @@ _FILLS = {
     "in use by others": ("x", "red"),
     "outside the budget": ("·", "white"),
 }
+_BETWEEN = "   "  # entries of the legend
 
 
 def print_plan(
@@ -150,12 +151,12 @@ def ledger_bar(rows: Sequence[LedgerRow], total_bytes: int, width: int) -> Any:
         fill, colour = _FILLS[name]
         bar.append(fill * count, style=colour)
         entry = f"{fill} {name} {segments[name] / GIB:,.2f}"
-        if line_length and line_length + len(entry) > width:
-            legend.append("\n")
-            line_length = 0
+        if line_length:
+            fits = line_length + len(_BETWEEN) + len(entry) <= width
+            legend.append(_BETWEEN if fits else "\n")
+            line_length = line_length + len(_BETWEEN) if fits else 0
         legend.append(entry, style=colour)
-        legend.append("   ")
-        line_length += len(entry) + 3
+        line_length += len(entry)
     return Text("\n").join([bar, legend, Text()])
 
 
