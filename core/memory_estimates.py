@@ -71,6 +71,23 @@ class StepShape:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
 
+def profiling_tokens(max_num_batched_tokens: int, max_num_seqs: int) -> tuple[int, ...]:
+    """Tokens of each request in the step that a profiling run makes: as many requests as may run, evenly filled.
+
+    The division is rounded down and the last request takes what is left over, as vLLM's dummy batch has it.
+
+    Raises:
+        InputError: no tokens, or no requests.
+    """
+    if max_num_batched_tokens < 1 or max_num_seqs < 1:
+        raise InputError(
+            f"a profiling step of {max_num_batched_tokens} tokens over {max_num_seqs} requests; both must be at least 1"
+        )
+    num_requests = min(max_num_batched_tokens, max_num_seqs)
+    even, left_over = divmod(max_num_batched_tokens, num_requests)
+    return (*(even,) * (num_requests - 1), even + left_over)
+
+
 def _estimate(name: str, num_bytes: int, spread: tuple[float, float], role: RowRole, formula: str) -> LedgerRow:
     return LedgerRow(
         name=name,

@@ -81,9 +81,10 @@ def _answer(plan: DeploymentPlan) -> str:
     pool = plan.pool
     if not plan.fits:
         return f"One request of {pool.max_model_len:,} tokens cannot be served; see why below."
+    users = max(pool.num_usable_blocks, 0) // pool.blocks_per_request
     return (
-        f"{plan.num_blocks:,} blocks = {pool.kv_cache_size_tokens:,} tokens of KV cache, enough for"
-        f" {max(pool.num_usable_blocks, 0) // pool.blocks_per_request:,} requests of {pool.max_model_len:,} tokens"
+        f"{plan.num_blocks:,} blocks = {pool.kv_cache_size_tokens:,} tokens of KV cache, enough for {users:,}"
+        f" {'request' if users == 1 else 'requests'} of {pool.max_model_len:,} tokens"
         f" at once{' per engine' if plan.deployment.data_parallel_size > 1 else ''}."
     )
 

@@ -11,6 +11,7 @@ from kvledger.core.memory_estimates import (
     encoder_row,
     graph_row,
     non_torch_row,
+    profiling_tokens,
     reserves_graph_memory,
     weights_row,
 )
@@ -177,3 +178,11 @@ def test_a_version_that_is_no_number_is_refused(version: str) -> None:
 def test_a_step_of_nothing_is_refused(name: str) -> None:
     with pytest.raises(InputError, match=f"{name} is 0"):
         shape(**{name: 0})
+
+
+def test_a_profiling_step_fills_as_many_requests_as_may_run() -> None:
+    assert profiling_tokens(8192, 256) == (32,) * 256
+    assert profiling_tokens(16, 6) == (2, 2, 2, 2, 2, 6)
+    assert profiling_tokens(3, 256) == (1, 1, 1)
+    with pytest.raises(InputError, match="at least 1"):
+        profiling_tokens(0, 4)

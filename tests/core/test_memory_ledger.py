@@ -180,6 +180,26 @@ def test_measured_rows_tie_out_even_where_readings_contradict(
     assert all(row.num_bytes >= 0 for row in found if row.name != "freed by other processes")
 
 
+def test_weights_peak_and_libraries_of_2_2_and_1_gib_are_5_gib_beside_the_pool() -> None:
+    # Another process holds 1 GiB before and after: it is in neither category.
+    found = measured_rows(profile(75 * GIB, allocated=2 * GIB, peak=4 * GIB, reserved=2 * GIB, weights=2 * GIB), None)
+    assert [(row.name, row.num_bytes // GIB) for row in found] == [
+        ("weights", 2),
+        ("non-torch", 1),
+        ("peak activation", 2),
+    ]
+    ledger = MemoryLedger(budget=budget(80 * GIB, 0.5), non_kv_rows=found)
+    assert ledger.non_kv_bytes == 5 * GIB
+    assert ledger.available_bytes == 35 * GIB
+
+
+def test_20_requested_less_6_consumed_less_1_of_headroom_are_13() -> None:
+    found = measured_rows(profile(72 * GIB, allocated=6 * GIB, peak=7 * GIB, reserved=6 * GIB, weights=5 * GIB), None)
+    ledger = MemoryLedger(budget=budget(80 * GIB, 0.25), non_kv_rows=found)
+    assert ledger.budget.requested_bytes == 20 * GIB
+    assert ledger.available_bytes == 13 * GIB
+
+
 def test_a_profile_that_measured_no_weights_needs_them_from_elsewhere() -> None:
     reading = profile(58 * GIB, allocated=0, peak=0, reserved=0, weights=None)
     with pytest.raises(InputError, match="give them as a row"):
