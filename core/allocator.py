@@ -273,7 +273,7 @@ class KVCacheAllocator:
         if total_short > len(state.pool.free_queue) - reserved_blocks:
             return False
 
-        self._append_planned(rows, first, end, num_draft_tokens, shortfalls, private)
+        self._append_planned(rows, first, end, num_draft_tokens, shortfalls, private, may_roll_back=first is not placed)
         return True
 
     def _append_planned(
@@ -285,21 +285,25 @@ class KVCacheAllocator:
         shortfalls: list[tuple[NDArray[np.intp], NDArray[np.int64]]],
         private: list[tuple[int, int, int, bool]],
         blocks: tuple[int, ...] | None = None,
+        may_roll_back: bool = False,
     ) -> None:
         """Carry out an append whose blocks are known to be there; `blocks` gives their ids where order matters."""
-        known = end - num_draft_tokens
+        due_rows, due_known = [], []
         if self.config.enable_caching:
-            self._registrar.ask_for_keys_of_batch(rows, first, known, self._request_in_row)
+            known = end - num_draft_tokens
+            due = self._registrar.due(rows, known, first if may_roll_back else None)
+            if len(due):
+                due_rows, due_known = rows[due].tolist(), known[due].tolist()
+                self._registrar.ask_for_keys_of_batch(due_rows, first[due].tolist(), due_known, self._request_in_row)
         events: list[Event] = []
-        for row, position in self._rollbacks(rows, first):
-            events.append(self._emit(TokensPlaced((row,), (position,), (0,))))
+        if may_roll_back:
+            for row, position in self._rollbacks(rows, first):
+                events.append(self._emit(TokensPlaced((row,), (position,), (0,))))
         for group, row, index, copy in private:
             events.append(self._make_private(group, row, index, copy))
         self._take_for_batch(rows, shortfalls, events, blocks)
-        if self.config.enable_caching:
-            due = self._registrar.due(rows, known)
-            if len(due):
-                self._register(rows[due].tolist(), known[due].tolist(), events)
+        if due_rows:
+            self._register(due_rows, due_known, events)
         counts = end - first
         events.append(self._emit(TokensPlaced(_own(rows), _own(first), frozen_column(counts))))
         self._commit(events)
@@ -404,7 +408,7 @@ class KVCacheAllocator:
             start = self.state.skipped[group][row]
             if stop > start:
                 indices = tuple(range(stop - 1, start - 1, -1))
-                blocks = tuple(self.state.tables[group].blocks(row)[start:stop][::-1])
+                blocks = tuple(self.state.tables[group].blocks(row, start, stop)[::-1])
                 events.append(
                     self._emit(BlocksFreed(FreeReason.OUT_OF_WINDOW, (group,), (row,), (len(blocks),), blocks, indices))
                 )
@@ -454,7 +458,7 @@ class KVCacheAllocator:
         for group, table in enumerate(self.state.tables):
             if table.count(row):
                 start = self.state.skipped[group][row]
-                segments.append((group, tuple(table.blocks(row)[start:][::-1])))
+                segments.append((group, tuple(table.blocks(row, start)[::-1])))
         if self.config.release == "deferred":
             segments.reverse()
             flat = tuple([block for _, blocks in segments for block in blocks])

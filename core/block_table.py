@@ -28,9 +28,9 @@ class BlockTable:
         """How many blocks the row holds, null blocks included."""
         return self._counts[row]
 
-    def blocks(self, row: int) -> list[int]:
-        """The row's blocks by logical index, null blocks included."""
-        return self.table[row, : self._counts[row]].tolist()
+    def blocks(self, row: int, start: int = 0, stop: int | None = None) -> list[int]:
+        """The row's blocks with logical index `start <= index < stop` (all by default), null blocks included."""
+        return self.table[row, start : self._counts[row] if stop is None else stop].tolist()
 
     def block(self, row: int, index: int) -> int:
         """The block at one logical index."""
@@ -41,7 +41,7 @@ class BlockTable:
     ) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
         """Which places of a batch need more blocks for `num_slots` slots, and how many each."""
         short = num_slots - self.num_blocks_per_row[rows] * self.block_size
-        which = np.flatnonzero(short > 0)
+        which = (short > 0).nonzero()[0]
         return which, -(-short[which] // self.block_size)
 
     def extend(self, row: int, blocks: Sequence[int]) -> None:

@@ -12,6 +12,9 @@ from .prefix_match import PrefixMatcher
 from .types import Request
 
 
+_NONE: NDArray[np.intp] = np.empty(0, dtype=np.intp)
+
+
 class Registrar:
     """Decides what `BlocksCached` says. Blocks register as soon as they are allocated, before they are computed."""
 
@@ -30,14 +33,17 @@ class Registrar:
 
         Blocks behind `first_positions`, where those are given, count as not considered: they are about to be.
         """
-        sure = known_tokens // self._config.scheduler_block_size * self._config.scheduler_block_size
-        behind = np.zeros(len(rows), dtype=np.bool_)
+        unit = self._config.scheduler_block_size
+        behind: NDArray[np.bool_] | None = None
         for kind, considered in zip(self._config.groups, self._state.num_considered, strict=True):
             done = np.maximum(considered[rows], 0)
             if first_positions is not None:
                 done = np.minimum(done, first_positions // kind.block_size)
-            behind |= sure // kind.block_size > done
-        return np.flatnonzero(behind)
+            complete = known_tokens // unit
+            if unit != kind.block_size:
+                complete *= unit // kind.block_size
+            behind = complete > done if behind is None else behind | (complete > done)
+        return _NONE if behind is None else behind.nonzero()[0]
 
     def ask_for_keys(
         self, request: Request, row: int | None, hits: Sequence[Sequence[int]] | None, total: int, known_tokens: int
@@ -52,17 +58,16 @@ class Registrar:
 
     def ask_for_keys_of_batch(
         self,
-        rows: NDArray[np.int64],
-        first_positions: NDArray[np.int64],
-        known_tokens: NDArray[np.int64],
+        rows: Sequence[int],
+        first_positions: Sequence[int],
+        known_tokens: Sequence[int],
         requests: Sequence[Request | None],
     ) -> None:
-        """`ask_for_keys` for rows that go on at `first_positions`."""
-        for place in self.due(rows, known_tokens, first_positions).tolist():
-            row = int(rows[place])
+        """`ask_for_keys` for rows that are `due` and go on at `first_positions`."""
+        for row, first, known in zip(rows, first_positions, known_tokens, strict=True):
             request = requests[row]
             if request is not None:
-                self.ask_for_keys(request, row, None, int(first_positions[place]), int(known_tokens[place]))
+                self.ask_for_keys(request, row, None, first, known)
 
     def _sure(self, known_tokens: int) -> int:
         return known_tokens // self._config.scheduler_block_size * self._config.scheduler_block_size
@@ -101,14 +106,14 @@ class Registrar:
             parent = range_keys[0] if before else None
             parents.append(parent)
             chosen = () if self._strands(group, parent) else self._retained(group, start, stop, request)
-            held = table.blocks(row)
-            live = [index for index in chosen if held[index]]
+            held = table.blocks(row, start, stop) if chosen else ()
+            live = [index for index in chosen if held[index - start]]
             out_rows.append(row)
             starts.append(start)
             stops.append(stop)
             counts.append(len(live))
             indices += live
-            blocks += [held[index] for index in live]
+            blocks += [held[index - start] for index in live]
             offset = start - before
             keys += [range_keys[index - offset] for index in live]
         if not out_rows:
@@ -139,6 +144,8 @@ class Registrar:
         if interval is DENSE:
             return range(start, stop)
         kind = self._config.groups[group]
+        if kind.needs_whole_prefix:
+            return range(start, stop)
         unit = self._config.scheduler_block_size
         ends = {(request.num_prompt_tokens - 1) // unit * unit, request.cache_boundary // unit * unit}
         if interval:

@@ -29,6 +29,7 @@ class SchedulerStats:
         prefix_hits_tokens: tokens found at first admissions (the headline hit rate's numerator).
         readmission_queries_tokens: tokens looked up when preempted requests came back.
         readmission_hits_tokens: tokens found then, mostly a request's own; never part of the hit rate (D04).
+        readmission_shared_tokens: the part of them that the request had never computed itself.
         computed_tokens: tokens computed, recomputed ones included.
         recomputed_tokens: tokens computed again because a preemption had thrown them away (D03's recompute tax).
     """
@@ -43,6 +44,7 @@ class SchedulerStats:
     prefix_hits_tokens: int = 0
     readmission_queries_tokens: int = 0
     readmission_hits_tokens: int = 0
+    readmission_shared_tokens: int = 0
     computed_tokens: int = 0
     recomputed_tokens: int = 0
 
@@ -414,6 +416,7 @@ class Scheduler:
             stats.readmission_hits_tokens += match.num_hit_tokens
             lost = self._lost_tokens.pop(request.request_id)
             stats.recomputed_tokens += max(lost - match.num_hit_tokens, 0)
+            stats.readmission_shared_tokens += max(match.num_hit_tokens - lost, 0)
         else:
             stats.prefix_queries_tokens += request.num_tokens
             stats.prefix_hits_tokens += match.num_hit_tokens
@@ -449,6 +452,9 @@ class Scheduler:
         """The sums that a latency model needs. A token at position p attends to p + 1 tokens."""
         firsts, counts = batch.first_positions, batch.counts
         missing = self._known[batch.rows] - firsts
+        if int(missing.max()) == 1:
+            num_decode = len(missing)
+            return ScheduledStep(batch, StepLoad(0, num_decode, 0, int(firsts.sum()) + num_decode, num_decode))
         context = counts * firsts + counts * (counts + 1) // 2
         decoding = missing == 1
         num_decode = int(np.count_nonzero(decoding))

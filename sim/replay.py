@@ -144,6 +144,7 @@ def _report(
             "hit_rate": _share(stats.prefix_hits_tokens, stats.prefix_queries_tokens),
             "readmission_queries_tokens": stats.readmission_queries_tokens,
             "readmission_hits_tokens": stats.readmission_hits_tokens,
+            "readmission_shared_tokens": stats.readmission_shared_tokens,
         },
         preemptions={
             "total": stats.num_preemptions,

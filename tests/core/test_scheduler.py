@@ -234,5 +234,6 @@ def test_every_request_ends_and_the_pool_returns_to_empty(
     ]
     assert produced == sum(output for _, output, *_ in accepted)
     needed = sum(prompt + output - 1 for prompt, output, *_ in accepted)
-    assert computed - stats.recomputed_tokens + stats.prefix_hits_tokens == needed
+    found = stats.prefix_hits_tokens + stats.readmission_shared_tokens
+    assert computed - stats.recomputed_tokens + found == needed
     assert log.replay().snapshot() == scheduler.allocator.state.snapshot()
