@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import attrs
 
+from .architecture_parts import window
 from .architectures_latent import latent_size, v4_caches
 from .config_fields import ConfigFields
 from .errors import InputError
@@ -40,13 +41,8 @@ def _attention(fields: ConfigFields, prefix: str = "") -> AttentionCache:
 
 
 def _standard(fields: ConfigFields) -> LayerCaches:
-    """Every layer keeps keys and values of every token; a window that is switched off is none."""
-    cache = _attention(fields)
-    if fields.flag("use_sliding_window", fields.has("sliding_window")):
-        sliding = attrs.evolve(cache, sliding_window=fields.integer("sliding_window"))
-        first = fields.integer_or("max_window_layers", 0) if fields.has("max_window_layers") else 0
-        return tuple((sliding if index >= first else cache,) for index in range(fields.integer("num_hidden_layers")))
-    return ((cache,),) * fields.integer("num_hidden_layers")
+    """Every layer keeps keys and values of every token; a window in the fields is one that is not used."""
+    return ((_attention(fields),),) * fields.integer("num_hidden_layers")
 
 
 def _mixed(fields: ConfigFields) -> LayerCaches:
@@ -61,7 +57,7 @@ def _mixed(fields: ConfigFields) -> LayerCaches:
             head_size=size,
             head_size_v=size,
         )
-    sliding_cache = attrs.evolve(_attention(fields, "swa_"), sliding_window=fields.integer("sliding_window"))
+    sliding_cache = attrs.evolve(_attention(fields, "swa_"), sliding_window=window(fields))
     return _counted(fields, [(full, (full_cache,)), (sliding, (sliding_cache,))])
 
 

@@ -91,7 +91,7 @@ def measured_rows(
     Raises:
         InputError: neither the profile nor `weights_row` says what the weights take.
     """
-    source = RowSource.MEASURED if profile.strict or profile.is_attributed else RowSource.ESTIMATE
+    source = RowSource.MEASURED if profile.strict_profiling or profile.is_attributed else RowSource.ESTIMATE
     if profile.weights_bytes is not None:
         weights_row = LedgerRow(
             name="weights",

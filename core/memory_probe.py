@@ -114,7 +114,8 @@ class MemoryProfile:
     Attributes:
         before, after: readings before anything was loaded, and after the profiling run.
         weights_bytes: measured around loading; None where nobody measured it.
-        strict: vLLM's rule: the device-wide difference is this process's, and free memory that grew is an error.
+        strict_profiling: vLLM's rule: the device-wide difference is this process's, and free memory that grew is an
+            error.
             By default (A12) this process's own use is taken where the probe can attribute it, else the increase of
             torch's reserved bytes is a floor, and what the device-wide difference does not explain is a warning.
     """
@@ -122,7 +123,7 @@ class MemoryProfile:
     before: MemorySnapshot
     after: MemorySnapshot
     weights_bytes: int | None
-    strict: bool = False
+    strict_profiling: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.before.total_bytes != self.after.total_bytes:
@@ -130,7 +131,7 @@ class MemoryProfile:
                 f"the two readings are of different devices: {self.before.total_bytes:,} and"
                 f" {self.after.total_bytes:,} bytes in total"
             )
-        if self.strict and self.device_delta_bytes < 0:
+        if self.strict_profiling and self.device_delta_bytes < 0:
             raise MemoryShortfallError(
                 MemoryCondition.FREE_GREW_DURING_PROFILING,
                 "free memory grew during profiling, so another process released memory and the difference says nothing",
@@ -160,7 +161,7 @@ class MemoryProfile:
     @property
     def total_consumed_bytes(self) -> int:
         """What this process took and still holds: weights, libraries, workspaces."""
-        if self.strict:
+        if self.strict_profiling:
             return self.device_delta_bytes
         if self.before.process_bytes is not None and self.after.process_bytes is not None:
             return max(self.after.process_bytes - self.before.process_bytes, 0)
@@ -186,7 +187,7 @@ class MemoryProfile:
                 f"{format_bytes(abs(self.unexplained_bytes))} of device memory were {verb} during profiling by other"
                 " processes; they are neither charged nor credited to this one"
             )
-        if not self.strict and not self.is_attributed:
+        if not self.strict_profiling and not self.is_attributed:
             out.append(
                 "the driver does not attribute memory to processes here: what this process holds is an estimate (the"
                 " device-wide difference, but at least the increase of torch's reserved bytes)"
@@ -200,13 +201,15 @@ def profile_memory(
     largest_step: Callable[[], None],
     *,
     weights_bytes: int | None,
-    strict: bool = False,
+    strict_profiling: bool = False,
 ) -> MemoryProfile:
     """Run `largest_step` once and read the device after it; `before` is the reading taken before anything was loaded.
 
     Raises:
-        MemoryShortfallError: `strict`, and free memory grew (condition `free_grew_during_profiling`).
+        MemoryShortfallError: `strict_profiling`, and free memory grew (condition `free_grew_during_profiling`).
     """
     probe.reset_peak()
     largest_step()
-    return MemoryProfile(before=before, after=probe.read(), weights_bytes=weights_bytes, strict=strict)
+    return MemoryProfile(
+        before=before, after=probe.read(), weights_bytes=weights_bytes, strict_profiling=strict_profiling
+    )

@@ -144,7 +144,7 @@ def profile(free_after: int, *, allocated: int, peak: int, reserved: int, weight
         before=reading(78 * GIB, 0, 0, 0),
         after=reading(free_after, allocated, peak, reserved),
         weights_bytes=weights,
-        strict=True,
+        strict_profiling=True,
     )
 
 

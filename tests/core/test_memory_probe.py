@@ -50,7 +50,7 @@ def test_the_peak_is_of_allocated_memory_not_of_reserved() -> None:
         before=snapshot(70),
         after=snapshot(50, allocated=16, peak=18, reserved=20),
         weights_bytes=None,
-        strict=True,
+        strict_profiling=True,
     )
     assert profile.transient_headroom_bytes == 2 * GIB
 
@@ -69,7 +69,7 @@ def test_a_peak_below_what_is_allocated_and_negative_reserved_bytes_are_clamped(
 
 def test_strict_profiling_takes_free_memory_that_grew_for_an_error() -> None:
     with pytest.raises(MemoryShortfallError) as refused:
-        MemoryProfile(before=snapshot(50), after=snapshot(51), weights_bytes=None, strict=True)
+        MemoryProfile(before=snapshot(50), after=snapshot(51), weights_bytes=None, strict_profiling=True)
     assert refused.value.condition is MemoryCondition.FREE_GREW_DURING_PROFILING
 
 
@@ -98,6 +98,6 @@ def test_the_same_profile_governs_host_memory_on_the_cpu_backend() -> None:
         )
         for free in (60, 44)
     )
-    profile = MemoryProfile(before=before, after=after, weights_bytes=15 * GIB, strict=True)
+    profile = MemoryProfile(before=before, after=after, weights_bytes=15 * GIB, strict_profiling=True)
     assert profile.total_consumed_bytes == 16 * GIB
     assert profile.before.kind is MemoryKind.HOST

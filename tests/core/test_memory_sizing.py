@@ -32,7 +32,7 @@ def profile(total: int, free_before: int, consumed: int, headroom: int) -> Memor
         before=reading(free_before, 0, 0),
         after=reading(free_before - consumed, consumed, consumed + headroom),
         weights_bytes=None,
-        strict=True,
+        strict_profiling=True,
     )
 
 

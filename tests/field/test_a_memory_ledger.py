@@ -211,7 +211,7 @@ def test_a12_without_attribution_the_figure_is_an_estimate_that_never_falls_belo
     assert sized.available_bytes == 22 * GIB
     assert any("estimate" in warning for warning in sized.warnings)
     with pytest.raises(MemoryShortfallError):
-        attrs.evolve(profile, strict=True)
+        attrs.evolve(profile, strict_profiling=True)
 
 
 # A13: a pinned size skipped all checks and ran out of memory later.

@@ -72,7 +72,7 @@ def test_memory_available_is_vllms(case: dict[str, Any]) -> None:
             before=_snapshot(given, given["free_before"], 0, 0),
             after=_snapshot(given, given["free_after"], given["torch_allocated_after"], given["torch_peak_after"]),
             weights_bytes=None,
-            strict=True,
+            strict_profiling=True,
         )
         return determine_available_memory(profile, options, cudagraph_estimate_bytes=given["cudagraph_estimate"])
 
