@@ -151,7 +151,7 @@ def plan_deployment(deployment: Deployment) -> DeploymentPlan:
         startup_refusal=_startup_refusal(deployment, stages, pool),
         warnings=(),
     )
-    return attrs.evolve(plan, warnings=(*_warnings(plan), *cap_warnings, *pool.warnings))
+    return attrs.evolve(plan, warnings=(*_warnings(plan), *cap_warnings, *_pool_warnings(plan)))
 
 
 def _check_one_size(deployment: Deployment) -> None:
@@ -242,6 +242,12 @@ def _startup_refusal(deployment: Deployment, stages: list[StagePlan], pool: KVCa
     except MemoryShortfallError as refusal:
         return refusal
     return None
+
+
+def _pool_warnings(plan: DeploymentPlan) -> tuple[str, ...]:
+    """The pool's own warnings, those of ranks that are copies of their stage's first left out."""
+    copies = tuple(f"rank {rank} " for stage in plan.stages for rank in stage.ranks[1:])
+    return tuple(warning for warning in plan.pool.warnings if not warning.startswith(copies))
 
 
 def _warnings(plan: DeploymentPlan) -> tuple[str, ...]:

@@ -181,8 +181,7 @@ def _print_pool(out: Any, plan: DeploymentPlan) -> None:
     for name, text in lines:
         _print_hanging(out, f"  {name:<{width}}  ", text)
     out.print()
-    if len(pool.ranks) > 1:
-        _print_ranks(out, plan)
+    _print_ranks(out, plan)
 
 
 def _groups(plan: DeploymentPlan) -> str:
@@ -225,26 +224,27 @@ def _totals_sentence(plan: DeploymentPlan, all_gpus: dict[str, Any]) -> str:
 
 
 def _print_ranks(out: Any, plan: DeploymentPlan) -> None:
-    ranks = plan.pool.ranks
+    """One row a stage, since its tensor-parallel ranks are alike; nothing where there is one stage."""
+    if len(plan.stages) == 1:
+        return
     rows: list[tuple[str, ...]] = []
     for stage in plan.stages:
-        rank = ranks[stage.ranks.start]
+        rank = plan.pool.ranks[stage.ranks.start]
         names = f"{stage.ranks.start}-{stage.ranks.stop - 1}" if len(stage.ranks) > 1 else f"{stage.ranks.start}"
         rows.append(
             (
-                names,
+                f"{names} *" if rank.is_bottleneck else names,
                 f"{stage.layers.start}-{stage.layers.stop - 1}",
                 f"{rank.available_bytes / GIB:,.2f}",
                 f"{rank.bytes_per_block / MIB:,.3f}",
                 f"{max(rank.num_blocks_alone, 0):,}",
                 f"{max(rank.bytes_used, 0) / GIB:,.2f}",
                 f"{rank.idle_bytes / GIB:,.2f}",
-                "yes" if rank.is_bottleneck else "",
             )
         )
-    if len(rows) > 1:
-        columns = ["ranks", "layers", "available GiB", "MiB a block", "blocks alone", "used GiB", "idle GiB", "decides"]
-        out.print(table("The pool is what the tightest rank holds", columns, rows))
+    out.print("[bold]The pool is what the tightest rank (*) holds[/bold]")
+    columns = ["ranks", "layers", "KV GiB", "MiB a block", "blocks alone", "used GiB", "idle GiB"]
+    out.print(table(None, columns, rows))
 
 
 def _print_capacity(out: Any, plan: DeploymentPlan, capacity: Sequence[CapacityRow]) -> None:
