@@ -73,7 +73,7 @@ def lru_curve(prompts: PromptBlocks) -> LruCurve:
     counts = prompts.counts_in_cache
 
     holds_last = runs.position + runs.length == counts[runs.request]
-    missing_tokens = np.where(holds_last, (counts * block_size - prompts.input_lengths)[runs.request], 0)
+    missing_tokens = np.where(holds_last, prompts.missing_tokens[runs.request], 0)
     num_full = (prompts.input_lengths - 1) // block_size  # at least one token is computed
     full_length = np.clip(num_full[runs.request] - runs.position, 0, runs.length)
 

@@ -26,6 +26,9 @@ class PromptBlocks:
 
     `block_size` is the cache's, in tokens. Where it is smaller than the trace's, one number here stands for `split`
     blocks of the cache that always come together (the last number of a prompt for as many as its tokens fill).
+
+    With `full_blocks_only` the trace names no partial block, so prompts consist of their full blocks, and the tokens
+    behind the last one take no block and are shared with nobody.
     """
 
     block_size: int
@@ -34,6 +37,7 @@ class PromptBlocks:
     starts: IntArray
     input_lengths: IntArray
     num_distinct: int
+    full_blocks_only: bool = False
 
     @property
     def num_requests(self) -> int:
@@ -63,13 +67,21 @@ class PromptBlocks:
     @cached_property
     def counts_in_cache(self) -> IntArray:
         """Blocks of the cache that each prompt fills, int64 [num_requests]."""
+        if self.full_blocks_only:
+            return self.counts * self.split
         return -(-self.input_lengths // self.block_size)
+
+    @cached_property
+    def missing_tokens(self) -> IntArray:
+        """Tokens by which each prompt leaves its last block unfilled, int64 [num_requests]."""
+        return np.maximum(self.counts_in_cache * self.block_size - self.input_lengths, 0)
 
     @cached_property
     def events_in_cache(self) -> IntArray:
         """Blocks of the cache that each number stands for, int64 [len(blocks)]."""
         out = np.full(len(self.blocks), self.split, dtype=np.int64)
-        out[self.starts[1:] - 1] = self.counts_in_cache - (self.counts - 1) * self.split
+        has_blocks = self.counts > 0
+        out[self.starts[1:][has_blocks] - 1] = (self.counts_in_cache - (self.counts - 1) * self.split)[has_blocks]
         return out
 
     @cached_property
@@ -134,13 +146,14 @@ def read_prompt_blocks(trace: Trace, block_size: int | None = None) -> PromptBlo
     gives one, or where the blocks of a prompt cannot form a trie with those before it.
     """
     block_size, group, split = _block_sizes(trace, block_size)
-    numbering = _Numbering(block_size * split)
+    full_only = trace.info.full_blocks_only
+    numbering = _Numbering(block_size * split, full_only)
     for request in trace:
         ids: Sequence[Hashable] | None = request.hash_ids
         if ids is not None:
             if group > 1:
-                ids = (*ids[group - 1 :: group], *(ids[-1:] if len(ids) % group else ()))
-            elif split > 1 and (num_tokens := request.input_length % (block_size * split)):
+                ids = (*ids[group - 1 :: group], *(ids[-1:] if len(ids) % group and not full_only else ()))
+            elif split > 1 and not full_only and (num_tokens := request.input_length % (block_size * split)):
                 ids = (*ids[:-1], (ids[-1], num_tokens))
         numbering.add(request.input_length, ids, request.place)
     starts = np.zeros(len(numbering.counts) + 1, dtype=np.int64)
@@ -152,6 +165,7 @@ def read_prompt_blocks(trace: Trace, block_size: int | None = None) -> PromptBlo
         starts=starts,
         input_lengths=np.array(numbering.input_lengths, dtype=np.int64),
         num_distinct=numbering.num_distinct,
+        full_blocks_only=full_only,
     )
 
 
@@ -182,19 +196,24 @@ def _block_sizes(trace: Trace, block_size: int | None) -> tuple[int, int, int]:
 class _Numbering:
     """Numbers the blocks of one prompt after the other, in flat arrays."""
 
-    def __init__(self, tokens_per_number: int) -> None:
+    def __init__(self, tokens_per_number: int, full_blocks_only: bool) -> None:
         self.blocks = array("i")
         self.counts = array("q")
         self.input_lengths = array("q")
         self.num_distinct = 0
         self._num_ids = 0
         self._tokens_per_number = tokens_per_number
+        self._rounds_up = not full_blocks_only
         self._number: dict[Hashable, int] = {}
 
     def add(self, input_length: int, ids: Sequence[Hashable] | None, place: int) -> None:
         """One prompt; its known blocks come first, then the new ones."""
         number = self._number
-        count = -(-input_length // self._tokens_per_number) if ids is None else len(ids)
+        if ids is None:
+            count, tail = divmod(input_length, self._tokens_per_number)
+            count += self._rounds_up and tail > 0
+        else:
+            count = len(ids)
         num_known = 0
         if ids is not None:
             known = list(map(number.get, ids))

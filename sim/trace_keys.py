@@ -62,8 +62,9 @@ class TraceKeySource:
             for end in range(block_size, num_full * trace_block_size + 1, block_size):
                 trace_block, offset = divmod(end - 1, trace_block_size)
                 keys.append(ids[trace_block] * trace_block_size + offset + 1)
-        if tail_length:
+        # A trace that names full blocks only has no id for the tail: what ends in it is unique to its request.
+        if tail_length and len(ids) > num_full:
             partial = (ids[num_full] * trace_block_size + tail_length) * trace_block_size
-            for end in range((len(keys) + 1) * block_size, self._input_length + 1, block_size):
-                keys.append(-2 * (partial + end - num_full * trace_block_size) - 1)
+            ends = range((len(keys) + 1) * block_size, self._input_length + 1, block_size)
+            keys.extend(-2 * (partial + end - num_full * trace_block_size) - 1 for end in ends)
         return keys

@@ -100,7 +100,7 @@ class Workload:
         requests = self._model.requests(self._model.parameters, self._seed)
         in_time = takewhile(lambda request: request[0] < self._duration_s, requests)
         for place, (arrival_s, input_length, output_length, hash_ids) in enumerate(in_time, start=1):
-            yield place, round(arrival_s * UNITS_PER_SECOND), input_length, output_length, hash_ids
+            yield place, round(arrival_s * UNITS_PER_SECOND), input_length, output_length, hash_ids, None, 0
 
     def _empty_info(self) -> TraceInfo:
         model = self._model

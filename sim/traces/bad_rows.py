@@ -14,12 +14,16 @@ MAX_HASH_ID = 2**63 - 1
 
 @attrs.frozen
 class BadRow:
-    """One row that cannot be used. `place` is its line (from 1); rows are counted under `reason`, a short fixed key."""
+    """One row that cannot be used. `place` is its line (from 1); rows are counted under `reason`, a short fixed key.
+
+    `where` names the place in full (file, line, entry) where the line of the trace's only file does not say it.
+    """
 
     place: int
     field: str | None
     reason: str
     message: str
+    where: str | None = None
 
 
 class RowError(Exception):
@@ -31,9 +35,9 @@ class RowError(Exception):
         self.message = message
         self.field = field
 
-    def at(self, place: int) -> BadRow:
+    def at(self, place: int, where: str | None = None) -> BadRow:
         """The same fault, with the line it stands on."""
-        return BadRow(place, self.field, self.reason, self.message)
+        return BadRow(place, self.field, self.reason, self.message, where)
 
 
 def shown(value: Any) -> str:

@@ -16,7 +16,8 @@ class SingleParentCheck:
     be wrong (field report G01: same id, same tokens, everywhere).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, field: str = "hash_ids") -> None:
+        self._field = field
         self._dense = array("q")
         self._sparse: dict[int, int] = {}
         self._num_seen = 0
@@ -45,7 +46,7 @@ class SingleParentCheck:
                     "two_parents",
                     f"id {hash_id} follows {_named(parent)} here and {_named(known)} on an earlier line or position; "
                     "one id must stand for one content after one prefix",
-                    f"hash_ids[{position}]",
+                    f"{self._field}[{position}]",
                 )
             parent = hash_id
         self._num_seen += len(fresh)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from ...core.errors import InputError
+from .sessions import OpenSessions
 from .trace import TraceInfo, TraceRequest
 from .trace_format import Row
 
@@ -24,7 +25,9 @@ def requests_in_window(rows: Iterable[Row], info: TraceInfo, units_per_second: i
     scaled_units_per_second = units_per_second * info.rate_scale
     trace_start: int | float = 0
     window_start: int | float = 0
-    for place, when, input_length, output_length, hash_ids in rows:
+    sessions = OpenSessions(info, units_per_second)
+    for place, when, input_length, output_length, hash_ids, record, priority in rows:
+        turn = None if record is None else sessions.turn(place, when, record)
         if info.num_rows_read == 0:
             trace_start = when
         info.num_rows_read += 1
@@ -41,6 +44,8 @@ def requests_in_window(rows: Iterable[Row], info: TraceInfo, units_per_second: i
         window.last_place = place
         window.end_s = (when - trace_start) / units_per_second
         arrival_s = (when - window_start) / scaled_units_per_second
-        yield TraceRequest(arrival_s, input_length, output_length, hash_ids, place)
+        if turn is not None and info.rate_scale != 1:
+            turn = turn.at_rate(info.rate_scale)
+        yield TraceRequest(arrival_s, input_length, output_length, hash_ids, place, turn, priority)
         if info.num_requests == window.limit:
             return

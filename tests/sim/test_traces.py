@@ -154,7 +154,9 @@ def test_the_format_can_be_named(tmp_path):
     assert len(list(open_trace(jsonl(tmp_path / "t.jsonl"), format="mooncake"))) == 3
     with pytest.raises(InputError, match=r"t\.jsonl:1: is not the header of Azure"):
         open_trace(tmp_path / "t.jsonl", format="azure")
-    with pytest.raises(InputError, match="the formats are mooncake, azure"):
+    with pytest.raises(
+        InputError, match="the formats are azure, burstgpt, vidur, qwen-bailian, agentic, sharegpt, log, mooncake"
+    ):
         open_trace(tmp_path / "t.jsonl", format="parquet")
 
 

@@ -66,8 +66,8 @@ BAD_CSV_ROWS = [
     pytest.param("2023-11-16 18:17:05,1e30,10", "huge", "ContextTokens", id="huge"),
     pytest.param("2023-11-16 18:17:05,10,1.5", "not_whole", "GeneratedTokens", id="fraction"),
     pytest.param("2023-11-16 18:17:05,ten,10", "not_a_number", "ContextTokens", id="word"),
-    pytest.param("2023-11-16 18:17:05,0,10", "empty_prompt", "input_length", id="empty-prompt"),
-    pytest.param("2023-11-16 18:17:03,10,10", "out_of_order", "timestamp", id="earlier"),
+    pytest.param("2023-11-16 18:17:05,0,10", "empty_prompt", "ContextTokens", id="empty-prompt"),
+    pytest.param("2023-11-16 18:17:03,10,10", "out_of_order", "TIMESTAMP", id="earlier"),
 ]
 
 
@@ -206,15 +206,14 @@ def test_a_file_without_permission_is_an_error(tmp_path):
 def test_an_unknown_format_lists_the_known_ones(tmp_path):
     path, _ = write(tmp_path, ["a;b;c", "1;2;3"])
     with pytest.raises(
-        InputError, match=r"trace\.txt:1: no known trace format .*'a;b;c'.*mooncake: .*azure: TIMESTAMP"
+        InputError, match=r"trace\.txt:1: no known trace format .*'a;b;c'.*azure: TIMESTAMP.*mooncake: "
     ):
         open_trace(path)
 
 
 def test_a_qwen_bailian_trace_is_not_taken_for_mooncake_milliseconds(tmp_path):
     path, _ = write(tmp_path, [with_(chat_id=1, parent_chat_id=-1, turn=1, type="text")])
-    with pytest.raises(InputError, match="no known trace format"):
-        open_trace(path)
+    assert open_trace(path).info.format == "qwen-bailian"
 
 
 @pytest.mark.parametrize(
