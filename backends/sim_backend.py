@@ -18,7 +18,7 @@ from ..core.events import (
     PrefixAdopted,
     as_ints,
 )
-from ..core.types import LatencyModel, ScheduledStep, StepLoad, StepResult, TokenBatch
+from ..core.types import DraftModel, LatencyModel, ScheduledStep, StepLoad, StepResult, TokenBatch
 
 PADDING_SLOT = -1
 
@@ -34,8 +34,10 @@ class SimBackend:
         num_blocks_per_row: one int32 `[max_num_reqs]` a group.
     """
 
-    def __init__(self, latency: LatencyModel | None = None) -> None:
+    def __init__(self, latency: LatencyModel | None = None, drafts: DraftModel | None = None) -> None:
+        """Mirror tables; with a latency model also time steps, and with a draft model also verify drafts."""
         self.latency = latency
+        self.drafts = drafts
         self.block_tables: list[NDArray[np.int32]] = []
         self.num_blocks_per_row: list[NDArray[np.int32]] = []
         self._block_sizes: list[int] = []
@@ -91,7 +93,12 @@ class SimBackend:
             raise MisuseError("collect without a submitted step")
         if step.load is self._foreseen_load:
             return StepResult(tuple(self._foreseen[: step.num_steps]))
-        return StepResult(tuple(self._durations(step, step.num_steps, None)))
+        durations = tuple(self._durations(step, step.num_steps, None))
+        if step.num_draft_tokens is None:
+            return StepResult(durations)
+        if self.drafts is None:
+            raise MisuseError("a step with drafts needs a draft model to say how many are accepted")
+        return StepResult(durations, num_accepted_tokens=self.drafts.accepted(step.num_draft_tokens))
 
     def repeats_before(self, step: ScheduledStep, limit: int, horizon_ns: float) -> int:
         """How often a decode step can be repeated (at most `limit` times) with every repetition starting in time.

@@ -160,6 +160,7 @@ class KVCacheAllocator:
         match: PrefixMatch | None = None,
         *,
         num_computed_tokens: int | None = None,
+        num_external_tokens: int = 0,
         num_lookahead_tokens: int = 0,
         reserved_blocks: int = 0,
         use_watermark: bool = False,
@@ -171,6 +172,8 @@ class KVCacheAllocator:
             num_new_tokens: tokens to be computed, drafts included.
             match: what `match_prefix` found, for a request that holds nothing yet; its blocks are adopted first.
             num_computed_tokens: where the new tokens start, if not behind the last ones (rejected drafts).
+            num_external_tokens: tokens behind the hit whose keys and values come from elsewhere (host memory, another
+                engine) and are copied in before the step; they get blocks of their own, never shared ones (B11).
             num_lookahead_tokens: further slots for drafts to come; clamped to `max_model_len`.
             reserved_blocks: free blocks that are promised to others.
             use_watermark: whether the configured watermark must stay free (admissions).
@@ -189,13 +192,16 @@ class KVCacheAllocator:
         row = state.row_of.get(request.request_id)
         hits = self._checked_match(request, row, match)
         self._checks.counts(num_new_tokens, 0, num_lookahead_tokens, reserved_blocks)
+        self._checks.external(request, match, num_external_tokens)
         start = (0 if row is None else state.placed[row]) if num_computed_tokens is None else num_computed_tokens
         self._checks.start(row, request.request_id, start)
-        total = min(start + (match.num_hit_tokens if match else 0), self.config.max_model_len)
+        found = (match.num_hit_tokens if match else 0) + num_external_tokens
+        total = min(start + found, self.config.max_model_len)
         end = min(total + num_new_tokens, self.config.max_model_len)
         num_slots = min(end + num_lookahead_tokens, self.config.max_model_len)
         guarded = row is not None and (row in state.guarded or start < state.placed[row])
-        private = self._to_make_private(row, total, num_slots, Counter()) if guarded and row is not None else ()
+        written_from = total - num_external_tokens
+        private = self._to_make_private(row, written_from, num_slots, Counter()) if guarded and row is not None else ()
         copies = sum([copy for *_, copy in private])
         needs = self._admission.blocks_needed(row, hits, num_slots, total)
         spare = len(state.pool.free_queue) - reserved_blocks - (self.config.watermark_blocks if use_watermark else 0)
@@ -208,10 +214,12 @@ class KVCacheAllocator:
         events: list[Event] = []
         if row is None:
             row = self._assign_row(request, events)
-        elif self._rolls_back_registered(row, total):
-            events.append(self._emit(TokensPlaced((row,), (total,), (0,))))
-        if hits is not None:
-            for group, blocks in enumerate(hits):
+        elif self._rolls_back_registered(row, written_from):
+            events.append(self._emit(TokensPlaced((row,), (written_from,), (0,))))
+        if hits is not None or (num_external_tokens and not start):
+            for group, kind in enumerate(self.config.groups):
+                skipped = kind.num_skipped_tokens(total) // kind.block_size if num_external_tokens else 0
+                blocks = (0,) * skipped + (hits[group][skipped:] if hits is not None else ())
                 if blocks:
                     events.append(self._emit(PrefixAdopted(group, row, blocks)))
         for group, _, index, copy in private:
@@ -227,6 +235,8 @@ class KVCacheAllocator:
                 taken.append(())
         if self.config.enable_caching:
             self._register([row], [min(end, request.num_tokens)], events)
+        if num_external_tokens:
+            events.append(self._emit(TokensPlaced((row,), (written_from,), (num_external_tokens,))))
         events.append(self._emit(TokensPlaced((row,), (total,), (end - total,))))
         self._commit(events)
         return tuple(taken)
@@ -354,18 +364,28 @@ class KVCacheAllocator:
         return tuple([per_step[step] for step in range(num_steps)])
 
     def num_appendable(
-        self, rows: Rows, num_new_tokens: IntOrEach = 1, *, num_lookahead_tokens: int = 0, reserved_blocks: int = 0
+        self,
+        rows: Rows,
+        num_new_tokens: IntOrEach = 1,
+        *,
+        num_lookahead_tokens: int = 0,
+        reserved_blocks: int = 0,
+        first_positions: NDArray[np.int64] | None = None,
     ) -> int:
-        """How many of the rows, in order, an `append` could serve with the blocks that are free now."""
+        """How many of the rows, in order, an `append` with these arguments could serve with the blocks free now."""
         state = self.state
-        first = state.num_placed[rows]
-        num_slots = np.minimum(first + num_new_tokens + num_lookahead_tokens, self.config.max_model_len)
+        self._checks.rows(rows)
+        self._checks.counts(num_new_tokens, 0, num_lookahead_tokens, reserved_blocks)
+        placed = state.num_placed[rows]
+        first = placed if first_positions is None else first_positions
+        end = np.minimum(first + num_new_tokens, self.config.max_model_len)
+        num_slots = np.minimum(end + num_lookahead_tokens, self.config.max_model_len)
         need = np.zeros(len(rows), dtype=np.int64)
         for table in state.tables:
             which, counts = table.shortfall(rows, num_slots)
             need[which] += counts
-        for _, row, _, copy in self._to_make_private_among(rows, first, first, num_slots):
-            need[np.flatnonzero(rows == row)] += copy
+        for _, row, _, copy in self._to_make_private_among(rows, first, placed, num_slots):
+            need[(rows == row).nonzero()[0]] += copy
         spare = len(state.pool.free_queue) - reserved_blocks
         return int(np.searchsorted(np.cumsum(need), spare, side="right"))
 
@@ -384,19 +404,22 @@ class KVCacheAllocator:
             self._commit(events)
         return sum([len(event.blocks) for event in events if isinstance(event, BlocksFreed)])
 
-    def release_out_of_window_among(self, rows: Rows) -> None:
+    def release_out_of_window_among(self, rows: Rows, num_computed_tokens: NDArray[np.int64] | None = None) -> None:
         """`release_out_of_window` for many running requests, as one commit; cheap where nothing is due."""
         if self._never_skips:
             return
         self._checks.rows(rows)
         placed = self.state.num_placed[rows]
+        computed = placed if num_computed_tokens is None else num_computed_tokens
+        if computed is not placed:
+            self._checks.starts(rows, computed, placed)
         due = np.zeros(len(rows), dtype=np.bool_)
         for kind, skipped in zip(self.config.groups, self.state.num_skipped, strict=True):
             needed = kind.computed_tokens_that_skip(skipped[rows].astype(np.int64) + 1)
             if needed is not None:
-                due |= placed >= needed
+                due |= computed >= needed
         events: list[Event] = []
-        for row, total in zip(rows[due].tolist(), placed[due].tolist(), strict=True):
+        for row, total in zip(rows[due].tolist(), computed[due].tolist(), strict=True):
             events += self._release_events(row, total)
         if events:
             self._commit(events)

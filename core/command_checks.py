@@ -9,6 +9,8 @@ from .allocator_config import AllocatorConfig
 from .errors import InputError, MisuseError
 from .events import FreeReason
 from .ledger_state import LedgerState
+from .prefix_match import PrefixMatch
+from .types import Request
 
 Rows: TypeAlias = NDArray[np.int64]
 IntOrEach: TypeAlias = int | NDArray[np.int64]
@@ -55,6 +57,15 @@ class CommandChecks:
             raise InputError(f"num_draft_tokens {drafts} must be within 0 and num_new_tokens {new}")
         if lookahead < 0 or reserved < 0:
             raise InputError(f"num_lookahead_tokens {lookahead} and reserved_blocks {reserved} must not be below 0")
+
+    def external(self, request: Request, match: PrefixMatch | None, num_external_tokens: int) -> None:
+        """Tokens from elsewhere: part of the known ones, and at least one is left to be computed."""
+        found = (match.num_hit_tokens if match else 0) + num_external_tokens
+        if num_external_tokens < 0 or (num_external_tokens and found >= request.num_tokens):
+            raise InputError(
+                f"request {request.request_id!r} has {request.num_tokens} tokens; a hit of {found - num_external_tokens} "
+                f"and {num_external_tokens} external ones must leave at least one to be computed"
+            )
 
     def start(self, row: int | None, request_id: str, start: int) -> None:
         """A place to go on from: within the placed tokens, and with everything that its tokens attend to."""

@@ -57,6 +57,6 @@ def engine_loop(
         result = yield step
         if result is None:
             raise TypeError("the engine loop yielded a step and must be sent its StepResult")
-        outcome = scheduler.complete(step, result.stopped)
+        outcome = scheduler.complete(step, result.stopped, result.num_accepted_tokens)
         for observe in observers:
             observe(step, result, outcome)

@@ -11,7 +11,6 @@ from .ledger_state import LedgerState
 from .prefix_match import PrefixMatcher
 from .types import Request
 
-
 _NONE: NDArray[np.intp] = np.empty(0, dtype=np.intp)
 
 

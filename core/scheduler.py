@@ -30,6 +30,10 @@ class SchedulerStats:
         readmission_queries_tokens: tokens looked up when preempted requests came back.
         readmission_hits_tokens: tokens found then, mostly a request's own; never part of the hit rate (D04).
         readmission_shared_tokens: the part of them that the request had never computed itself.
+        num_draft_tokens: drafts that were verified.
+        num_accepted_tokens: those of them that became output.
+        swapped_out_tokens: tokens of preempted requests that were copied to host memory.
+        swapped_in_tokens: tokens that were copied back instead of being computed again.
         computed_tokens: tokens computed, recomputed ones included.
         recomputed_tokens: tokens computed again because a preemption had thrown them away (D03's recompute tax).
     """
@@ -45,6 +49,10 @@ class SchedulerStats:
     readmission_queries_tokens: int = 0
     readmission_hits_tokens: int = 0
     readmission_shared_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    swapped_out_tokens: int = 0
+    swapped_in_tokens: int = 0
     computed_tokens: int = 0
     recomputed_tokens: int = 0
 
@@ -54,12 +62,14 @@ class StepOutcome:
     """What a completed step changed, by row: int64 arrays.
 
     Attributes:
-        sampled: rows that produced an output token, in batch order.
+        sampled: rows that produced output, in batch order.
+        produced: how many output tokens each of them produced (several in a macro-step, or with accepted drafts).
         finished: those of them that produced their last one; their rows are released already.
         finished_requests: the same requests as objects.
     """
 
     sampled: NDArray[np.int64]
+    produced: NDArray[np.int64]
     finished: NDArray[np.int64]
     finished_requests: tuple[Request, ...]
 
@@ -91,9 +101,15 @@ class Scheduler:
         # By row: tokens known (prompt and outputs), and outputs still to come.
         self._known: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
         self._remaining: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
+        # By row: tokens computed, those of the step in flight included and rejected drafts taken back.
+        self._computed: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
         # Rows of requests that came back after a preemption and have not produced a token since.
         self._protected: set[int] = set()
         self._preempted_in_step = False
+        self._swapped_blocks = 0
+        self._swapped_tokens: dict[str, int] = {}
+        self._swapped_out_blocks: dict[str, int] = {}
+        self._swap_space_used = 0
         self._preemptions: dict[str, int] = {}
         self._lost_tokens: dict[str, int] = {}
 
@@ -143,9 +159,9 @@ class Scheduler:
             raise MisuseError(f"a request {request.request_id!r} is still being served")
         try:
             # The last output token is never computed, so it needs no slot.
-            self.allocator.check_fits(
-                request.num_prompt_tokens + request.max_tokens - 1, f"request {request.request_id!r}"
-            )
+            longest = request.num_prompt_tokens + request.max_tokens - 1
+            with_drafts = min(longest + 2 * self.config.num_speculative_tokens, self.allocator.config.max_model_len)
+            self.allocator.check_fits(max(longest, with_drafts), f"request {request.request_id!r}")
         except DoesNotFitError:
             self.stats.num_rejected += 1
             raise
@@ -178,12 +194,14 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Decide and allocate the next step; None when nothing can be computed now."""
+        self._swapped_blocks = 0
         rows, firsts, counts, preempted = self._schedule_running()
         self._preempted_in_step = preempted
         if not preempted and len(self.waiting):
             rows, firsts, counts = self._admit(rows, firsts, counts)
         if not len(rows):
             return None
+        self._computed[rows] = firsts + counts
         return self._describe(TokenBatch(rows, firsts, counts))
 
     def max_repeats(self, step: ScheduledStep) -> int:
@@ -195,6 +213,7 @@ class Scheduler:
         """
         if (
             step.load.num_prefill_tokens
+            or self.config.num_speculative_tokens
             or self._preempted_in_step
             or len(step.batch.rows) != self._num_running
             or not self.allocator.can_append_several_steps
@@ -209,8 +228,12 @@ class Scheduler:
         """Allocate `times <= max_repeats(step)` further steps of the same requests; returns the macro-step."""
         batch = step.batch
         taken_at = self.allocator.append_steps(batch.rows, times)
+        self._computed[batch.rows] += times
         return ScheduledStep(
-            TokenBatch(batch.rows, batch.first_positions, batch.counts + times), step.load, 1 + times, taken_at
+            TokenBatch(batch.rows, batch.first_positions, batch.counts + times),
+            step.load,
+            1 + times,
+            blocks_taken_at=taken_at,
         )
 
     @property
@@ -218,20 +241,36 @@ class Scheduler:
         """Whether arrivals cannot change the next steps: under "fcfs" they queue behind a request that has to wait."""
         return self.config.policy == "fcfs" and len(self.waiting) > 0
 
-    def complete(self, step: ScheduledStep, stopped: Collection[int] = ()) -> StepOutcome:
+    def complete(
+        self,
+        step: ScheduledStep,
+        stopped: Collection[int] = (),
+        num_accepted_tokens: NDArray[np.int64] | None = None,
+    ) -> StepOutcome:
         """Account for a computed step: tokens produced, requests finished and freed.
 
         Args:
             step: the step that was scheduled last.
             stopped: rows whose request ends with this step's token (a stop token; live serving).
+            num_accepted_tokens: int64 `[num_reqs]`, accepted drafts of each request in the batch; None: none of any.
         """
-        rows = step.batch.rows
-        self.stats.computed_tokens += step.batch.num_tokens
-        ends = step.batch.first_positions + step.batch.counts
+        batch = step.batch
+        rows = batch.rows
+        self.stats.computed_tokens += batch.num_tokens
+        drafts = 0 if step.num_draft_tokens is None else step.num_draft_tokens
+        ends = batch.first_positions + batch.counts
         extra = step.num_steps - 1
-        sampled = rows[ends == self._known[rows] + extra]
-        self._known[sampled] += 1 + extra
-        self._remaining[sampled] -= 1 + extra
+        is_sampled = ends - drafts == self._known[rows] + extra
+        sampled = rows[is_sampled]
+        produced = np.full(len(sampled), 1 + extra, dtype=np.int64)
+        if step.num_draft_tokens is not None:
+            produced += self._accepted(step, is_sampled, num_accepted_tokens)
+            produced = np.minimum(produced, self._remaining[sampled])
+        self._known[sampled] += produced
+        self._remaining[sampled] -= produced
+        if step.num_draft_tokens is not None:
+            # Rejected drafts are taken back: all known tokens but the newest are computed.
+            self._computed[sampled] = self._known[sampled] - 1
         if stopped:
             self._remaining[list(stopped)] = 0
         if self._protected:
@@ -241,23 +280,58 @@ class Scheduler:
         if len(finished):
             requests = tuple([self._finish(row) for row in finished.tolist()])
             self._leave_running(finished.tolist())
-        return StepOutcome(sampled, finished, requests)
+        return StepOutcome(sampled, produced, finished, requests)
+
+    def _accepted(
+        self, step: ScheduledStep, is_sampled: NDArray[np.bool_], num_accepted_tokens: NDArray[np.int64] | None
+    ) -> NDArray[np.int64]:
+        drafts = np.zeros(len(is_sampled), np.int64) if step.num_draft_tokens is None else step.num_draft_tokens
+        accepted = np.zeros_like(drafts) if num_accepted_tokens is None else num_accepted_tokens
+        if (accepted < 0).any() or (accepted > drafts).any():
+            raise MisuseError(
+                f"accepted drafts {accepted.tolist()} of {drafts.tolist()}: at most all of them, at least 0"
+            )
+        self.stats.num_draft_tokens += int(drafts.sum())
+        self.stats.num_accepted_tokens += int(accepted.sum())
+        return accepted[is_sampled]
 
     # -- running requests --------------------------------------------------------------------------------------------
 
     def _schedule_running(self) -> tuple[Rows, Rows, Rows, bool]:
         rows = self.running_rows
-        firsts = self.allocator.state.num_placed[rows]
-        counts = self._within_budget(self._known[rows] - firsts)
+        firsts = self._computed[rows]
+        wanted = self._known[rows] - firsts
+        if self.config.num_speculative_tokens:
+            wanted = wanted + self._drafts(wanted, firsts)
+        counts = self._within_budget(wanted)
         if not counts.all():
             due = counts > 0
             rows, firsts, counts = rows[due], firsts[due], counts[due]
         if not len(rows):
             return rows.copy(), firsts, counts, False
-        self.allocator.release_out_of_window_among(rows)
-        if not self._protected and self.allocator.append(rows, counts):
+        self.allocator.release_out_of_window_among(rows, firsts)
+        if not self._protected and self._append(rows, firsts, counts, 0):
             return rows.copy(), firsts, counts, False
         return self._schedule_running_under_pressure(rows.copy(), firsts, counts)
+
+    def _drafts(self, missing: NDArray[np.int64], firsts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Drafts for requests that decode, as far as the model's length allows."""
+        room = self.allocator.config.max_model_len - firsts - missing
+        return np.where(missing == 1, np.clip(room, 0, self.config.num_speculative_tokens), 0)
+
+    def _append(self, rows: Rows, firsts: NDArray[np.int64], counts: NDArray[np.int64], reserved_blocks: int) -> bool:
+        lookahead = self.config.num_speculative_tokens
+        if not lookahead:
+            return self.allocator.append(rows, counts, reserved_blocks=reserved_blocks)
+        drafts = np.maximum(counts - (self._known[rows] - firsts), 0)
+        return self.allocator.append(
+            rows,
+            counts,
+            num_draft_tokens=drafts,
+            num_lookahead_tokens=lookahead,
+            reserved_blocks=reserved_blocks,
+            first_positions=firsts,
+        )
 
     def _within_budget(self, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens for each running request, in order, until the budget is spent."""
@@ -283,11 +357,11 @@ class Scheduler:
         guaranteed = [place for row, place in place_of.items() if row in self._protected]
         order = self._last_is_preempted_first()
         pending = [place_of[row] for row in order if row in place_of]
-        scheduled = self._append_places(rows, counts, guaranteed, 0)
+        scheduled = self._append_places(rows, firsts, counts, guaranteed, 0)
         reserved = self._blocks_reserved()
         preempted = False
         while pending:
-            served = self._append_places(rows, counts, pending, reserved)
+            served = self._append_places(rows, firsts, counts, pending, reserved)
             scheduled += served
             pending = pending[len(served) :]
             if not pending:
@@ -314,16 +388,26 @@ class Scheduler:
         return rows
 
     def _append_places(
-        self, rows: Rows, counts: NDArray[np.int64], places: list[int], reserved_blocks: int
+        self,
+        rows: Rows,
+        firsts: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        places: list[int],
+        reserved_blocks: int,
     ) -> list[int]:
         """Allocate for as many of these places in the batch, in order, as the free blocks allow."""
         if not places:
             return []
         index = np.array(places)
-        fits = self.allocator.num_appendable(rows[index], counts[index], reserved_blocks=reserved_blocks)
-        if fits and not self.allocator.append(
-            rows[index[:fits]], counts[index[:fits]], reserved_blocks=reserved_blocks
-        ):
+        fits = self.allocator.num_appendable(
+            rows[index],
+            counts[index],
+            num_lookahead_tokens=self.config.num_speculative_tokens,
+            reserved_blocks=reserved_blocks,
+            first_positions=firsts[index],
+        )
+        index = index[:fits]
+        if fits and not self._append(rows[index], firsts[index], counts[index], reserved_blocks):
             raise MisuseError(f"append refused {fits} requests that num_appendable had counted as fitting")
         return places[:fits]
 
@@ -335,7 +419,8 @@ class Scheduler:
         request = self.request_in(row)
         request_id = request.request_id
         request.num_output_tokens = int(self._known[row]) - request.num_prompt_tokens
-        self._lost_tokens[request_id] = self.allocator.state.placed[row]
+        self._lost_tokens[request_id] = int(self._computed[row])
+        self._swap_out(request_id, int(self._computed[row]), row)
         self._preemptions[request_id] = self._preemptions.get(request_id, 0) + 1
         self.stats.num_preemptions += 1
         self.stats.max_preemptions_per_request = max(
@@ -345,13 +430,34 @@ class Scheduler:
         self._leave_running([row])
         self.waiting.add_preempted(request)
 
+    def _swap_out(self, request_id: str, num_tokens: int, row: int) -> None:
+        """Keep a copy of a victim's tokens in host memory, if there is room for its blocks."""
+        num_blocks = sum([table.count(row) for table in self.allocator.state.tables])
+        if self.config.preemption_mode != "swap" or not num_tokens:
+            return
+        if self._swap_space_used + num_blocks > self.config.swap_space_blocks:
+            return
+        self._swap_space_used += num_blocks
+        self._swapped_tokens[request_id] = num_tokens
+        self._swapped_out_blocks[request_id] = num_blocks
+        self._swapped_blocks += num_blocks
+        self.stats.swapped_out_tokens += num_tokens
+
+    def _drop_swapped(self, request_id: str) -> None:
+        self._swapped_tokens.pop(request_id, None)
+        self._swap_space_used -= self._swapped_out_blocks.pop(request_id, 0)
+
     def _blocks_reserved(self) -> int:
-        """Free blocks that protected requests still need for the tokens that they had before."""
-        need = 0
-        for row in self._protected:
-            for table in self.allocator.state.tables:
-                need += max(-(-int(self._known[row]) // table.block_size) - table.count(row), 0)
-        return need
+        """Free blocks that protected requests still need to produce their next token."""
+        return sum([self._blocks_to_go_on(int(self._known[row]), row) for row in self._protected])
+
+    def _blocks_to_go_on(self, num_tokens: int, row: int | None = None) -> int:
+        """Blocks for `num_tokens` tokens with the drafts and lookahead of a decode step, less those of the row."""
+        with_drafts = num_tokens + 2 * self.config.num_speculative_tokens
+        num_slots = max(num_tokens, min(with_drafts, self.allocator.config.max_model_len))
+        tables = self.allocator.state.tables
+        held = [0 if row is None else table.count(row) for table in tables]
+        return sum([max(-(-num_slots // t.block_size) - count, 0) for t, count in zip(tables, held, strict=True)])
 
     # -- waiting requests --------------------------------------------------------------------------------------------
 
@@ -364,12 +470,15 @@ class Scheduler:
         while budget > 0 and len(self.waiting) and self._num_running < self.config.max_num_seqs:
             request = self.waiting.head()
             match = self.allocator.match_prefix(request)
-            num_new_tokens = self._first_chunk(request.num_tokens - match.num_hit_tokens, budget)
-            if not num_new_tokens or not self._try_to_admit(request, match, num_new_tokens):
+            # What a swap kept beyond the hit is copied back, not computed.
+            external = max(self._swapped_tokens.get(request.request_id, 0) - match.num_hit_tokens, 0)
+            found = match.num_hit_tokens + external
+            num_new_tokens = self._first_chunk(request.num_tokens - found, budget)
+            if not num_new_tokens or not self._try_to_admit(request, match, num_new_tokens, external):
                 break
             self.waiting.pop()
-            row = self._enter_running(request, match)
-            admitted.append((row, match.num_hit_tokens, num_new_tokens))
+            row = self._enter_running(request, match, external)
+            admitted.append((row, found, num_new_tokens))
             budget -= num_new_tokens
         if not admitted:
             return rows, firsts, counts
@@ -387,22 +496,32 @@ class Scheduler:
         limit = self.config.long_prefill_token_threshold
         return min(wanted, budget, limit) if limit else min(wanted, budget)
 
-    def _try_to_admit(self, request: Request, match: PrefixMatch, num_new_tokens: int) -> bool:
+    def _try_to_admit(self, request: Request, match: PrefixMatch, num_new_tokens: int, external: int) -> bool:
         reserved = self._blocks_reserved()
         # An idle pool has nothing to keep a watermark for; with it, a request of nearly the pool's size would wait
         # for ever.
         use_watermark = self._num_running > 0
         whole = self.config.reserve_full_sequence or request.request_id in self._preemptions
+        if self.config.num_speculative_tokens and request.request_id in self._preemptions:
+            # It will be protected until it has produced a token, which takes room for drafts as well.
+            blocks = [-(-request.num_tokens // table.block_size) for table in self.allocator.state.tables]
+            reserved += self._blocks_to_go_on(request.num_tokens) - sum(blocks)
         if whole and not self.allocator.can_admit(
             request, match, use_watermark=use_watermark, reserved_blocks=reserved
         ):
             return False
         taken = self.allocator.allocate(
-            request, num_new_tokens, match, reserved_blocks=reserved, use_watermark=use_watermark
+            request,
+            num_new_tokens,
+            match,
+            num_external_tokens=external,
+            num_lookahead_tokens=self.config.num_speculative_tokens,
+            reserved_blocks=reserved,
+            use_watermark=use_watermark,
         )
         return taken is not None
 
-    def _enter_running(self, request: Request, match: PrefixMatch) -> int:
+    def _enter_running(self, request: Request, match: PrefixMatch, external: int) -> int:
         row = self.allocator.row_of(request.request_id)
         self._running[self._num_running] = row
         self._num_running += 1
@@ -415,7 +534,11 @@ class Scheduler:
             stats.readmission_queries_tokens += request.num_tokens
             stats.readmission_hits_tokens += match.num_hit_tokens
             lost = self._lost_tokens.pop(request.request_id)
-            stats.recomputed_tokens += max(lost - match.num_hit_tokens, 0)
+            stats.recomputed_tokens += max(lost - match.num_hit_tokens - external, 0)
+            stats.swapped_in_tokens += external
+            if external:
+                self._swapped_blocks += sum([-(-external // table.block_size) for table in self.allocator.state.tables])
+            self._drop_swapped(request.request_id)
             stats.readmission_shared_tokens += max(match.num_hit_tokens - lost, 0)
         else:
             stats.prefix_queries_tokens += request.num_tokens
@@ -446,24 +569,28 @@ class Scheduler:
 
     def _forget(self, request_id: str) -> None:
         self._preemptions.pop(request_id, None)
+        self._drop_swapped(request_id)
         self._lost_tokens.pop(request_id, None)
 
     def _describe(self, batch: TokenBatch) -> ScheduledStep:
         """The sums that a latency model needs. A token at position p attends to p + 1 tokens."""
         firsts, counts = batch.first_positions, batch.counts
         missing = self._known[batch.rows] - firsts
-        if int(missing.max()) == 1:
+        if int(missing.max()) == 1 and not self.config.num_speculative_tokens:
             num_decode = len(missing)
-            return ScheduledStep(batch, StepLoad(0, num_decode, 0, int(firsts.sum()) + num_decode, num_decode))
+            load = StepLoad(0, num_decode, 0, int(firsts.sum()) + num_decode, num_decode, self._swapped_blocks)
+            return ScheduledStep(batch, load)
         context = counts * firsts + counts * (counts + 1) // 2
         decoding = missing == 1
-        num_decode = int(np.count_nonzero(decoding))
+        drafts = np.maximum(counts - missing, 0)
+        num_decode = int(counts[decoding].sum())
         total_context, decode_context = int(context.sum()), int(context[decoding].sum())
         load = StepLoad(
             num_prefill_tokens=int(counts.sum()) - num_decode,
             num_decode_tokens=num_decode,
             prefill_context_tokens=total_context - decode_context,
             decode_context_tokens=decode_context,
-            num_sampled=int(np.count_nonzero(counts == missing)),
+            num_sampled=int(np.count_nonzero(counts >= missing)),
+            num_swapped_blocks=self._swapped_blocks,
         )
-        return ScheduledStep(batch, load)
+        return ScheduledStep(batch, load, num_draft_tokens=drafts if drafts.any() else None)

@@ -91,10 +91,11 @@ class StepLoad:
 
     Attributes:
         num_prefill_tokens: tokens of requests with more than one token still to be computed.
-        num_decode_tokens: tokens of requests that go on producing output, one each.
+        num_decode_tokens: tokens of requests that go on producing output, one each and its drafts.
         prefill_context_tokens: over prefill tokens, the sum of the tokens that they attend to.
         decode_context_tokens: over decode tokens, the same.
         num_sampled: requests that produce an output token in this step.
+        num_swapped_blocks: blocks copied between device and host memory before the step, in both directions.
     """
 
     num_prefill_tokens: int
@@ -102,6 +103,7 @@ class StepLoad:
     prefill_context_tokens: int
     decode_context_tokens: int
     num_sampled: int
+    num_swapped_blocks: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +124,7 @@ class ScheduledStep:
         batch: every token; in a macro-step of n steps each request has n of them.
         load: the sums over the first of the steps.
         num_steps: how many engine steps this stands for.
+        num_draft_tokens: int64 `[num_reqs]`, how many of each request's tokens are drafts; None: none of any.
         blocks_taken_at: for each step after the first, how many blocks are first used in it (the allocator takes
             them all at once, in the order in which single steps would have).
     """
@@ -129,6 +132,7 @@ class ScheduledStep:
     batch: TokenBatch
     load: StepLoad
     num_steps: int = 1
+    num_draft_tokens: NDArray[np.int64] | None = None
     blocks_taken_at: tuple[int, ...] = ()
 
 
@@ -140,11 +144,13 @@ class StepResult:
         nanoseconds: the duration of each engine step, `num_steps` of them. Whole nanoseconds, so that simulated
             time adds up exactly.
         outputs: what was produced; None where tokens are only counted (simulation).
+        num_accepted_tokens: int64 `[num_reqs]`, how many drafts of each request were accepted; None: none were there.
         stopped: rows whose request ends with this step's token although `max_tokens` would allow more.
     """
 
     nanoseconds: tuple[int, ...]
     outputs: Any = None
+    num_accepted_tokens: NDArray[np.int64] | None = None
     stopped: tuple[int, ...] = ()
 
     @property
@@ -170,6 +176,18 @@ class LatencyModel(Protocol):
 
     def assumptions(self) -> dict[str, Any]:
         """Every coefficient with its unit and source, for the report."""
+        ...
+
+
+class DraftModel(Protocol):
+    """How many drafts of speculative decoding turn out right."""
+
+    def accepted(self, num_draft_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """For the drafts of one step, int64 `[num_reqs]`: how many of each request's are accepted, 0 to all."""
+        ...
+
+    def assumptions(self) -> dict[str, Any]:
+        """What it rests on, for the report."""
         ...
 
 

@@ -101,6 +101,12 @@ class Recorder:
             if later:
                 self._repeated(rows, later, now)
                 self._held_block_ns -= _block_ns_not_yet_held(step.blocks_taken_at, durations)
+            elif step.num_draft_tokens is not None:
+                # Accepted drafts arrive with the token before them.
+                at_once = int(outcome.produced.sum()) - len(rows)
+                self.num_output_tokens += at_once
+                if at_once:
+                    self.itl_ns.add(0, at_once)
         for row, request in zip(outcome.finished.tolist(), outcome.finished_requests, strict=True):
             self._finished(row, request, now)
 

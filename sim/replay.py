@@ -12,7 +12,7 @@ from ..core.allocator import KVCacheAllocator
 from ..core.allocator_config import AllocatorConfig
 from ..core.scheduler import Scheduler
 from ..core.scheduler_config import SchedulerConfig
-from ..core.types import EventSink, LatencyModel, Request
+from ..core.types import DraftModel, EventSink, LatencyModel, Request
 from .engine import NANOSECONDS, SimulatedEngine
 from .metrics import Recorder
 from .quantile_sketch import RELATIVE_ERROR
@@ -85,6 +85,7 @@ def replay(
     sinks: Iterable[EventSink] = (),
     on_progress: Callable[[int], None] | None = None,
     macro_steps: bool = True,
+    drafts: DraftModel | None = None,
 ) -> ReplayReport:
     """Run every request of a trace through allocator, scheduler and latency model, until each has ended.
 
@@ -96,6 +97,7 @@ def replay(
         trace_block_size: tokens an id of the trace stands for; None where it has none (then nothing is shared).
         sinks: further listeners to every commit (a log, metrics).
         on_progress: called with the number of requests submitted so far.
+        drafts: how many drafts are accepted; needed with `num_speculative_tokens`.
         macro_steps: whether identical decode steps are taken in one go; the figures are the same either way.
 
     Raises:
@@ -103,7 +105,7 @@ def replay(
     """
     env = simpy.Environment()
     recorder = Recorder(lambda: int(env.now), allocator.max_num_reqs)
-    backend = SimBackend(latency)
+    backend = SimBackend(latency, drafts)
     ledger = KVCacheAllocator(allocator, sinks=[backend, recorder, *sinks])
     batcher = Scheduler(scheduler, ledger)
     engine = SimulatedEngine(env, batcher, backend, recorder, macro_steps)
@@ -150,6 +152,9 @@ def _report(
             "total": stats.num_preemptions,
             "max_per_request": stats.max_preemptions_per_request,
             "recompute_tax": _share(stats.recomputed_tokens, stats.computed_tokens),
+            "recomputed_tokens": stats.recomputed_tokens,
+            "swapped_out_tokens": stats.swapped_out_tokens,
+            "swapped_in_tokens": stats.swapped_in_tokens,
         },
         kv_cache_usage={
             "mean": recorder.mean_held_blocks() / (config.num_blocks - 1),

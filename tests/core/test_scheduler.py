@@ -1,5 +1,6 @@
 """Continuous batching: order, budget, chunks, policies, aborts, refusals."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -236,4 +237,121 @@ def test_every_request_ends_and_the_pool_returns_to_empty(
     needed = sum(prompt + output - 1 for prompt, output, *_ in accepted)
     found = stats.prefix_hits_tokens + stats.readmission_shared_tokens
     assert computed - stats.recomputed_tokens + found == needed
+    assert log.replay().snapshot() == scheduler.allocator.state.snapshot()
+
+
+def run_with_drafts(scheduler: Scheduler, accept: list[int]) -> int:
+    """Steps to the end; the n-th step accepts `accept[n % len]` drafts of every request (at most what it has)."""
+    steps = 0
+    while scheduler.has_unfinished:
+        step = scheduler.schedule()
+        assert step is not None
+        drafts = step.num_draft_tokens
+        accepted = None if drafts is None else np.minimum(drafts, accept[steps % len(accept)])
+        scheduler.complete(step, num_accepted_tokens=accepted)
+        steps += 1
+        assert steps < 20_000
+    return steps
+
+
+def test_accepted_drafts_save_steps_and_rejected_ones_are_taken_back() -> None:
+    def steps(accept: list[int]) -> int:
+        scheduler = make(num_speculative_tokens=3)
+        scheduler.submit(Request("a", 30, 17))
+        return run_with_drafts(scheduler, accept)
+
+    assert steps([0]) == 17
+    assert steps([3]) == 1 + 4
+    assert steps([1]) == 1 + 8
+
+
+def test_d06_drafts_and_lookahead_take_their_slots_whatever_is_accepted() -> None:
+    scheduler = make(num_speculative_tokens=3)
+    scheduler.submit(Request("a", 30, 17))
+    scheduler.complete(scheduler.schedule())
+    assert [len(blocks) for blocks in scheduler.allocator.block_ids("a")] == [3]  # ceil((30 + 3) / 16)
+    step = scheduler.schedule()
+    assert step.batch.counts.tolist() == [4]
+    assert step.num_draft_tokens.tolist() == [3]
+
+
+def test_more_accepted_drafts_than_there_were_are_refused() -> None:
+    scheduler = make(num_speculative_tokens=2)
+    scheduler.submit(Request("a", 5, 9))
+    scheduler.complete(scheduler.schedule())
+    step = scheduler.schedule()
+    with pytest.raises(MisuseError, match=r"accepted drafts \[3\] of \[2\]"):
+        scheduler.complete(step, num_accepted_tokens=np.array([3]))
+
+
+def test_swapped_tokens_come_back_without_being_computed_again() -> None:
+    def run(**limits) -> Scheduler:
+        scheduler = make(num_blocks=8, max_num_batched_tokens=256, **limits)
+        for name in ("a", "b"):
+            scheduler.submit(Request(name, 40, 60))
+        while scheduler.has_unfinished:
+            scheduler.complete(scheduler.schedule())
+        return scheduler
+
+    swapped, recomputed = run(preemption_mode="swap", swap_space_blocks=20), run()
+    assert swapped.stats.num_preemptions > 0
+    assert recomputed.stats.recomputed_tokens > 0
+    assert swapped.stats.recomputed_tokens == 0
+    assert swapped.stats.swapped_in_tokens == swapped.stats.swapped_out_tokens > 0
+    assert swapped.stats.computed_tokens == 2 * 99
+    assert run(preemption_mode="swap", swap_space_blocks=1).stats.swapped_in_tokens == 0
+
+
+def test_swapping_without_room_or_room_without_swapping_is_refused() -> None:
+    with pytest.raises(InputError, match="contradict"):
+        SchedulerConfig(preemption_mode="swap")
+    with pytest.raises(InputError, match="contradict"):
+        SchedulerConfig(swap_space_blocks=5)
+
+
+@given(
+    requests=requests,
+    num_blocks=st.integers(16, 30),
+    budget=st.integers(40, 100),
+    drafts=st.integers(0, 4),
+    accept=st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    swap=st.integers(0, 30),
+    windowed=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_with_drafts_and_swapping_too_every_request_ends(
+    requests, num_blocks, budget, drafts, accept, swap, windowed
+) -> None:
+    log = EventLog()
+    scheduler = make(
+        num_blocks,
+        log,
+        [FullAttention(16), SlidingWindow(16, 40)] if windowed else None,
+        max_num_batched_tokens=budget,
+        num_speculative_tokens=drafts,
+        preemption_mode="swap" if swap else "recompute",
+        swap_space_blocks=swap,
+    )
+    rejected = 0
+    expected = 0
+    for i, (prompt, output, *_) in enumerate(requests):
+        keys = TraceKeySource(None, prompt, i, 16, 16)
+        try:
+            scheduler.submit(Request(f"r{i}", prompt, output, keys))
+            expected += output
+        except DoesNotFitError:
+            rejected += 1
+    produced = 0
+    for n in range(20_000):
+        if not scheduler.has_unfinished:
+            break
+        step = scheduler.schedule()
+        assert step is not None
+        accepted = None
+        if step.num_draft_tokens is not None:
+            accepted = np.minimum(step.num_draft_tokens, accept[n % len(accept)])
+        produced += int(scheduler.complete(step, num_accepted_tokens=accepted).produced.sum())
+    assert scheduler.stats.num_finished + rejected == len(requests)
+    assert produced == expected
+    assert scheduler.allocator.pool.usage == 0
     assert log.replay().snapshot() == scheduler.allocator.state.snapshot()
