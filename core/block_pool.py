@@ -191,7 +191,7 @@ class BlockPool:
             if index.setdefault(key, block) != block:
                 self._duplicates[group].setdefault(key, []).append(block)
         if self.free_queue.observes_keys:
-            self.free_queue.on_cached(blocks, indices)
+            self.free_queue.on_cached(group, blocks, indices, keys)
 
     def uncache(self, blocks: Sequence[int]) -> None:
         """Drop the keys of blocks where they stand: reference counts and queue positions stay."""

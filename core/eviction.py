@@ -8,8 +8,13 @@ it applies events, so an order's state is a fold of the log like the rest.
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from .belady import BeladyOrder
 from .errors import InputError
+from .events import Key
+from .eviction_orders import FifoOrder, LengthAwareOrder, LfuOrder
 from .free_queue import FreeQueue
+from .s3fifo import S3FifoOrder
+from .sieve import SieveOrder
 
 
 class EvictionOrder(Protocol):
@@ -53,12 +58,12 @@ class EvictionOrder(Protocol):
         """Unkeyed blocks lost their last reference, in this order; the first one is to be taken next."""
         ...
 
-    def on_cached(self, blocks: Sequence[int], indices: Sequence[int]) -> None:
-        """Blocks became findable; `indices` are their logical indices in the request (their depth)."""
+    def on_cached(self, group: int, blocks: Sequence[int], indices: Sequence[int], keys: Sequence[Key]) -> None:
+        """Blocks of a group became findable under `keys`; `indices` are their logical indices (their depth)."""
         ...
 
     def on_adopted(self, blocks: Sequence[int]) -> None:
-        """Blocks were found and adopted (called before `remove` for those that were queued)."""
+        """Blocks were found and adopted (called before `remove` for those that were queued), or shared by a fork."""
         ...
 
     def on_uncached(self, blocks: Sequence[int]) -> None:
@@ -72,7 +77,19 @@ def make_eviction_order(name: str, num_blocks: int) -> EvictionOrder:
     Raises:
         InputError: no order has this name, or it needs more than its name (Belady needs the future).
     """
-    makers: dict[str, Callable[[int], EvictionOrder]] = {"lru": FreeQueue}
+    makers: dict[str, Callable[[int], EvictionOrder]] = {
+        "lru": FreeQueue,
+        "fifo": FifoOrder,
+        "lfu": LfuOrder,
+        "s3fifo": S3FifoOrder,
+        "sieve": SieveOrder,
+        "length-aware": LengthAwareOrder,
+    }
+    if name == BeladyOrder.name:
+        raise InputError(
+            "eviction order 'belady' needs the future, which a name does not tell: give "
+            "eviction=BeladyOrder(num_blocks, next_use) to the allocator, and a new one like it to a replay of its log"
+        )
     if name not in makers:
-        raise InputError(f"no eviction order named {name!r}; there are {', '.join(makers)}")
+        raise InputError(f"no eviction order named {name!r}; there are {', '.join(makers)}, and belady with a future")
     return makers[name](num_blocks)

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from .events import Key
+
 # Below this many blocks a Python loop over array.array beats NumPy's fixed cost per call.
 _NUMPY_PAYS_FROM = 48
 
@@ -102,7 +104,7 @@ class FreeQueue:
         self._head -= len(blocks)
         self._write(self._head, blocks)
 
-    def on_cached(self, blocks: Sequence[int], indices: Sequence[int]) -> None:
+    def on_cached(self, group: int, blocks: Sequence[int], indices: Sequence[int], keys: Sequence[Key]) -> None:
         """Not called: LRU needs to know when blocks are released, not what they hold."""
 
     def on_adopted(self, blocks: Sequence[int]) -> None:
