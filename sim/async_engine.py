@@ -1,0 +1,69 @@
+"""The simulated engine under asynchronous scheduling: every step is decided while the one before it runs."""
+
+from collections import deque
+from collections.abc import Generator
+from typing import Any
+
+import simpy
+
+from ..backends.sim_backend import SimBackend
+from ..core.engine import Wait
+from ..core.scheduler import Scheduler
+from ..core.types import Request, ScheduledStep
+from .engine import SimulatedEngine
+from .metrics import Recorder
+
+
+class AsyncSchedulingEngine(SimulatedEngine):
+    """vLLM's `--async-scheduling`, on by default there.
+
+    When a request arrives while a step runs, the next step is decided already; the request joins the one after it. So
+    its first token comes, in the mean, half a step, a whole step and its own step after its arrival, where an engine
+    that decides between steps needs no whole step in the middle. An idle engine starts at once.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        scheduler: Scheduler,
+        backend: SimBackend,
+        recorder: Recorder,
+        macro_steps: bool = True,
+    ) -> None:
+        # Requests that arrived during the step that runs, in order.
+        self._arrived: deque[Request] = deque()
+        super().__init__(env, scheduler, backend, recorder, macro_steps)
+
+    def submit(self, request: Request) -> bool:
+        """Hand a request over now. True unless the engine is idle and refuses it at once."""
+        if self._idle is not None:
+            return super().submit(request)
+        self._arrived.append(request)
+        return True
+
+    def _repeats(self, step: ScheduledStep, limit: int) -> int:
+        """The step that follows an arrival stands alone: the request is looked at when it ends."""
+        return 0 if self._arrived else super()._repeats(step, limit)
+
+    def _steps(self) -> Generator[simpy.Event, Any, None]:
+        env, loop, backend, recorder = self._env, self._loop, self._backend, self._recorder
+        move = next(loop)
+        while True:
+            recorder.scheduled(self._scheduler)
+            if isinstance(move, Wait):
+                if not self._arrived:
+                    self._idle = env.event()
+                    yield self._idle
+                    self._idle = None
+                self._take_in()
+                move = loop.send(None)
+            else:
+                backend.submit(move)
+                result = backend.collect()
+                yield env.timeout(sum(result.nanoseconds))
+                move = loop.send(result)
+                self._take_in()
+
+    def _take_in(self) -> None:
+        while self._arrived:
+            super().submit(self._arrived.popleft())
