@@ -8,16 +8,15 @@ from numpy.typing import NDArray
 
 from .admission import Admission
 from .allocator_config import AllocatorConfig
+from .block_taking import BlockTaking, Shortfall, steps_of_first_use
 from .command_checks import CommandChecks, IntOrEach, Rows
+from .copy_on_write import CopyOnWrite, PrivateBlock
 from .errors import MisuseError
 from .events import (
-    BlockCopied,
-    BlocksAllocated,
     BlocksFreed,
     BlocksShared,
     BlocksUncached,
     CacheReset,
-    Commit,
     Event,
     FreeReason,
     Key,
@@ -29,14 +28,14 @@ from .events import (
     frozen_column,
 )
 from .eviction import EvictionOrder
-from .ledger_state import LedgerState
+from .ledger_writer import LedgerWriter
 from .orphans import ChainLinks
 from .prefix_match import PrefixMatch, PrefixMatcher
 from .registration import Registrar
 from .types import EventSink, Request
 
 
-class KVCacheAllocator:
+class KVCacheAllocator(LedgerWriter):
     """Decides where every token's keys and values live, and writes each decision down.
 
     A command reads the state, decides, and then applies its events through `LedgerState.apply`, the only code that
@@ -72,51 +71,21 @@ class KVCacheAllocator:
             eviction=config.eviction if eviction is None else eviction.name,
             key_algorithm=config.key_algorithm,
         )
-        self.state = LedgerState(created, eviction)
-        self.sinks = tuple(sinks)
+        super().__init__(created, sinks, eviction)
         self._matcher = PrefixMatcher(
             config.groups, config.hash_block_size, config.scheduler_block_size, config.use_eagle
         )
         self._admission = Admission(config, self.state)
         self._registrar = Registrar(config, self.state, self._matcher)
         self._checks = CommandChecks(config, self.state)
-        self._request_in_row: list[Request | None] = [None] * config.max_num_reqs
+        self._copies = CopyOnWrite(self.state)
+        self._taking = BlockTaking(self.state)
         self._links = ChainLinks(config.groups)
+        self._request_in_row: list[Request | None] = [None] * config.max_num_reqs
         self._one_group = len(config.groups) == 1
         self._never_skips = all(kind.computed_tokens_that_skip(np.ones(1, np.int64)) is None for kind in config.groups)
-        self._commit([self._emit(created)])
 
     # -- questions ---------------------------------------------------------------------------------------------------
-
-    @property
-    def pool(self):
-        """The block pool, to be read."""
-        return self.state.pool
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that could be taken now, cached content included."""
-        return len(self.state.pool.free_queue)
-
-    def row_of(self, request_id: str) -> int:
-        """The block-table row that a request holds."""
-        row = self.state.row_of.get(request_id)
-        if row is None:
-            raise MisuseError(f"request {request_id!r} holds no blocks: it was never allocated, or freed already")
-        return row
-
-    def holds(self, request_id: str) -> bool:
-        """Whether the request holds a row."""
-        return request_id in self.state.row_of
-
-    def block_ids(self, request_id: str) -> list[list[int]]:
-        """The request's blocks, by group and logical index."""
-        row = self.row_of(request_id)
-        return [table.blocks(row) for table in self.state.tables]
-
-    def num_placed_tokens(self, request_id: str) -> int:
-        """Tokens of the request that have slots."""
-        return self.state.placed[self.row_of(request_id)]
 
     def check_fits(self, num_tokens: int, what: str = "a request") -> None:
         """Raise `DoesNotFitError` with the numbers if a request of this length can never be served (D01)."""
@@ -190,7 +159,7 @@ class KVCacheAllocator:
         """
         state = self.state
         row = state.row_of.get(request.request_id)
-        hits = self._checked_match(request, row, match)
+        hits = self._checks.match(request, row, match)
         self._checks.counts(num_new_tokens, 0, num_lookahead_tokens, reserved_blocks)
         self._checks.external(request, match, num_external_tokens)
         start = (0 if row is None else state.placed[row]) if num_computed_tokens is None else num_computed_tokens
@@ -201,7 +170,7 @@ class KVCacheAllocator:
         num_slots = min(end + num_lookahead_tokens, self.config.max_model_len)
         guarded = row is not None and (row in state.guarded or start < state.placed[row])
         written_from = total - num_external_tokens
-        private = self._to_make_private(row, written_from, num_slots, Counter()) if guarded and row is not None else ()
+        private = self._copies.of_row(row, written_from, num_slots, Counter()) if guarded and row is not None else ()
         copies = sum([copy for *_, copy in private])
         needs = self._admission.blocks_needed(row, hits, num_slots, total)
         spare = len(state.pool.free_queue) - reserved_blocks - (self.config.watermark_blocks if use_watermark else 0)
@@ -214,7 +183,7 @@ class KVCacheAllocator:
         events: list[Event] = []
         if row is None:
             row = self._assign_row(request, events)
-        elif self._rolls_back_registered(row, written_from):
+        elif self._copies.rolls_back_registered(row, written_from):
             events.append(self._emit(TokensPlaced((row,), (written_from,), (0,))))
         if hits is not None or (num_external_tokens and not start):
             for group, kind in enumerate(self.config.groups):
@@ -223,13 +192,13 @@ class KVCacheAllocator:
                 if blocks:
                     events.append(self._emit(PrefixAdopted(group, row, blocks)))
         for group, _, index, copy in private:
-            events.append(self._make_private(group, row, index, copy))
+            events.append(self._emit(self._copies.event(group, row, index, copy)))
         taken: list[tuple[int, ...]] = []
         for group, table in enumerate(state.tables):
             count = _ceil_div(num_slots, table.block_size) - table.count(row)
             if count > 0:
                 blocks = state.pool.free_queue.peek(count)
-                events.append(self._take(group, (row,), (count,), blocks))
+                events.append(self._emit(self._taking.event(group, (row,), (count,), blocks)))
                 taken.append(blocks)
             else:
                 taken.append(())
@@ -277,7 +246,7 @@ class KVCacheAllocator:
             self._checks.starts(rows, first, placed)
         end = np.minimum(first + num_new_tokens, self.config.max_model_len)
         num_slots = np.minimum(end + num_lookahead_tokens, self.config.max_model_len) if num_lookahead_tokens else end
-        private = self._to_make_private_among(rows, first, placed, num_slots)
+        private = self._copies.among(rows, first, placed, num_slots)
         shortfalls = [table.shortfall(rows, num_slots) for table in state.tables]
         total_short = sum([int(counts.sum()) for _, counts in shortfalls]) + sum([copy for *_, copy in private])
         if total_short > len(state.pool.free_queue) - reserved_blocks:
@@ -292,13 +261,14 @@ class KVCacheAllocator:
         first: NDArray[np.int64],
         end: NDArray[np.int64],
         num_draft_tokens: IntOrEach,
-        shortfalls: list[tuple[NDArray[np.intp], NDArray[np.int64]]],
-        private: list[tuple[int, int, int, bool]],
+        shortfalls: list[Shortfall],
+        private: list[PrivateBlock],
         blocks: tuple[int, ...] | None = None,
         may_roll_back: bool = False,
     ) -> None:
         """Carry out an append whose blocks are known to be there; `blocks` gives their ids where order matters."""
-        due_rows, due_known = [], []
+        due_rows: list[int] = []
+        due_known: list[int] = []
         if self.config.enable_caching:
             known = end - num_draft_tokens
             due = self._registrar.due(rows, known, first if may_roll_back else None)
@@ -307,11 +277,11 @@ class KVCacheAllocator:
                 self._registrar.ask_for_keys_of_batch(due_rows, first[due].tolist(), due_known, self._request_in_row)
         events: list[Event] = []
         if may_roll_back:
-            for row, position in self._rollbacks(rows, first):
+            for row, position in self._copies.rollbacks(rows, first):
                 events.append(self._emit(TokensPlaced((row,), (position,), (0,))))
         for group, row, index, copy in private:
-            events.append(self._make_private(group, row, index, copy))
-        self._take_for_batch(rows, shortfalls, events, blocks)
+            events.append(self._emit(self._copies.event(group, row, index, copy)))
+        events += [self._emit(event) for event in self._taking.events_for_batch(rows, shortfalls, blocks)]
         if due_rows:
             self._register(due_rows, due_known, events)
         counts = end - first
@@ -342,25 +312,10 @@ class KVCacheAllocator:
         table = self.state.tables[0]
         first = self.state.num_placed[rows]
         which, counts = table.shortfall(rows, first + num_steps)
-        # The step in which each missing block is first used; single steps would take them in this order.
-        taken_at = [
-            (
-                int(table.num_blocks_per_row[rows[place]]) * table.block_size
-                - int(first[place])
-                + i * table.block_size,
-                place,
-                i,
-            )
-            for place, count in zip(which.tolist(), counts.tolist(), strict=True)
-            for i in range(count)
-        ]
-        order = sorted(range(len(taken_at)), key=taken_at.__getitem__)
-        head = self.state.pool.free_queue.peek(len(taken_at)) if taken_at else ()
-        blocks = [0] * len(taken_at)
-        for block, position in zip(head, order, strict=True):
-            blocks[position] = block
-        self._append_planned(rows, first, first + num_steps, 0, [(which, counts)], [], tuple(blocks))
-        per_step = Counter(step for step, *_ in taken_at)
+        steps = steps_of_first_use(table, rows, first, which, counts)
+        blocks = self._taking.in_order_of_use(steps)
+        self._append_planned(rows, first, first + num_steps, 0, [(which, counts)], [], blocks)
+        per_step = Counter(step for step, _ in steps)
         return tuple([per_step[step] for step in range(num_steps)])
 
     def num_appendable(
@@ -384,7 +339,7 @@ class KVCacheAllocator:
         for table in state.tables:
             which, counts = table.shortfall(rows, num_slots)
             need[which] += counts
-        for _, row, _, copy in self._to_make_private_among(rows, first, placed, num_slots):
+        for _, row, _, copy in self._copies.among(rows, first, placed, num_slots):
             need[(rows == row).nonzero()[0]] += copy
         spare = len(state.pool.free_queue) - reserved_blocks
         return int(np.searchsorted(np.cumsum(need), spare, side="right"))
@@ -528,28 +483,6 @@ class KVCacheAllocator:
 
     # -- decisions that several commands share -----------------------------------------------------------------------
 
-    def _checked_match(
-        self, request: Request, row: int | None, match: PrefixMatch | None
-    ) -> tuple[tuple[int, ...], ...] | None:
-        if match is None:
-            return None
-        if match.request_id != request.request_id:
-            raise MisuseError(f"a match of {match.request_id!r} is handed in for {request.request_id!r}")
-        if not match.num_hit_tokens:
-            return None
-        if row is not None:
-            raise MisuseError(
-                f"request {request.request_id!r} holds blocks already; a prefix is adopted once, with the first blocks"
-            )
-        if match.sequence != self.state.next_sequence:
-            stale = match.stale_block(self.state.pool)
-            if stale is not None:
-                raise MisuseError(
-                    f"stale match for {request.request_id!r}: block {stale} has lost the content it was found by "
-                    f"since commit {match.sequence}; call match_prefix again"
-                )
-        return match.blocks
-
     def _assign_row(self, request: Request, events: list[Event]) -> int:
         if not self.state.free_rows:
             raise MisuseError(
@@ -561,49 +494,6 @@ class KVCacheAllocator:
         self._request_in_row[row] = request
         return row
 
-    def _take(
-        self, group: int, rows: tuple[int, ...], counts: tuple[int, ...], blocks: tuple[int, ...]
-    ) -> BlocksAllocated:
-        pool = self.state.pool
-        lost_keys = pool.keys_of(blocks)
-        lost_groups = pool.groups_of(blocks) if lost_keys and not self._one_group else ()
-        event = BlocksAllocated(group, rows, counts, blocks, lost_keys, lost_groups)
-        self.state.apply(event)
-        return event
-
-    def _take_for_batch(
-        self,
-        rows: Rows,
-        shortfalls: list[tuple[NDArray[np.intp], NDArray[np.int64]]],
-        events: list[Event],
-        blocks: tuple[int, ...] | None,
-    ) -> None:
-        """Take blocks request by request, group by group, as calls in that order would."""
-        if self._one_group:
-            which, counts = shortfalls[0]
-            if len(which):
-                if blocks is None:
-                    blocks = self.state.pool.free_queue.peek(int(counts.sum()))
-                events.append(self._take(0, tuple(rows[which].tolist()), tuple(counts.tolist()), blocks))
-            return
-        wanted = sorted(
-            (place, group, count)
-            for group, (which, counts) in enumerate(shortfalls)
-            for place, count in zip(which.tolist(), counts.tolist(), strict=True)
-        )
-        head = self.state.pool.free_queue.peek(sum([count for *_, count in wanted]))
-        shares: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in shortfalls]
-        start = 0
-        for place, group, count in wanted:
-            share_rows, share_counts, share_blocks = shares[group]
-            share_rows.append(int(rows[place]))
-            share_counts.append(count)
-            share_blocks += head[start : start + count]
-            start += count
-        for group, (share_rows, share_counts, share_blocks) in enumerate(shares):
-            if share_rows:
-                events.append(self._take(group, tuple(share_rows), tuple(share_counts), tuple(share_blocks)))
-
     def _register(self, rows: list[int], known_tokens: list[int], events: list[Event]) -> None:
         for group in range(len(self.config.groups)):
             event = self._registrar.decide(group, rows, known_tokens, self._request_in_row)
@@ -611,80 +501,6 @@ class KVCacheAllocator:
                 events.append(self._emit(event))
                 if self.config.orphans == "drop":
                     self._links.note(event)
-
-    def _rollbacks(self, rows: Rows, first: NDArray[np.int64]) -> list[tuple[int, int]]:
-        """Rows that go on before a registered block's end, with the position; never those that just go on."""
-        behind = np.flatnonzero(first < self.state.num_placed[rows])
-        pairs = zip(rows[behind].tolist(), first[behind].tolist(), strict=True)
-        return [(row, position) for row, position in pairs if self._rolls_back_registered(row, position)]
-
-    def _rolls_back_registered(self, row: int, first: int) -> bool:
-        """Whether going on at `first` overwrites a registered block; drafts never do, a crop may."""
-        return first < self.state.placed[row] and any(
-            considered[row] > first // table.block_size
-            for considered, table in zip(self.state.considered, self.state.tables, strict=True)
-        )
-
-    def _to_make_private(
-        self, row: int, first: int, num_slots: int, copied: Counter[int]
-    ) -> list[tuple[int, int, int, bool]]:
-        """Blocks that the row is about to write and must not as they are: (group, row, index, whether to copy).
-
-        `copied` counts, by source block, the copies that earlier rows of the same command make: the last holder
-        needs none.
-        """
-        found: list[tuple[int, int, int, bool]] = []
-        pool = self.state.pool
-        for group, table in enumerate(self.state.tables):
-            stop = min(_ceil_div(num_slots, table.block_size), table.count(row))
-            for index in range(first // table.block_size, stop):
-                block = table.block(row, index)
-                if pool.ref_cnt(block) - copied[block] > 1:
-                    copied[block] += 1
-                    found.append((group, row, index, True))
-                elif pool.key_of(block) is not None:
-                    found.append((group, row, index, False))
-        return found
-
-    def _to_make_private_among(
-        self, rows: Rows, first: NDArray[np.int64], placed: NDArray[np.int64], num_slots: NDArray[np.int64]
-    ) -> list[tuple[int, int, int, bool]]:
-        guarded = self.state.guarded
-        if first is placed and not guarded:
-            return []
-        found: list[tuple[int, int, int, bool]] = []
-        copied: Counter[int] = Counter()
-        for i, row in enumerate(rows.tolist()):
-            if row in guarded or first[i] < placed[i]:
-                found += self._to_make_private(row, int(first[i]), int(num_slots[i]), copied)
-        return found
-
-    def _make_private(self, group: int, row: int, index: int, copy: bool) -> Event:
-        pool = self.state.pool
-        source = self.state.tables[group].block(row, index)
-        if not copy:
-            return self._emit(BlocksUncached((source,), (pool.key_of(source),), (group,)))
-        (target,) = pool.free_queue.peek(1)
-        lost_key, lost_group = pool.key_of(target), pool.group_of(target)
-        return self._emit(BlockCopied(group, row, index, source, target, lost_key, lost_group))
-
-    # -- the commit --------------------------------------------------------------------------------------------------
-
-    def _emit(self, event: Event) -> Event:
-        self.state.apply(event)
-        return event
-
-    def _commit(self, events: list[Event]) -> None:
-        commit = Commit(self.state.next_sequence, tuple(events))
-        self.state.next_sequence += 1
-        failure: Exception | None = None
-        for sink in self.sinks:
-            try:
-                sink.apply(commit)
-            except Exception as error:  # the commit stands; every sink hears of it before the first failure is raised
-                failure = failure or error
-        if failure is not None:
-            raise failure
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -58,13 +58,34 @@ class CommandChecks:
         if lookahead < 0 or reserved < 0:
             raise InputError(f"num_lookahead_tokens {lookahead} and reserved_blocks {reserved} must not be below 0")
 
+    def match(self, request: Request, row: int | None, match: PrefixMatch | None) -> tuple[tuple[int, ...], ...] | None:
+        """The blocks of a match, or None: its own request's, fresh, and for a request that holds nothing yet."""
+        if match is None:
+            return None
+        if match.request_id != request.request_id:
+            raise MisuseError(f"a match of {match.request_id!r} is handed in for {request.request_id!r}")
+        if not match.num_hit_tokens:
+            return None
+        if row is not None:
+            raise MisuseError(
+                f"request {request.request_id!r} holds blocks already; a prefix is adopted once, with the first blocks"
+            )
+        if match.sequence != self._state.next_sequence:
+            stale = match.stale_block(self._state.pool)
+            if stale is not None:
+                raise MisuseError(
+                    f"stale match for {request.request_id!r}: block {stale} has lost the content it was found by "
+                    f"since commit {match.sequence}; call match_prefix again"
+                )
+        return match.blocks
+
     def external(self, request: Request, match: PrefixMatch | None, num_external_tokens: int) -> None:
         """Tokens from elsewhere: part of the known ones, and at least one is left to be computed."""
         found = (match.num_hit_tokens if match else 0) + num_external_tokens
         if num_external_tokens < 0 or (num_external_tokens and found >= request.num_tokens):
             raise InputError(
-                f"request {request.request_id!r} has {request.num_tokens} tokens; a hit of {found - num_external_tokens} "
-                f"and {num_external_tokens} external ones must leave at least one to be computed"
+                f"request {request.request_id!r} has {request.num_tokens} tokens; a hit of "
+                f"{found - num_external_tokens} and {num_external_tokens} external ones must leave one to be computed"
             )
 
     def start(self, row: int | None, request_id: str, start: int) -> None:

@@ -10,51 +10,10 @@ from .allocator import KVCacheAllocator, Rows
 from .errors import DoesNotFitError, InputError, MisuseError
 from .prefix_match import PrefixMatch
 from .scheduler_config import SchedulerConfig
+from .scheduler_stats import SchedulerStats
+from .swap_space import SwapSpace
 from .types import Request, ScheduledStep, StepLoad, TokenBatch
 from .waiting_queue import WaitingQueue, make_waiting_queue
-
-
-@attrs.define
-class SchedulerStats:
-    """Counters over the whole life of a scheduler, in the field's words.
-
-    Attributes:
-        num_submitted: requests accepted at submit.
-        num_rejected: requests refused at submit because they can never fit.
-        num_finished: requests that produced their last token.
-        num_aborted: requests aborted before their end.
-        num_preemptions: times a running request lost its blocks.
-        max_preemptions_per_request: the most of them that one request suffered.
-        prefix_queries_tokens: tokens looked up at first admissions.
-        prefix_hits_tokens: tokens found at first admissions (the headline hit rate's numerator).
-        readmission_queries_tokens: tokens looked up when preempted requests came back.
-        readmission_hits_tokens: tokens found then, mostly a request's own; never part of the hit rate (D04).
-        readmission_shared_tokens: the part of them that the request had never computed itself.
-        num_draft_tokens: drafts that were verified.
-        num_accepted_tokens: those of them that became output.
-        swapped_out_tokens: tokens of preempted requests that were copied to host memory.
-        swapped_in_tokens: tokens that were copied back instead of being computed again.
-        computed_tokens: tokens computed, recomputed ones included.
-        recomputed_tokens: tokens computed again because a preemption had thrown them away (D03's recompute tax).
-    """
-
-    num_submitted: int = 0
-    num_rejected: int = 0
-    num_finished: int = 0
-    num_aborted: int = 0
-    num_preemptions: int = 0
-    max_preemptions_per_request: int = 0
-    prefix_queries_tokens: int = 0
-    prefix_hits_tokens: int = 0
-    readmission_queries_tokens: int = 0
-    readmission_hits_tokens: int = 0
-    readmission_shared_tokens: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    swapped_out_tokens: int = 0
-    swapped_in_tokens: int = 0
-    computed_tokens: int = 0
-    recomputed_tokens: int = 0
 
 
 @attrs.frozen(eq=False)
@@ -107,9 +66,7 @@ class Scheduler:
         self._protected: set[int] = set()
         self._preempted_in_step = False
         self._swapped_blocks = 0
-        self._swapped_tokens: dict[str, int] = {}
-        self._swapped_out_blocks: dict[str, int] = {}
-        self._swap_space_used = 0
+        self._swap_space = SwapSpace(config.swap_space_blocks)
         self._preemptions: dict[str, int] = {}
         self._lost_tokens: dict[str, int] = {}
 
@@ -433,19 +390,9 @@ class Scheduler:
     def _swap_out(self, request_id: str, num_tokens: int, row: int) -> None:
         """Keep a copy of a victim's tokens in host memory, if there is room for its blocks."""
         num_blocks = sum([table.count(row) for table in self.allocator.state.tables])
-        if self.config.preemption_mode != "swap" or not num_tokens:
-            return
-        if self._swap_space_used + num_blocks > self.config.swap_space_blocks:
-            return
-        self._swap_space_used += num_blocks
-        self._swapped_tokens[request_id] = num_tokens
-        self._swapped_out_blocks[request_id] = num_blocks
-        self._swapped_blocks += num_blocks
-        self.stats.swapped_out_tokens += num_tokens
-
-    def _drop_swapped(self, request_id: str) -> None:
-        self._swapped_tokens.pop(request_id, None)
-        self._swap_space_used -= self._swapped_out_blocks.pop(request_id, 0)
+        if self._swap_space.keep(request_id, num_tokens, num_blocks):
+            self._swapped_blocks += num_blocks
+            self.stats.swapped_out_tokens += num_tokens
 
     def _blocks_reserved(self) -> int:
         """Free blocks that protected requests still need to produce their next token."""
@@ -471,7 +418,7 @@ class Scheduler:
             request = self.waiting.head()
             match = self.allocator.match_prefix(request)
             # What a swap kept beyond the hit is copied back, not computed.
-            external = max(self._swapped_tokens.get(request.request_id, 0) - match.num_hit_tokens, 0)
+            external = max(self._swap_space.num_tokens_of(request.request_id) - match.num_hit_tokens, 0)
             found = match.num_hit_tokens + external
             num_new_tokens = self._first_chunk(request.num_tokens - found, budget)
             if not num_new_tokens or not self._try_to_admit(request, match, num_new_tokens, external):
@@ -538,7 +485,7 @@ class Scheduler:
             stats.swapped_in_tokens += external
             if external:
                 self._swapped_blocks += sum([-(-external // table.block_size) for table in self.allocator.state.tables])
-            self._drop_swapped(request.request_id)
+            self._swap_space.drop(request.request_id)
             stats.readmission_shared_tokens += max(match.num_hit_tokens - lost, 0)
         else:
             stats.prefix_queries_tokens += request.num_tokens
@@ -569,7 +516,7 @@ class Scheduler:
 
     def _forget(self, request_id: str) -> None:
         self._preemptions.pop(request_id, None)
-        self._drop_swapped(request_id)
+        self._swap_space.drop(request_id)
         self._lost_tokens.pop(request_id, None)
 
     def _describe(self, batch: TokenBatch) -> ScheduledStep:
