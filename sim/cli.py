@@ -12,7 +12,7 @@ EXIT_DOES_NOT_FIT = 1
 EXIT_BAD_INPUT = 2
 
 # name -> module in sim/commands that holds a function of the same name (dashes become underscores)
-COMMANDS: tuple[str, ...] = ("compare", "curve", "replay", "plan")
+COMMANDS: tuple[str, ...] = ("study", "plan", "curve", "replay", "compare")
 
 
 def build_app() -> typer.Typer:
