@@ -215,15 +215,29 @@ class ChunkedLocal:
     def find_hit(
         self, keys: Sequence[Hashable], indexes: Sequence[Mapping[Hashable, int]], alignment: int, drop_last: bool
     ) -> list[list[int]]:
-        """Whole chunks before the last count as found, then an unbroken run from there (rule 13)."""
+        """Whole chunks before the last count as found, then an unbroken run from there (rule 13).
+
+        A hit that would end inside a chunk whose start is not among the blocks found is cut to where it is of use.
+        """
         max_tokens = len(keys) * self.block_size
         start = max_tokens // self.chunk_size * self.chunk_size // self.block_size
         runs = [_leading_run(keys[start:], index) for index in indexes]
         length = min([len(run) for run in runs])
         found = [[NULL] * start + run[:length] for run in runs]
-        if drop_last and found[0]:
-            found = _cut(found, len(found[0]) - 1)
-        return _cut_to_alignment(found, self.block_size, alignment)
+        length += start
+        if drop_last and length:
+            length -= 1
+        while length * self.block_size % alignment or not self._holds_its_chunk(length, start):
+            length -= 1
+        return _cut(found, length)
+
+    def _holds_its_chunk(self, length: int, start: int) -> bool:
+        """Whether a hit of `length` blocks, null before `start`, has all that its next token attends to.
+
+        Dropping or cutting blocks can end it in a chunk before the one that was looked up.
+        """
+        first_attended = self.num_skipped_tokens(length * self.block_size) // self.block_size
+        return first_attended == length or first_attended >= start
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Every chunk before the one that the next token belongs to (rule 17)."""
