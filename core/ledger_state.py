@@ -181,13 +181,22 @@ class LedgerState:
             if not count:
                 for table, considered in zip(self.tables, self.considered, strict=True):
                     considered[row] = min(considered[row], first // table.block_size)
-        elif count and row in self.guarded and not self._has_blocks_behind(row, end):
-            # Whatever the new tokens overwrite was made private before this event.
+        elif row in self.guarded and self._is_private_behind(row, end):
             self.guarded.discard(row)
         self.placed[row] = end
 
-    def _has_blocks_behind(self, row: int, end: int) -> bool:
-        return any(table.count(row) * table.block_size >= end + table.block_size for table in self.tables)
+    def _is_private_behind(self, row: int, end: int) -> bool:
+        """Whether nobody else reads, and no lookup finds, any block that the row's next tokens are written into."""
+        for table in self.tables:
+            index = end // table.block_size
+            held = table.count(row) - index
+            if held > 1:
+                return False
+            if held == 1:
+                block = table.block(row, index)
+                if self.pool.ref_cnt(block) > 1 or self.pool.key_of(block) is not None:
+                    return False
+        return True
 
     def _blocks_shared(self, event: BlocksShared) -> None:
         blocks = as_ints(event.blocks)

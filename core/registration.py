@@ -89,6 +89,7 @@ class Registrar:
         out_rows, starts, stops, counts = columns
         indices: list[int] = []
         blocks: list[int] = []
+        seen: set[int] = set()
         keys: list[Key] = []
         parents: list[Key | None] = []
         for row, known in zip(rows, known_tokens, strict=True):
@@ -106,7 +107,9 @@ class Registrar:
             parents.append(parent)
             chosen = () if self._strands(group, parent) else self._retained(group, start, stop, request)
             held = table.blocks(row, start, stop) if chosen else ()
-            live = [index for index in chosen if held[index - start]]
+            live = [
+                index for index in chosen if held[index - start] and not self._is_registered(held[index - start], seen)
+            ]
             out_rows.append(row)
             starts.append(start)
             stops.append(stop)
@@ -128,6 +131,12 @@ class Registrar:
             tuple(keys),
             tuple(parents),
         )
+
+    def _is_registered(self, block: int, seen: set[int]) -> bool:
+        """Of a fork's shared blocks, the other request may have registered some already, before or in this command."""
+        known = block in seen or self._state.pool.key_of(block) is not None
+        seen.add(block)
+        return known
 
     def _strands(self, group: int, parent: Key | None) -> bool:
         """Whether no lookup could reach the block behind `parent`, which was evicted by id while it was held."""

@@ -1,5 +1,6 @@
 """No token is written where another request, or a later lookup, still reads: rollbacks, forks, stale matches."""
 
+import numpy as np
 import pytest
 from kvledger.core import AllocatorConfig, FullAttention, KVCacheAllocator, MisuseError, Request
 
@@ -14,8 +15,8 @@ class Prefixes:
         return [tuple(self.tokens[: (i + 1) * self.block_size]) for i in range(start, stop)]
 
 
-def allocator_of(num_usable_blocks: int, groups: int = 1, **config) -> KVCacheAllocator:
-    settings = {"groups": [FullAttention(4)] * groups, "max_model_len": 64, "max_num_reqs": 4} | config
+def allocator_of(num_usable_blocks: int, **config) -> KVCacheAllocator:
+    settings = {"groups": [FullAttention(4)], "max_model_len": 64, "max_num_reqs": 4} | config
     return KVCacheAllocator(AllocatorConfig(num_blocks=num_usable_blocks + 1, **settings))
 
 
@@ -47,8 +48,32 @@ def test_a_request_that_goes_back_and_on_leaves_no_key_on_what_it_overwrites() -
     assert keys == set(request.keys.keys(0, 3))
 
 
+def test_two_children_of_one_parent_write_into_blocks_of_their_own() -> None:
+    allocator = allocator_of(12)
+    allocator.allocate(request_of("parent", range(6)), 6)
+    for name in ("first", "second"):
+        child = request_of(name, range(6))
+        allocator.fork("parent", child)
+        allocator.allocate(child, 1)
+    tables = [allocator.block_ids(name)[0] for name in ("parent", "first", "second")]
+    assert len({table[0] for table in tables}) == 1
+    assert len({table[1] for table in tables}) == 3
+
+
+def test_blocks_that_a_fork_shares_are_registered_once() -> None:
+    """With blocks of 8 and 4 the second block of 4 waits for the alignment, and both sides reach it."""
+    allocator = allocator_of(16, groups=[FullAttention(8), FullAttention(4)])
+    parent, child = request_of("parent", range(8)), request_of("child", range(8))
+    allocator.allocate(parent, 6)
+    allocator.fork("parent", child)
+    rows = np.array([allocator.row_of("parent"), allocator.row_of("child")])
+    assert allocator.append(rows, 2)
+    copies = [len(allocator.pool.copies(key, 1)) for key in parent.keys.keys(0, 2)]
+    assert copies == [1, 2]
+
+
 def test_a_match_is_stale_when_its_block_carries_the_same_key_for_another_group() -> None:
-    allocator = allocator_of(4, groups=2)
+    allocator = allocator_of(4, groups=[FullAttention(4)] * 2)
     allocator.allocate(request_of("a", range(5)), 5)
     allocator.free("a")
     late = request_of("late", range(5))
