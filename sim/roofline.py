@@ -26,14 +26,14 @@ class RooflineLatency:
         products   = max(matrix_bytes / W, (tokens + saturation_tokens) * flops_per_token / C)
         experts    = max(distinct * bytes_per_expert / W,
                          (visits + saturation_tokens * distinct) * flops_per_visit / C)
-        head       = max(head_bytes / W, (sampled + saturation_tokens) * head_flops_per_token / C)
-        decoding   = sum over tokens attended to of max(kv_bytes_per_token / K, flops_per_pair / C)
-        prefill    = max(pairs * flops_per_pair / C, mean context * kv_bytes_per_token / K)
+        head       = max(head_bytes / W, (logits + saturation_tokens) * head_flops_per_token / C)
+        decoding   = max(tokens attended to * kv_bytes_per_token / K, pairs * decode_flops_per_pair / C)
+        prefill    = max(pairs * prefill_flops_per_pair / C, mean context * kv_bytes_per_token / K)
         all_reduce = 2 * layers * (all_reduce_s + tokens * hidden_bytes * 2 (tp - 1) / tp / L)
         layers     = layers * layer_s + expert layers * expert_layer_s
-        step       = max(products + ... + layers, uncaptured floor) + step_s + sampled * vocabulary * sampler_s
+        step       = max(products + ... + layers, uncaptured floor) + step_s + logits * vocabulary * sampler_s
 
-    with W, K, C and L the bandwidths, the FLOP/s and the one-way link that the device reaches: datasheet x efficiency.
+    where logits counts the tokens that are sampled or verified, and with W, K, C and L the bandwidths, the FLOP/s and the one-way link that the device reaches: datasheet x efficiency.
     The floor, `layers * uncaptured_layer_s`, holds for steps of more tokens than the largest captured batch.
 
     Pipeline parallel: `pipeline_parallel_size` micro-batches are in flight, and a step is one round of them, so that
@@ -59,7 +59,7 @@ class RooflineLatency:
     longest_stage_share: float = 1.0
     description: str = ""
     _terms: tuple[float, ...] = attrs.field(init=False, repr=False, eq=False)
-    _attention: tuple[tuple[float, float, float], ...] = attrs.field(init=False, repr=False, eq=False)
+    _attention: tuple[tuple[float, float, float, float], ...] = attrs.field(init=False, repr=False, eq=False)
     _experts: tuple[tuple[float, ...], float, float, float] | None = attrs.field(init=False, repr=False, eq=False)
 
     @classmethod
@@ -117,7 +117,7 @@ class RooflineLatency:
         object.__setattr__(self, "_experts", self._precomputed_experts())
 
     def step_seconds(self, load: StepLoad) -> float:
-        """Seconds that the step takes."""
+        """Seconds that the step takes. One flat function over precomputed terms: it is called once an engine step."""
         (
             micro_batches,
             matrix_s,
@@ -132,7 +132,7 @@ class RooflineLatency:
             max_captured_tokens,
             floor_s,
             step_s,
-            sampled_s,
+            logit_s,
             hops_s,
             token_hop_s,
         ) = self._terms
@@ -146,11 +146,15 @@ class RooflineLatency:
             )
             prefill_pairs, decode_pairs = prefill_pairs / micro_batches, decode_pairs / micro_batches
         tokens = num_prefill + num_decode
-        seconds = fixed_gpu_s + tokens * token_comm_s + num_decode * state_s
+        seconds = fixed_gpu_s + tokens * token_comm_s
         compute_s = (tokens + saturation_tokens) * matrix_token_s
         seconds += compute_s if compute_s > matrix_s else matrix_s
-        if sampled:
-            compute_s = (sampled + saturation_tokens) * head_token_s
+        # A sequence that verifies drafts decodes several tokens over one reading of its cache.
+        logits, readings = sampled, 1.0
+        if 0 < sampled < num_decode:
+            logits, readings = num_decode, sampled / num_decode
+        if logits:
+            compute_s = (logits + saturation_tokens) * head_token_s
             seconds += compute_s if compute_s > head_s else head_s
         if self._experts is not None:
             expert_s, all_read_s, token_visits_s, saturation_s = self._experts
@@ -160,18 +164,19 @@ class RooflineLatency:
             else:
                 compute_s = saturation_s + tokens * token_visits_s
                 seconds += compute_s if compute_s > all_read_s else all_read_s
-        for window, kv_token_s, pair_s in self._attention:
+        for window, kv_token_s, decode_pair_s, prefill_pair_s in self._attention:
             if num_decode:
                 pairs = decode_pairs if decode_pairs <= window * num_decode else window * num_decode
-                seconds += pairs * (kv_token_s if kv_token_s > pair_s else pair_s)
+                compute_s, read_s = pairs * decode_pair_s, pairs * readings * kv_token_s
+                seconds += compute_s if compute_s > read_s else read_s
             if num_prefill:
                 pairs = prefill_pairs if prefill_pairs <= window * num_prefill else window * num_prefill
-                compute_s, read_s = pairs * pair_s, pairs / num_prefill * kv_token_s
+                compute_s, read_s = pairs * prefill_pair_s, pairs / num_prefill * kv_token_s
                 seconds += compute_s if compute_s > read_s else read_s
-        seconds *= pace
+        seconds = (seconds + num_decode * readings * state_s) * pace
         if tokens > max_captured_tokens and seconds < floor_s:
             seconds = floor_s
-        return seconds + step_s + sampled * sampled_s + hops_s + tokens * token_hop_s
+        return seconds + step_s + logits * logit_s + hops_s + tokens * token_hop_s
 
     def _precomputed_terms(self) -> tuple[float, ...]:
         work, factors, ranks, stages = self.work, self.factors, self.tensor_parallel_size, self.pipeline_parallel_size
@@ -200,13 +205,14 @@ class RooflineLatency:
             (stages - 1) * work.all_reduce_bytes_per_token / link,
         )
 
-    def _precomputed_attention(self) -> tuple[tuple[float, float, float], ...]:
-        """(window, seconds to read a token's keys and values, seconds of a pair's arithmetic) of each extent."""
+    def _precomputed_attention(self) -> tuple[tuple[float, float, float, float], ...]:
+        """Window; seconds to read a token's keys and values; of a decoding pair's arithmetic; of a prompt's."""
         return tuple(
             (
                 float("inf") if part.window is None else part.window,
                 part.kv_bytes_per_token / self._kv_bandwidth,
-                part.flops_per_pair / self._flops(False),
+                part.decode_flops_per_pair / self._flops(False),
+                part.prefill_flops_per_pair / self._flops(False),
             )
             for part in self.work.attention
         )

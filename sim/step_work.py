@@ -10,8 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.cache_dtype import BITS_PER_ELEMENT, CacheFormat, canonical_dtype
+from ..core.config_fields import ConfigFields
 from ..core.errors import InputError
-from ..core.layer_cache import AttentionCache, CompressedCache, LatentCache, LayerCache, StateCache, WindowBufferCache
+from ..core.layer_cache import (
+    AttentionCache,
+    CachePart,
+    CompressedCache,
+    LatentCache,
+    LayerCache,
+    StateCache,
+    WindowBufferCache,
+)
 from ..core.model_geometry import ModelGeometry
 from ..core.model_weights import WeightGroup, WeightKind
 from ..core.parallel_shards import tensor_parallel_spec
@@ -28,12 +37,16 @@ class AttentionWork:
     Attributes:
         window: the most tokens that a token attends to; None: all before it.
         kv_bytes_per_token: read for each token that a decoding sequence attends to.
-        flops_per_pair: for each token and each token that it attends to: scores and values, two operations each.
+        decode_flops_per_pair: for a decoding sequence and each token that it attends to: scores and values, two
+            operations an element.
+        prefill_flops_per_pair: the same for a prompt's token; less where latents are expanded to keys and values
+            first, which pays over many tokens.
     """
 
     window: int | None
     kv_bytes_per_token: float
-    flops_per_pair: float
+    decode_flops_per_pair: float
+    prefill_flops_per_pair: float
 
 
 @attrs.frozen(kw_only=True)
@@ -215,17 +228,22 @@ def _attention_work(geometry: ModelGeometry, ranks: int, storage: CacheFormat) -
         raise InputError(
             f"{geometry.name}: {num_heads} attention heads cannot be divided over tensor_parallel_size {ranks}"
         )
-    totals: dict[int | None, list[float]] = {}
+    totals: dict[int | None, tuple[float, float, float]] = {}
     for cache in _caches(geometry):
         if isinstance(cache, StateCache):
             continue
-        elements = _elements_per_pair(cache)
-        total = totals.setdefault(_window(cache), [0.0, 0.0])
-        total[0] += _bytes_per_token(cache, ranks, storage)
-        total[1] += 2 * num_heads / ranks * elements
+        num_bytes, decoding, prefilling = totals.get(_window(cache), (0.0, 0.0, 0.0))
+        flops = 2 * num_heads / ranks
+        totals[_window(cache)] = (
+            num_bytes + _bytes_per_token(cache, ranks, storage),
+            decoding + flops * _elements_per_pair(cache),
+            prefilling + flops * _expanded_elements_per_pair(cache, geometry.fields),
+        )
     return tuple(
-        AttentionWork(window=window, kv_bytes_per_token=num_bytes, flops_per_pair=flops)
-        for window, (num_bytes, flops) in totals.items()
+        AttentionWork(
+            window=window, kv_bytes_per_token=num_bytes, decode_flops_per_pair=decoding, prefill_flops_per_pair=filling
+        )
+        for window, (num_bytes, decoding, filling) in totals.items()
     )
 
 
@@ -233,11 +251,21 @@ def _elements_per_pair(cache: LayerCache) -> int:
     """Elements that a head multiplies for one pair of tokens: a key and a value; a latent serves as both."""
     if isinstance(cache, AttentionCache):
         return cache.head_size + cache.head_size_v
+    if cache.part is CachePart.INDEXER:
+        return cache.head_size if isinstance(cache, LatentCache | CompressedCache) else 0
     if isinstance(cache, LatentCache | WindowBufferCache):
         return 2 * cache.head_size
     if isinstance(cache, CompressedCache):
         return 2 * cache.head_size // cache.tokens_per_state
     raise InputError(f"what attention over a {type(cache).__name__} costs is not known here")
+
+
+def _expanded_elements_per_pair(cache: LayerCache, fields: ConfigFields) -> int:
+    """The same in a prompt, where MLA's latents are expanded to a key and a value a head."""
+    expanded = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    if isinstance(cache, LatentCache) and cache.part is CachePart.KV and all(fields.has(name) for name in expanded):
+        return sum(fields.integers(*expanded))
+    return _elements_per_pair(cache)
 
 
 def _window(cache: LayerCache) -> int | None:
