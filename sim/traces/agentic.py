@@ -61,6 +61,17 @@ def read_rows(source: TraceSource) -> Iterator[Row | BadRow]:
 
     Memory is that of the conversations that have begun and are not over.
     """
+    num_rows = 0
+    for row in _merged(source):
+        if isinstance(row, BadRow):
+            yield row
+        else:
+            num_rows += 1
+            yield (num_rows, *row[1:])
+
+
+def _merged(source: TraceSource) -> Iterator[Row | BadRow]:
+    """Rows of all conversations in order of time, not numbered yet."""
     conversations = _Conversations(source)
     starts = _starts(source)
     under_way: list[tuple[float, int, Row, Iterator[Row]]] = []
@@ -112,7 +123,6 @@ class _Conversations:
     def __init__(self, source: TraceSource) -> None:
         self._source = source
         self._num_local_ids = 0
-        self._num_rows = 0
         self._global_checks = RowChecks(AGENTIC, source.info, 1)
 
     def __iter__(self) -> Iterator[ReadConversation]:
@@ -128,13 +138,12 @@ class _Conversations:
                     yield ReadConversation([error.at(line, where)])
 
     def rows(self, read: ReadConversation, conversation: int, start: float) -> Iterator[Row]:
-        """Rows of one conversation; each request is let go once it has been taken."""
+        """Rows of one conversation, not numbered yet; each request is let go once it has been taken."""
         requests, name = read.requests, read.name or str(conversation)
         requests.reverse()
         ids: list[int] = []
         while requests:
             request, num_kept, new_ids = requests.pop()
-            self._num_rows += 1
             record = TurnRecord(
                 key=(conversation, request.order),
                 after=tuple((conversation, before.order) for before in request.after),
@@ -151,7 +160,7 @@ class _Conversations:
                 ids[num_kept:] = new_ids
                 hash_ids = tuple(ids)
             when = start + request.when
-            yield self._num_rows, when, request.input_length, request.output_length, hash_ids, record, 0
+            yield 0, when, request.input_length, request.output_length, hash_ids, record, 0
 
     def _read(self, document: Any, where: str) -> ReadConversation:
         info = self._source.info
