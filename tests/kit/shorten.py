@@ -1,0 +1,137 @@
+"""Makes a failing history short: leaves out commands, then simplifies what is left, while the same promise breaks."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+from kvledger.testing.commands import Command, Fork, New
+from kvledger.testing.differential import Differential
+from kvledger.testing.failure import History, KitFailure
+from kvledger.testing.protocol import ManagerFactory
+from kvledger.testing.scenario import Scenario
+from kvledger.testing.trial import Trial
+
+
+def shorten(
+    failure: KitFailure, make: ManagerFactory, rival: ManagerFactory | None = None, budget_s: float = 10.0
+) -> KitFailure:
+    """The same broken promise by a shorter and simpler history; the given failure if there is none.
+
+    Plays candidates until nothing gets simpler or `budget_s` seconds are over.
+    """
+    search = _Search(failure, make, rival, time.monotonic() + budget_s)
+    while search.leave_out_commands() | search.simplify_commands() | search.simplify_scenario():
+        if search.is_over:
+            break
+    return search.best
+
+
+class _Search:
+    """The best failure so far, and the ways to a better one. Each way says whether it found one."""
+
+    def __init__(
+        self, failure: KitFailure, make: ManagerFactory, rival: ManagerFactory | None, deadline: float
+    ) -> None:
+        self.best = failure
+        self._make, self._rival, self._deadline = make, rival, deadline
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self._deadline
+
+    def leave_out_commands(self) -> bool:
+        """Try without halves, quarters, ... and single commands, from the end."""
+        improved = False
+        size = max(len(self._commands) // 2, 1)
+        while size:
+            stop = len(self._commands)
+            while stop > 0 and not self.is_over:
+                start = max(stop - size, 0)
+                commands = self._commands
+                improved |= self._fails(self._scenario, (*commands[:start], *commands[stop:]))
+                stop = start
+            size //= 2
+        return improved
+
+    def simplify_commands(self) -> bool:
+        """Try smaller numbers, fewer requests and default arguments, command by command."""
+        improved = False
+        for index in range(len(self._commands) - 1, -1, -1):
+            for simpler in _simpler_values(self._commands[index]):
+                commands = list(self._commands)
+                if index < len(commands):
+                    commands[index] = simpler
+                    improved |= self._fails(self._scenario, tuple(commands))
+        return improved
+
+    def simplify_scenario(self) -> bool:
+        """Try a smaller pool, fewer groups and default rules."""
+        improved = False
+        for simpler in _simpler_scenarios(self._scenario):
+            improved |= self._fails(simpler, self._commands)
+        return improved
+
+    @property
+    def _scenario(self) -> Scenario:
+        return self.best.history.scenario
+
+    @property
+    def _commands(self) -> tuple[Command, ...]:
+        return self.best.history.commands
+
+    def _fails(self, scenario: Scenario, commands: tuple[Command, ...]) -> bool:
+        if self.is_over:
+            return False
+        failure = failure_of(History(scenario, commands), self._make, self._rival)
+        if failure is None or failure.violation.name != self.best.violation.name:
+            return False
+        self.best = failure
+        return True
+
+
+def failure_of(history: History, make: ManagerFactory, rival: ManagerFactory | None = None) -> KitFailure | None:
+    """How a history fails, or None if it does not, or makes no sense (it names a request that never arrived)."""
+    try:
+        player = Trial(make, history.scenario) if rival is None else Differential(make, rival, history.scenario)
+        for command in history.commands:
+            player.do(command)
+    except KitFailure as failure:
+        return failure
+    except (LookupError, ValueError, TypeError):
+        return None
+    return None
+
+
+def _simpler_values(command: Command) -> Iterator[Command]:
+    for field in attrs.fields(type(command)):
+        value = getattr(command, field.name)
+        for simpler in _simpler(value, field.default, isinstance(command, New | Fork)):
+            yield attrs.evolve(command, **{field.name: simpler})
+
+
+def _simpler(value: Any, default: Any, keeps_names: bool) -> Iterator[Any]:
+    if default is not attrs.NOTHING and value != default:
+        yield default
+    if isinstance(value, bool):
+        return
+    if isinstance(value, int):
+        yield from dict.fromkeys([smaller for smaller in (value // 2, value - 1) if 0 <= smaller < value])
+    elif isinstance(value, tuple) and len(value) > 1:
+        yield from [(*value[:i], *value[i + 1 :]) for i in range(len(value))]
+    if isinstance(value, tuple) and keeps_names:  # the runs of a prompt
+        for i, (token, count) in enumerate(value):
+            for smaller in (count // 2, count - 1):
+                if 0 < smaller < count:
+                    yield (*value[:i], (token, smaller), *value[i + 1 :])
+
+
+def _simpler_scenarios(scenario: Scenario) -> Iterator[Scenario]:
+    for field in attrs.fields(Scenario):
+        if field.default is not attrs.NOTHING and getattr(scenario, field.name) != field.default:
+            yield attrs.evolve(scenario, **{field.name: field.default})
+    for i in range(len(scenario.groups) if len(scenario.groups) > 1 else 0):
+        yield attrs.evolve(scenario, groups=(*scenario.groups[:i], *scenario.groups[i + 1 :]))
+    for num_blocks in dict.fromkeys([scenario.num_blocks // 2, scenario.num_blocks - 1]):
+        if 2 <= num_blocks < scenario.num_blocks:
+            yield attrs.evolve(scenario, num_blocks=num_blocks)

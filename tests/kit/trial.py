@@ -1,0 +1,651 @@
+"""Plays a history on a manager, command by command, and checks every promise after each. Needs no Hypothesis.
+
+    trial = Trial(make_ledger, Scenario(num_blocks=5))
+    trial.do(New("a", ((0, 9),)))
+    trial.do(Allocate("a", 9))
+    trial.finish()
+
+The trial knows the tokens of every request and what each slot must hold; it asks the manager for nothing but its view.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import attrs
+from kvledger.testing import promises
+from kvledger.testing.commands import (
+    Abort,
+    Allocate,
+    Append,
+    Command,
+    Evict,
+    Fork,
+    Free,
+    Gate,
+    Match,
+    New,
+    Preempt,
+    ReleaseBlocks,
+    ReleaseOutOfWindow,
+    Reset,
+    Truncate,
+)
+from kvledger.testing.content_model import ContentModel
+from kvledger.testing.failure import History, KitFailure, load_history
+from kvledger.testing.invariants import INVARIANTS, InvariantViolation
+from kvledger.testing.protocol import (
+    FoundPrefix,
+    Limits,
+    ManagerFactory,
+    NeverFitsError,
+    Placement,
+    RefusedError,
+    capabilities_of,
+    name_of,
+    supports_of,
+)
+from kvledger.testing.scenario import Scenario
+from kvledger.testing.view import AllocatorView
+
+# Tokens of the kit's own: drafts, and the request that fills the pool at the end.
+_FIRST_DRAFT_TOKEN = 1_000
+_LAST_REQUEST_TOKEN = 999
+
+
+@attrs.define
+class TrialRequest:
+    """What the trial knows of a request.
+
+    Attributes:
+        tokens: every known token.
+        placed: the tokens that have slots, drafts included; empty while it holds nothing.
+        is_live: whether it holds blocks.
+        slots_asked: the most slots asked for since it holds blocks (or was truncated).
+        found: what its last lookup returned, and after how many changes that was.
+        lost_a_key: whether a block of it was evicted by id while it held it.
+    """
+
+    name: str
+    tokens: list[int]
+    placed: list[int] = attrs.field(factory=list[int])
+    is_live: bool = False
+    slots_asked: int = 0
+    found: FoundPrefix | None = None
+    found_after: int = 0
+    lost_a_key: bool = False
+
+    @property
+    def num_valid(self) -> int:
+        """Placed tokens that are known ones: where it goes on."""
+        for position, (placed, known) in enumerate(zip(self.placed, self.tokens, strict=False)):
+            if placed != known:
+                return position
+        return min(len(self.placed), len(self.tokens))
+
+    def end(self) -> None:
+        """It holds nothing any more."""
+        self.placed, self.is_live, self.slots_asked, self.lost_a_key = [], False, 0, False
+
+
+# A request, the position of its first new token, and how many there are.
+Step: TypeAlias = tuple[TrialRequest, int, int]
+
+
+class Trial:
+    """One history on one manager.
+
+    Attributes:
+        view: the state after the last command.
+        requests: every request that has arrived, by name.
+        stopped_by: the name of a waived promise that broke; the rest of the history is not played.
+    """
+
+    def __init__(self, make: ManagerFactory, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.supports = supports_of(make)
+        self.factory = name_of(make)
+        self.manager: Any = make(scenario)
+        self.capabilities = capabilities_of(self.manager)
+        self.commands: list[Command] = []
+        self.requests: dict[str, TrialRequest] = {}
+        self.model = ContentModel(scenario)
+        self.view: AllocatorView = self.manager.view()
+        self.num_changes = 0
+        self.stopped_by: str | None = None
+        self._before: AllocatorView | None = None
+        self._num_drafts = 0
+        self._play: dict[type[Any], Callable[[Any], None]] = {
+            New: self._new,
+            Match: self._match,
+            Gate: self._gate,
+            Allocate: self._allocate,
+            Append: self._append,
+            ReleaseOutOfWindow: self._release_out_of_window,
+            Truncate: self._truncate,
+            Fork: self._fork,
+            Free: lambda command: self._end(command.request, self.manager.free),
+            Preempt: lambda command: self._end(command.request, self.manager.preempt),
+            Abort: lambda command: self._end(command.request, self.manager.abort),
+            Evict: self._evict,
+            Reset: self._reset,
+            ReleaseBlocks: lambda command: self._misuse(lambda: self.manager.release_blocks(command.blocks)),
+        }
+
+    # -- playing -----------------------------------------------------------------------------------------------------
+
+    def do(self, command: Command) -> None:
+        """Play one command and check everything.
+
+        Raises:
+            KitFailure: a promise is broken.
+        """
+        if self.stopped_by is not None:
+            return
+        self.commands.append(command)
+        self._before = self.view
+        try:
+            self._play[type(command)](command)
+            self._check_state()
+        except InvariantViolation as violation:
+            if violation.name not in self.supports.waived:
+                raise self.failure(violation) from None
+            self.stopped_by = violation.name
+
+    def finish(self) -> None:
+        """End every request, and see that the pool serves the longest request that fits."""
+        for request in list(self.requests.values()):
+            if request.is_live:
+                self.do(Free(request.name))
+        longest = self._longest_request()
+        if longest:
+            last = "the longest request"
+            self.do(New(last, ((_LAST_REQUEST_TOKEN, longest),)))
+            self.do(Allocate(last, longest))
+            if not self.stopped_by and not self.requests[last].is_live:
+                raise self.failure(promises.PROGRESS.broken(f"{longest} tokens find no place in an idle pool"))
+
+    def failure(self, violation: InvariantViolation) -> KitFailure:
+        """The broken promise with the history that broke it."""
+        history = History(self.scenario, tuple(self.commands), violation.name)
+        return KitFailure(history, violation, self.factory, self._before, self.view)
+
+    def live(self) -> list[str]:
+        """Requests that hold blocks."""
+        return [name for name, request in self.requests.items() if request.is_live]
+
+    def _longest_request(self) -> int:
+        """Tokens of the longest request that an idle pool can hold, all at once."""
+        usable = self.scenario.num_usable_blocks
+        for num_tokens in range(self.scenario.max_model_len, 0, -1):
+            if sum([-(-num_tokens // group.block_size) for group in self.scenario.groups]) <= usable:
+                return num_tokens
+        return 0
+
+    # -- the answer of the manager -----------------------------------------------------------------------------------
+
+    def _ask(self, action: Callable[[], Any]) -> Any:
+        """The manager's answer, with `RefusedError` and `NeverFitsError` as values."""
+        try:
+            answer = action()
+        except (RefusedError, NeverFitsError) as refusal:
+            answer = refusal
+        except Exception as error:
+            self.view = self._view()
+            raise promises.NO_CRASH.broken(f"{type(error).__name__}: {error}") from error
+        self.view = self._view()
+        return answer
+
+    def _view(self) -> AllocatorView:
+        try:
+            return self.manager.view()
+        except Exception as error:
+            raise promises.NO_CRASH.broken(f"its state cannot be read: {type(error).__name__}: {error}") from error
+
+    def _unchanged(self, promise: promises.Promise = promises.REFUSAL_CHANGES_NOTHING) -> None:
+        assert self._before is not None
+        difference = promises.first_difference(self._before, self.view)
+        promise.require(difference is None, str(difference))
+
+    def _misuse(self, action: Callable[[], Any]) -> None:
+        """Refused or ignored, but never carried out."""
+        self._ask(action)
+        self._unchanged()
+
+    # -- commands that ask -------------------------------------------------------------------------------------------
+
+    def _new(self, command: New) -> None:
+        tokens = [token for token, count in command.prompt for _ in range(count)]
+        self.requests[command.request] = TrialRequest(command.request, tokens)
+
+    def _match(self, command: Match) -> None:
+        request = self.requests[command.request]
+        found = self._ask(lambda: self.manager.match(request.name, list(request.tokens)))
+        if isinstance(found, Exception):
+            raise promises.NO_CRASH.broken(f"a lookup was refused: {found}")
+        self._unchanged(promises.LOOKUP_CHANGES_NOTHING)
+        hit, longest = found.num_hit_tokens, len(request.tokens) - 1
+        promises.HIT_BOUNDS.require(
+            0 <= hit <= longest and hit % self.scenario.alignment == 0,
+            f"a request of {len(request.tokens)} tokens hits {hit}; alignment {self.scenario.alignment}",
+        )
+        self._check_longest_hit(request, hit)
+        request.found, request.found_after = found, self.num_changes
+
+    def _check_longest_hit(self, request: TrialRequest, hit: int) -> None:
+        group = self.scenario.groups[0]
+        if len(self.scenario.groups) > 1 or not group.attends_to_all or self.view.keyed is None:
+            return
+        size, blocks = group.block_size, 0
+        while (blocks + 1) * size < len(request.tokens) and self.model.find(
+            request.tokens[: (blocks + 1) * size], 0, self.view
+        ):
+            blocks += 1
+        expected = max(blocks - self.scenario.use_eagle, 0) * size
+        promises.LONGEST_HIT.require(hit == expected, f"a hit of {hit} tokens where {expected} can be found")
+
+    def _gate(self, command: Gate) -> None:
+        request = self.requests[command.request]
+        found = request.found if command.adopt and not request.is_live and self._is_fresh(request) else None
+        answer = self._ask(
+            lambda: self.manager.can_admit(request.name, list(request.tokens), found, command.use_watermark)
+        )
+        self._unchanged(promises.LOOKUP_CHANGES_NOTHING)
+        if all(group.attends_to_all for group in self.scenario.groups) and (not found or found.blocks is not None):
+            num_tokens = min(len(request.tokens), self.scenario.max_model_len)
+            watermark = self.scenario.watermark_blocks if command.use_watermark else 0
+            needed = self._blocks_needed(request, num_tokens, found) + watermark
+            promises.JUSTIFIED_REFUSAL.require(
+                bool(answer) == (needed <= len(self.view.free)),
+                f"{num_tokens} tokens need {needed} blocks of {len(self.view.free)} free ones, watermark included; "
+                f"the gate says {answer}",
+            )
+
+    # -- commands that place -----------------------------------------------------------------------------------------
+
+    def _allocate(self, command: Allocate) -> None:
+        request = self.requests[command.request]
+        found = request.found if command.adopt else None
+        start = max(request.num_valid - command.back, 0) if request.is_live else 0
+        hit = found.num_hit_tokens if found else 0
+        new = min(command.num_new_tokens, self.scenario.max_model_len - start - hit)
+        if new < 1:
+            return
+        placement = Placement(request.name, list(request.tokens), start, new)
+        watermark = self.scenario.watermark_blocks if command.use_watermark else 0
+        limits = Limits(command.lookahead, command.reserved, command.use_watermark)
+        answer = self._ask(lambda: self.manager.allocate(placement, found, limits))
+        if answer is True:
+            self._placed([(request, start + hit, new)], limits, found)
+            promises.check_headroom(self._earlier(), self.view, command.reserved, watermark)
+            return
+        self._check_refusal(answer, [(request, start + hit, new)], limits, command.reserved + watermark, found)
+
+    def _append(self, command: Append) -> None:
+        chosen = [self.requests[name] for name in command.requests]
+        if "append" in self.capabilities:
+            self._decode_step(chosen, command, self.manager.append)
+            return
+        for request in chosen:  # one by one, each a command of its own
+            self._before = self.view
+            self._decode_step([request], command, lambda placed, limits: self.manager.allocate(placed[0], None, limits))
+
+    def _decode_step(
+        self, chosen: Sequence[TrialRequest], command: Append, action: Callable[[list[Placement], Limits], Any]
+    ) -> None:
+        limits = Limits(command.lookahead, command.reserved)
+        steps: list[Step] = []
+        for number, request in enumerate(chosen):
+            self._sample(request, command, number)
+            start, new = self._next_tokens(request, command.drafts)
+            if new > 0 or not request.is_live:
+                steps.append((request, start, max(new, 1)))
+        if not steps or ("append" not in self.capabilities and not steps[0][0].is_live):
+            return
+        placements = [Placement(request.name, list(request.tokens), start, new) for request, start, new in steps]
+        answer = self._ask(lambda: action(placements, limits))
+        if answer is True:
+            self._placed(steps, limits, None)
+            promises.check_headroom(self._earlier(), self.view, command.reserved, 0)
+            return
+        self._check_refusal(answer, steps, limits, command.reserved, None)
+
+    def _sample(self, request: TrialRequest, command: Append, number: int) -> None:
+        """Once all known tokens are computed, the step before has produced another, and judged the drafts."""
+        known = len(request.tokens)
+        if request.is_live and request.num_valid == known < self.scenario.max_model_len:
+            accepted = request.placed[known : known + command.accepted]
+            request.tokens += [*accepted, command.output + number][: self.scenario.max_model_len - known]
+
+    def _next_tokens(self, request: TrialRequest, drafts: int) -> tuple[int, int]:
+        start = request.num_valid
+        return start, min(len(request.tokens) - start + drafts, self.scenario.max_model_len - start)
+
+    def _placed(self, steps: Sequence[Step], limits: Limits, found: FoundPrefix | None) -> None:
+        """Blocks were given: write the new tokens where the tables say, then read as the next tokens would."""
+        before = self._earlier()
+        self.num_changes += 1
+        self.model.copy_on_write(before, self.view)
+        promises.check_tables_only_grow(before, self.view, None)
+        if "ordered" in self.supports.options and (found is None or found.blocks is not None):
+            promises.check_taken_from_the_head(before, self.view, found.blocks or () if found else ())
+        promises.check_keys_stay(before, self.view, self._overwritten(before, steps))
+        for request, total, new in steps:
+            # Tokens before `total` are the request's own, or adopted: the same tokens in either case.
+            valid = request.placed[:total] if request.is_live else request.tokens[:total]
+            request.placed = [*valid, *[self._token_at(request, position) for position in range(total, total + new)]]
+            request.is_live = True
+            request.slots_asked = max(request.slots_asked, self._slots(total + new, limits))
+            self._check_slots(request)
+            problem = self.model.write(request.name, request.placed, total, self.view)
+            promises.SLOTS_EXIST.require(problem is None, str(problem))
+        for request, total, _ in steps:
+            problem = self.model.misread(request.name, request.placed, total, self.view)
+            promises.OWN_CONTENT.require(problem is None, str(problem))
+            self._check_registered(before, request, total)
+
+    def _token_at(self, request: TrialRequest, position: int) -> int:
+        if position < len(request.tokens):
+            return request.tokens[position]
+        self._num_drafts += 1
+        return _FIRST_DRAFT_TOKEN + self._num_drafts
+
+    def _overwritten(self, before: AllocatorView, steps: Sequence[Step]) -> set[int]:
+        """Blocks that the new tokens are written into, or that lie behind them after going back."""
+        return {
+            block
+            for request, total, _ in steps
+            for shape, table in zip(self.scenario.groups, before.tables.get(request.name, ()), strict=False)
+            for block in table[total // shape.block_size :]
+        }
+
+    def _check_slots(self, request: TrialRequest) -> None:
+        for group, shape in enumerate(self.scenario.groups):
+            held, needed = len(self.view.tables[request.name][group]), -(-request.slots_asked // shape.block_size)
+            detail = (
+                f"request {request.name!r} holds {held} blocks of {shape.block_size} in group {group} for "
+                f"{request.slots_asked} slots, which need {needed}"
+            )
+            promises.SLOTS_EXIST.require(held >= needed, detail)
+            promises.NO_WASTE.require(held <= needed, detail)
+
+    def _check_registered(self, before: AllocatorView, request: TrialRequest, total: int) -> None:
+        keyed, was_keyed = self.view.keyed, before.keyed
+        if keyed is None or was_keyed is None or not self.scenario.enable_caching:
+            return
+        known = min(len(request.placed), len(request.tokens))
+        sure = known // self.scenario.alignment * self.scenario.alignment
+        for group, shape in enumerate(self.scenario.groups):
+            size, table = shape.block_size, self.view.tables[request.name][group]
+            for index in range(total // size, len(table)):
+                is_known = (index + 1) * size <= len(request.tokens)
+                promises.DRAFTS_ARE_NOT_FOUND.require(
+                    is_known or table[index] not in keyed,
+                    f"block {table[index]}, at {index} of request {request.name!r}, can be found; "
+                    f"{len(request.tokens)} tokens are known",
+                )
+                if shape.attends_to_all and (index + 1) * size <= sure and not request.lost_a_key:
+                    promises.COMPLETE_BLOCKS_ARE_FOUND.require(
+                        self.model.find(request.tokens[: (index + 1) * size], group, self.view),
+                        f"block {table[index]}, at {index} of request {request.name!r}, cannot be found",
+                    )
+        if self._checks_orphans():
+            new = {(block, group) for block, (group, _) in keyed.items() if block not in was_keyed}
+            orphans = sorted(new.intersection(self.model.unreachable(self.view)))
+            promises.NO_ORPHANS.require(
+                not orphans, f"block {orphans[0][0] if orphans else ''} became findable behind one that is not"
+            )
+
+    # -- refusals ----------------------------------------------------------------------------------------------------
+
+    def _slots(self, end: int, limits: Limits) -> int:
+        return min(end + limits.num_lookahead_tokens, self.scenario.max_model_len)
+
+    def _blocks_needed(self, request: TrialRequest, num_slots: int, found: FoundPrefix | None) -> int:
+        """Blocks that must be free at most: the missing ones, and hit blocks that leave the free queue."""
+        free = set(self._earlier().free.tolist())
+        tables = self._earlier().tables.get(request.name, [[] for _ in self.scenario.groups])
+        needed = 0
+        for group, shape in enumerate(self.scenario.groups):
+            num_hits = found.num_hit_tokens // shape.block_size if found else 0
+            needed += max(-(-num_slots // shape.block_size) - len(tables[group]) - num_hits, 0)
+            if found is not None:
+                needed += num_hits if found.blocks is None else sum([block in free for block in found.blocks[group]])
+        return needed
+
+    def _copies_needed(self, request: TrialRequest, start: int, num_slots: int) -> int:
+        """Blocks that the new tokens would be written into although others read them."""
+        uses, tables = self._earlier().uses(), self._earlier().tables.get(request.name, ())
+        return sum(
+            [
+                int(uses[block]) > 1
+                for shape, table in zip(self.scenario.groups, tables, strict=False)
+                for block in table[start // shape.block_size : -(-num_slots // shape.block_size)]
+            ]
+        )
+
+    def _check_refusal(
+        self, answer: Any, steps: Sequence[Step], limits: Limits, kept_free: int, found: FoundPrefix | None
+    ) -> None:
+        """Whether there is a reason for a refusal that the trial can see."""
+        self._unchanged()
+        needed = copies = 0
+        for request, total, new in steps:
+            num_slots = self._slots(total + new, limits)
+            needed += self._blocks_needed(request, num_slots, found)
+            copies += self._copies_needed(request, total, num_slots)
+        if isinstance(answer, RefusedError):
+            promises.JUSTIFIED_REFUSAL.require(
+                self._breaks_a_rule(steps, found), f"refused, though no rule is broken: {answer}"
+            )
+        elif isinstance(answer, NeverFitsError):
+            in_all = needed + sum([self._num_held(request) for request, *_ in steps])
+            promises.JUSTIFIED_REFUSAL.require(
+                in_all > self.scenario.num_usable_blocks,
+                f"refused for good, though {in_all} blocks in all fit into {self.scenario.num_usable_blocks}: {answer}",
+            )
+        else:
+            free = len(self._earlier().free)
+            promises.JUSTIFIED_REFUSAL.require(
+                needed + copies > free - kept_free,
+                f"not carried out, though {needed + copies} blocks are needed, {free} are free and {kept_free} of them "
+                "must stay free",
+            )
+
+    def _breaks_a_rule(self, steps: Sequence[Step], found: FoundPrefix | None) -> bool:
+        request = steps[0][0]
+        names = [step[0].name for step in steps]
+        is_append = isinstance(self.commands[-1], Append)
+        return (
+            len(set(names)) < len(names)
+            or (is_append and not all(step[0].is_live for step in steps))
+            or (found is not None and (request.is_live or not self._is_fresh(request)))
+            or (not request.is_live and len(self.live()) >= self.scenario.max_num_reqs)
+            or any(self._has_lost(step[0], step[1]) for step in steps)
+        )
+
+    def _num_held(self, request: TrialRequest) -> int:
+        view = self._earlier()
+        return sum([block != view.null_block for table in view.tables.get(request.name, ()) for block in table])
+
+    def _has_lost(self, request: TrialRequest, start: int) -> bool:
+        """Whether something that the token at `start` attends to has been given back."""
+        tables = self._earlier().tables.get(request.name, ())
+        for shape, table in zip(self.scenario.groups, tables, strict=False):
+            index = shape.attends_from(start) // shape.block_size
+            if index < len(table) and table[index] == self._earlier().null_block:
+                return True
+        return False
+
+    def _is_fresh(self, request: TrialRequest) -> bool:
+        return request.found is not None and request.found_after == self.num_changes
+
+    # -- commands that give back -------------------------------------------------------------------------------------
+
+    def _release_out_of_window(self, command: ReleaseOutOfWindow) -> None:
+        request = self.requests[command.request]
+        computed = request.num_valid
+        if not request.is_live:
+            self._misuse(lambda: self.manager.release_out_of_window(request.name, computed))
+            return
+        answer = self._ask(lambda: self.manager.release_out_of_window(request.name, computed))
+        promises.JUSTIFIED_REFUSAL.require(not isinstance(answer, Exception), f"refused a release: {answer}")
+        self.num_changes += 1
+        promises.check_out_of_window(self.scenario, request.name, computed, self.view)
+        promises.check_tables_only_grow(self._earlier(), self.view, None)
+        promises.check_keys_stay(self._earlier(), self.view, set())
+
+    def _truncate(self, command: Truncate) -> None:
+        request, num_tokens = self.requests[command.request], command.num_tokens
+        if not request.is_live or num_tokens > len(request.placed):
+            self._misuse(lambda: self.manager.truncate(request.name, num_tokens))
+            return
+        answer = self._ask(lambda: self.manager.truncate(request.name, num_tokens))
+        if isinstance(answer, Exception):
+            self._unchanged()
+            promises.JUSTIFIED_REFUSAL.require(self._has_lost(request, num_tokens), f"refused a truncation: {answer}")
+            return
+        self.num_changes += 1
+        request.placed = request.placed[:num_tokens]
+        request.slots_asked = num_tokens
+        if command.forget:
+            request.tokens = request.tokens[: max(num_tokens, 1)]
+            request.found = None
+        self._check_slots(request)
+        promises.check_tables_only_grow(self._earlier(), self.view, request.name)
+        promises.check_keys_stay(self._earlier(), self.view, set())
+
+    def _fork(self, command: Fork) -> None:
+        parent, child = self.requests[command.parent], self.requests.get(command.child)
+        action = lambda: self.manager.fork(parent.name, command.child, list(parent.tokens))  # noqa: E731
+        if not parent.is_live or (child and child.is_live):
+            self._misuse(action)
+            return
+        answer = self._ask(action)
+        if isinstance(answer, Exception):
+            self._unchanged()
+            promises.JUSTIFIED_REFUSAL.require(
+                len(self.live()) >= self.scenario.max_num_reqs, f"refused a fork: {answer}"
+            )
+            return
+        self.num_changes += 1
+        born = TrialRequest(command.child, list(parent.tokens), list(parent.placed), is_live=True)
+        born.slots_asked, born.lost_a_key = len(born.placed), parent.lost_a_key
+        self.requests[command.child] = born
+        self.model.copy_at_fork(parent.name, born.name, self.view)
+        self._check_slots(born)
+        promises.check_tables_only_grow(self._earlier(), self.view, None)
+        promises.check_keys_stay(self._earlier(), self.view, set())
+
+    def _end(self, name: str, action: Callable[[str], Any]) -> None:
+        request = self.requests[name]
+        if not request.is_live:
+            self._misuse(lambda: action(name))
+            return
+        answer = self._ask(lambda: action(name))
+        promises.JUSTIFIED_REFUSAL.require(not isinstance(answer, Exception), f"refused an end: {answer}")
+        self.num_changes += 1
+        request.end()
+        promises.EVERYTHING_COMES_BACK.require(
+            name not in self.view.tables, f"request {name!r} has ended and holds {self.view.tables.get(name)}"
+        )
+        promises.check_tables_only_grow(self._earlier(), self.view, None)
+        promises.check_keys_stay(self._earlier(), self.view, set())
+
+    def _evict(self, command: Evict) -> None:
+        if any(not 0 <= block < self.scenario.num_blocks for block in command.blocks):
+            self._misuse(lambda: self.manager.evict(command.blocks))
+            return
+        answer = self._ask(lambda: self.manager.evict(command.blocks))
+        promises.JUSTIFIED_REFUSAL.require(not isinstance(answer, Exception), f"refused an eviction: {answer}")
+        self.num_changes += 1
+        before, keyed = self._earlier(), self.view.keyed
+        if keyed is None or before.keyed is None:
+            return
+        lost = set(before.keyed) - set(keyed)
+        for request in self.requests.values():
+            tables = self.view.tables.get(request.name, ())
+            request.lost_a_key |= any(not lost.isdisjoint(table) for table in tables)
+        promises.RESET_FORGETS.require(
+            not any(block in keyed for block in command.blocks), f"a block of {command.blocks} can still be found"
+        )
+        if self._checks_orphans():
+            already = set(self.model.unreachable(before))
+            orphans = sorted(set(self.model.unreachable(self.view)) - already)
+            promises.NO_ORPHANS.require(
+                not orphans, f"block {orphans[0][0] if orphans else ''} is findable behind an evicted one"
+            )
+
+    def _reset(self, command: Reset) -> None:
+        in_use = bool(self.view.uses().any())
+        answer = self._ask(self.manager.reset)
+        if in_use:
+            self._unchanged()
+            promises.RESET_FORGETS.require(isinstance(answer, Exception), "a reset was ignored silently")
+            return
+        promises.RESET_FORGETS.require(
+            not isinstance(answer, Exception) and not self.view.keyed, f"an idle pool was not reset: {answer}"
+        )
+        self.num_changes += 1
+
+    # -- after every command -----------------------------------------------------------------------------------------
+
+    def _earlier(self) -> AllocatorView:
+        assert self._before is not None
+        return self._before
+
+    def _checks_orphans(self) -> bool:
+        """Managers that can drop orphans are not told off for keeping them when the scenario says so."""
+        told_to_keep = "drop_orphans" in self.supports.options and self.scenario.orphans == "keep"
+        return not told_to_keep
+
+    def _check_state(self) -> None:
+        for invariant in INVARIANTS:
+            violation = invariant.violation(self.view)
+            if violation is not None:
+                raise violation
+        for request in self.requests.values():
+            if request.is_live:
+                valid = request.num_valid
+                problem = self.model.misread(request.name, request.placed[:valid], valid, self.view)
+                promises.OWN_CONTENT.require(problem is None, str(problem))
+        self._check_keys()
+        if "rebuild" in self.capabilities:
+            live, rebuilt = self.manager.rebuild()
+            if live != rebuilt:
+                parts = [part for part in live if live[part] != rebuilt.get(part)]
+                detail = "; ".join([f"{part}: {live[part]} live, {rebuilt.get(part)} rebuilt" for part in parts])
+                raise promises.EVENTS_REBUILD_STATE.broken(detail)
+
+    def _check_keys(self) -> None:
+        keyed, prefix_of = self.view.keyed, self.view.key_prefix
+        if keyed is None or prefix_of is None:
+            return
+        for block, (group, key) in keyed.items():
+            promises.KEYS_TELL_THE_TRUTH.require(
+                self.model.block_holds(block, group, prefix_of(key)),
+                f"block {block} is findable under {len(prefix_of(key))} tokens that it does not hold",
+            )
+
+
+def play(make: ManagerFactory, history: History, finish: bool = True) -> Trial:
+    """Play a whole history; `finish` also ends every request at the end.
+
+    Raises:
+        KitFailure: a promise is broken.
+    """
+    trial = Trial(make, history.scenario)
+    for command in history.commands:
+        trial.do(command)
+    if finish:
+        trial.finish()
+    return trial
+
+
+def replay_file(path: Path, make: ManagerFactory) -> Trial:
+    """Play a regression file on a manager. Needs no Hypothesis.
+
+    Raises:
+        KitFailure: the promise is (still) broken.
+    """
+    return play(make, load_history(path), finish=False)
