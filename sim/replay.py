@@ -13,6 +13,7 @@ from ..core.allocator_config import AllocatorConfig
 from ..core.scheduler import Scheduler
 from ..core.scheduler_config import SchedulerConfig
 from ..core.types import DraftModel, EventSink, LatencyModel, Request
+from .async_engine import AsyncSchedulingEngine
 from .engine import NANOSECONDS, SimulatedEngine
 from .metrics import Recorder
 from .quantile_sketch import RELATIVE_ERROR
@@ -86,6 +87,7 @@ def replay(
     on_progress: Callable[[int], None] | None = None,
     macro_steps: bool = True,
     drafts: DraftModel | None = None,
+    async_scheduling: bool = False,
 ) -> ReplayReport:
     """Run every request of a trace through allocator, scheduler and latency model, until each has ended.
 
@@ -98,6 +100,7 @@ def replay(
         sinks: further listeners to every commit (a log, metrics).
         on_progress: called with the number of requests submitted so far.
         drafts: how many drafts are accepted; needed with `num_speculative_tokens`.
+        async_scheduling: whether each step is decided while the one before it runs.
         macro_steps: whether identical decode steps are taken in one go; the figures are the same either way.
 
     Raises:
@@ -108,13 +111,19 @@ def replay(
     backend = SimBackend(latency, drafts)
     ledger = KVCacheAllocator(allocator, sinks=[backend, recorder, *sinks])
     batcher = Scheduler(scheduler, ledger)
-    engine = SimulatedEngine(env, batcher, backend, recorder, macro_steps)
+    engine_class = AsyncSchedulingEngine if async_scheduling else SimulatedEngine
+    engine = engine_class(env, batcher, backend, recorder, macro_steps)
     requests = traced_requests(trace, allocator.hash_block_size, lambda: trace_block_size)
     started = time.perf_counter()
     env.process(engine.arrivals(_counted(requests, on_progress) if on_progress else requests))
     env.run()
     wall_seconds = time.perf_counter() - started
-    return _report(batcher, recorder, engine, latency, env.now / NANOSECONDS, wall_seconds)
+    assumptions = {
+        "async_scheduling": async_scheduling,
+        **latency.assumptions(),
+        **(drafts.assumptions() if drafts is not None else {}),
+    }
+    return _report(batcher, recorder, engine.rejections, assumptions, env.now / NANOSECONDS, wall_seconds)
 
 
 def _counted(requests: Iterator[Request], on_progress: Callable[[int], None]) -> Iterator[Request]:
@@ -126,8 +135,8 @@ def _counted(requests: Iterator[Request], on_progress: Callable[[int], None]) ->
 def _report(
     scheduler: Scheduler,
     recorder: Recorder,
-    engine: SimulatedEngine,
-    latency: LatencyModel,
+    rejections: list[str],
+    assumptions: dict[str, Any],
     simulated_seconds: float,
     wall_seconds: float,
 ) -> ReplayReport:
@@ -181,11 +190,11 @@ def _report(
             "enable_prefix_caching": config.enable_caching,
             "eviction": config.eviction,
             **attrs.asdict(scheduler.config),
-            **latency.assumptions(),
+            **assumptions,
             "percentiles": f"nearest rank, from a sketch with {RELATIVE_ERROR * 100:g} % relative error",
             "ttft": "from arrival, queueing included; model time only, no HTTP server",
         },
-        rejections=engine.rejections[:MAX_REJECTIONS_SHOWN],
+        rejections=rejections[:MAX_REJECTIONS_SHOWN],
         series=recorder.series.columns(),
         timing={
             "wall_seconds": wall_seconds,

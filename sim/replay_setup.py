@@ -1,5 +1,7 @@
 """The engine that a replay runs on: from the options to pool, groups and latency model, nothing filled in silently."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -12,7 +14,12 @@ from ..core.deployment_plan import DeploymentPlan, plan_deployment
 from ..core.errors import InputError
 from ..core.hybrid_waste import hybrid_waste
 from ..core.model_geometry import load_geometry
+from ..core.types import LatencyModel
 from .devices import find_device
+from .latency import LinearLatency
+from .latency_table import TableLatency
+from .roofline import RooflineLatency
+from .swap_latency import SwapLatency
 
 # No published model has a longer context; a pool without a model serves requests up to this length.
 LONGEST_CONTEXT_TOKENS = 1 << 20
@@ -53,11 +60,13 @@ class Pool:
     Attributes:
         allocator: sizes, groups and rules.
         plan: how the planner came to it; None without a model.
+        gpu: the device preset; None without a model.
         facts: what goes into the report's assumptions.
     """
 
     allocator: AllocatorConfig
     plan: DeploymentPlan | None
+    gpu: str | None
     facts: dict[str, Any]
 
 
@@ -88,7 +97,89 @@ def make_pool(options: PoolOptions) -> Pool:
         eviction=options.eviction,
         key_algorithm="trace ids",
     )
-    return Pool(allocator=allocator, plan=plan, facts=_facts(options, plan))
+    return Pool(allocator=allocator, plan=plan, gpu=options.gpu, facts=_facts(options, plan))
+
+
+@attrs.frozen(kw_only=True)
+class LatencyOptions:
+    """What decides how long a step takes, as typed; None where an option was not given."""
+
+    latency: str | None = None
+    base_ms: float | None = None
+    us_per_prefill_token: float | None = None
+    us_per_decoding_sequence: float | None = None
+    latency_table: str | None = None
+    swap_link_gb_s: float | None = None
+    swap_bytes_per_block: int | None = None
+
+
+def make_latency(options: LatencyOptions, pool: Pool, max_num_seqs: int) -> LatencyModel:
+    """The latency model: `roofline` for a model on a device, else `linear`; `table` reads measured steps.
+
+    Raises:
+        InputError: the model needs something that is not given, or something given has no effect on it.
+    """
+    name = options.latency or ("table" if options.latency_table else "roofline" if pool.plan else "linear")
+    linear = {
+        "--base-ms": options.base_ms,
+        "--us-per-prefill-token": options.us_per_prefill_token,
+        "--us-per-decoding-sequence": options.us_per_decoding_sequence,
+    }
+    if name != "linear":
+        _refuse_given(linear, f"--latency {name}")
+    if name != "table":
+        _refuse_given({"--latency-table": options.latency_table}, f"--latency {name}")
+    if name == "roofline":
+        model = _roofline(pool, max_num_seqs)
+    elif name == "linear":
+        model = _linear(options)
+    elif name == "table" and options.latency_table is not None:
+        model = TableLatency.from_csv(Path(options.latency_table))
+    elif name == "table":
+        raise InputError("--latency table needs --latency-table FILE: a CSV of measured steps")
+    else:
+        raise InputError(f"--latency {name} is no latency model; there are linear, roofline and table")
+    return _with_swapping(model, options, pool)
+
+
+def _linear(options: LatencyOptions) -> LatencyModel:
+    default = LinearLatency()
+    return LinearLatency(
+        default.base_s if options.base_ms is None else options.base_ms / 1e3,
+        default.prefill_token_s if options.us_per_prefill_token is None else options.us_per_prefill_token / 1e6,
+        default.decode_seq_s if options.us_per_decoding_sequence is None else options.us_per_decoding_sequence / 1e6,
+    )
+
+
+def _roofline(pool: Pool, max_num_seqs: int) -> LatencyModel:
+    if pool.plan is None or pool.gpu is None:
+        raise InputError("--latency roofline needs --model and --gpu: it is worked out from both")
+    deployment = pool.plan.deployment
+    return RooflineLatency.for_model(
+        deployment.geometry,
+        find_device(pool.gpu),
+        max_num_seqs=max_num_seqs,
+        tensor_parallel_size=deployment.tensor_parallel_size,
+        pipeline_parallel_size=deployment.pipeline_parallel_size,
+        kv_cache_dtype=deployment.kv_cache_dtype,
+        enforce_eager=deployment.enforce_eager,
+    )
+
+
+def _with_swapping(model: LatencyModel, options: LatencyOptions, pool: Pool) -> LatencyModel:
+    if options.swap_link_gb_s is None:
+        _refuse_given({"--swap-bytes-per-block": options.swap_bytes_per_block}, "a replay without --swap-link-gb-s")
+        return model
+    bytes_per_block = options.swap_bytes_per_block or (pool.plan.bytes_per_block if pool.plan else None)
+    if bytes_per_block is None:
+        raise InputError("--swap-link-gb-s needs the bytes of a block: give --model, or --swap-bytes-per-block")
+    return SwapLatency(model, bytes_per_block, options.swap_link_gb_s * 1e9)
+
+
+def _refuse_given(options: Mapping[str, object], where: str) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise InputError(f"{option} {value} has no effect on {where}; leave it out")
 
 
 def _pool_of_given_size(options: PoolOptions) -> Pool:
@@ -113,7 +204,9 @@ def _pool_of_given_size(options: PoolOptions) -> Pool:
         eviction=options.eviction,
         key_algorithm="trace ids",
     )
-    return Pool(allocator=allocator, plan=None, facts={"pool": "given in blocks, one full-attention group, no model"})
+    return Pool(
+        allocator=allocator, plan=None, gpu=None, facts={"pool": "given in blocks, one full-attention group, no model"}
+    )
 
 
 def _deployment(options: PoolOptions) -> Deployment:

@@ -49,11 +49,31 @@ def replay(
     ] = "last-admitted",
     watermark_blocks: Annotated[int, typer.Option(help="Blocks that an admission leaves free.")] = 0,
     eviction: Annotated[str, typer.Option(help="Order in which cached blocks are evicted.")] = "lru",
-    base_ms: Annotated[float, typer.Option(help="Linear latency model: fixed cost of a step.")] = 5.0,
-    us_per_prefill_token: Annotated[float, typer.Option(help="Linear latency model: each prefill token.")] = 25.0,
+    preemption_mode: Annotated[str, typer.Option(help="recompute (vLLM V1) or swap to host memory.")] = "recompute",
+    swap_space_blocks: Annotated[int, typer.Option(help="Blocks of host memory, with --preemption-mode swap.")] = 0,
+    swap_link_gb_s: Annotated[
+        float | None, typer.Option(help="GB/s between a GPU and host memory: swapped blocks take time. Needed to swap.")
+    ] = None,
+    swap_bytes_per_block: Annotated[
+        int | None, typer.Option(help="Bytes of a block on one GPU; the model's unless given.")
+    ] = None,
+    num_speculative_tokens: Annotated[int, typer.Option(help="Drafts that a decode step verifies a request.")] = 0,
+    draft_acceptance_rate: Annotated[
+        float | None, typer.Option(help="Probability that a draft is right if the one before was; needed with drafts.")
+    ] = None,
+    async_scheduling: Annotated[bool, typer.Option(help="Decide each step while the one before it runs.")] = False,
+    latency: Annotated[
+        str | None,
+        typer.Option(help="linear, roofline or table; unless given, roofline with --model and linear without."),
+    ] = None,
+    base_ms: Annotated[float | None, typer.Option(help="Linear: fixed cost of a step; 5 unless given.")] = None,
+    us_per_prefill_token: Annotated[
+        float | None, typer.Option(help="Linear: each prefill token; 25 unless given.")
+    ] = None,
     us_per_decoding_sequence: Annotated[
-        float, typer.Option(help="Linear latency model: each decoding sequence.")
-    ] = 20.0,
+        float | None, typer.Option(help="Linear: each decoding sequence; 20 unless given.")
+    ] = None,
+    latency_table: Annotated[str | None, typer.Option(help="Table: a CSV of measured steps.")] = None,
     trace_format: Annotated[
         str | None, typer.Option("--format", "--trace-format", help="mooncake or azure; by content unless given.")
     ] = None,
@@ -71,13 +91,14 @@ def replay(
     Example: kvledger replay --workload conversation --num-gpu-blocks-override 50000 --block-size 512
     Example: kvledger replay --workload conversation --model llama-3.1-8b --gpu H100
     """
+    from ...core.errors import InputError
     from ...core.quantities import parse_bytes
     from ...core.scheduler_config import SchedulerConfig
     from ..console import print_json, progress
-    from ..latency import LinearLatency
+    from ..draft_acceptance import DraftAcceptance
     from ..replay import replay as replay_trace
     from ..replay_report import print_replay, trace_as_dict
-    from ..replay_setup import PoolOptions, make_pool
+    from ..replay_setup import LatencyOptions, PoolOptions, make_latency, make_pool
     from ..trace_source import open_trace_or_workload
 
     pool = make_pool(
@@ -112,6 +133,24 @@ def replay(
         limit=limit,
         rate_scale=rate_scale,
     )
+    step_latency = make_latency(
+        LatencyOptions(
+            latency=latency,
+            base_ms=base_ms,
+            us_per_prefill_token=us_per_prefill_token,
+            us_per_decoding_sequence=us_per_decoding_sequence,
+            latency_table=latency_table,
+            swap_link_gb_s=swap_link_gb_s,
+            swap_bytes_per_block=swap_bytes_per_block,
+        ),
+        pool,
+        max_num_seqs,
+    )
+    if (preemption_mode == "swap") != (swap_link_gb_s is not None):
+        raise InputError("--preemption-mode swap and --swap-link-gb-s go together: copies take time")
+    if (num_speculative_tokens > 0) != (draft_acceptance_rate is not None):
+        raise InputError("--num-speculative-tokens and --draft-acceptance-rate go together; neither has a default")
+    drafts = None if draft_acceptance_rate is None else DraftAcceptance(draft_acceptance_rate, seed or 0)
     bar, task = progress("Replaying", total=limit)
     with bar:
         report = replay_trace(
@@ -124,8 +163,13 @@ def replay(
                 long_prefill_token_threshold=long_prefill_token_threshold,
                 policy=scheduling_policy,
                 preemption_victim=preemption_victim,
+                preemption_mode=preemption_mode,
+                swap_space_blocks=swap_space_blocks,
+                num_speculative_tokens=num_speculative_tokens,
             ),
-            latency=LinearLatency(base_ms / 1e3, us_per_prefill_token / 1e6, us_per_decoding_sequence / 1e6),
+            latency=step_latency,
+            drafts=drafts,
+            async_scheduling=async_scheduling,
             trace_block_size=source.info.trace_block_size,
             on_progress=lambda count: bar.update(task, completed=count),
         )
