@@ -24,8 +24,10 @@ FITTED_FACTORS = (
 )
 """What decode steps tell; steps with long prompts tell `compute_efficiency` as well."""
 
-_LARGEST_STEP = 1e-9
-_MAX_ITERATIONS = 100
+# Of a move: below the first a fit has settled; beyond the second its straight-line forecast is worth nothing.
+_SETTLED_STEP = 1e-9
+_LONGEST_STEP = 1.0
+_MAX_ITERATIONS = 200
 _DIFFERENCE = 1e-6
 
 
@@ -177,8 +179,7 @@ class _Scale:
     def value(self, move: float) -> float:
         if not self.name.endswith("_efficiency"):
             return self.start * math.exp(move)
-        odds = self.start / (1 - self.start) * math.exp(move)
-        return odds / (1 + odds)
+        return 1 / (1 + (1 / self.start - 1) * math.exp(-move))
 
 
 def _check(steps: Sequence[MeasuredStep], free: Sequence[str], measurement_error: float, spread: float) -> None:
@@ -206,10 +207,11 @@ def _least_squares(residuals: Callable[[NDArray[np.float64]], NDArray[np.float64
         jacobian = np.array(columns).T
         normal = jacobian.T @ jacobian
         step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -jacobian.T @ current)
+        step *= min(1.0, _LONGEST_STEP / np.abs(step).max(initial=_SETTLED_STEP))
         tried = residuals(moves + step)
         if tried @ tried <= current @ current:
             moves, current, damping = moves + step, tried, damping / 4
-            if np.abs(step).max() < _LARGEST_STEP:
+            if np.abs(step).max() < _SETTLED_STEP:
                 break
         else:
             damping *= 4

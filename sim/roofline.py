@@ -33,8 +33,9 @@ class RooflineLatency:
         layers     = layers * layer_s + expert layers * expert_layer_s
         step       = max(products + ... + layers, uncaptured floor) + step_s + logits * vocabulary * sampler_s
 
-    where logits counts the tokens that are sampled or verified, and with W, K, C and L the bandwidths, the FLOP/s and the one-way link that the device reaches: datasheet x efficiency.
-    The floor, `layers * uncaptured_layer_s`, holds for steps of more tokens than the largest captured batch.
+    where logits counts the tokens that are sampled or verified, and W, K, C and L are the bandwidths, the FLOP/s and
+    the one-way link that the device reaches: datasheet x efficiency. The floor, `layers * uncaptured_layer_s`, holds
+    for steps of more tokens than the largest captured batch.
 
     Pipeline parallel: `pipeline_parallel_size` micro-batches are in flight, and a step is one round of them, so that
     every request advances once: a micro-batch of the mean size through all stages, the longest stage setting the pace,
@@ -92,8 +93,9 @@ class RooflineLatency:
         Raises:
             InputError: what the model stores or computes is not known, or does not divide over the ranks.
         """
-        if max_num_seqs < 1:
-            raise InputError(f"max_num_seqs is {max_num_seqs}; it must be at least 1")
+        for name, value in (("max_num_seqs", max_num_seqs), ("tensor_parallel_size", tensor_parallel_size)):
+            if value < 1:
+                raise InputError(f"{name} is {value}; it must be at least 1")
         stages = layers_per_stage(geometry.num_hidden_layers, pipeline_parallel_size)
         return cls(
             work=step_work(

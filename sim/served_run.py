@@ -155,6 +155,7 @@ def simulate_server(
             "engine": server.engine,
             "num_gpu_blocks": f"{server.num_gpu_blocks:,}, as recorded",
             "scheduling": "asynchronous: a request joins the step after the next",
+            "kv_cache_groups": f"one of full attention, blocks of {server.block_size} tokens",
             "turns": workload.turns,
             "arrivals": f"{workload.arrivals} within a stage, seed {seed}",
             "http_ms": f"{client.http_ms:g}, part of TTFT and E2E",
