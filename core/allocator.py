@@ -175,7 +175,8 @@ class KVCacheAllocator(LedgerWriter):
         needs = self._admission.blocks_needed(row, hits, num_slots, total)
         spare = len(state.pool.free_queue) - reserved_blocks - (self.config.watermark_blocks if use_watermark else 0)
         if sum(needs) + copies > spare:
-            self._admission.check_can_ever_hold(request, row, sum(needs) + copies)
+            # Copies are for those who read the blocks now; once they have ended, nothing need be copied.
+            self._admission.check_can_ever_hold(request, row, sum(needs))
             return None
 
         if self.config.enable_caching:

@@ -48,6 +48,16 @@ def test_a_request_that_goes_back_and_on_leaves_no_key_on_what_it_overwrites() -
     assert keys == set(request.keys.keys(0, 3))
 
 
+def test_a_copy_that_finds_no_block_waits_for_the_other_reader_to_end() -> None:
+    allocator = allocator_of(2)
+    allocator.allocate(request_of("parent", range(6)), 6)
+    child = request_of("child", range(7))
+    allocator.fork("parent", child)
+    assert allocator.allocate(child, 1) is None
+    allocator.free("parent")
+    assert allocator.allocate(child, 1) == ((),)
+
+
 def test_two_children_of_one_parent_write_into_blocks_of_their_own() -> None:
     allocator = allocator_of(12)
     allocator.allocate(request_of("parent", range(6)), 6)
