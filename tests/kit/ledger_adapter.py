@@ -24,6 +24,7 @@ EVERY_OPTION = (
     "drop_orphans",
     "no_caching",
     "ordered",
+    "refuses_for_good",
 )
 
 

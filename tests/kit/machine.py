@@ -147,7 +147,9 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def allocate_rest(self, name: str, chunk: int, adopt: bool, lookahead: int, reserved: int, watermark: bool) -> None:
         """Slots for what is left of the known tokens (a part of it if `chunk` is small)."""
-        request = self.trial.requests[name]
+        request = self.trial.requests.get(name)
+        if request is None:  # a waived promise has stopped the history
+            return
         adopt = adopt and request.found is not None
         hit = request.found.num_hit_tokens if adopt and request.found else 0
         left = max(len(request.tokens) - request.num_valid - hit, 1)

@@ -49,6 +49,9 @@ HEADROOM = Promise("headroom", "What is reserved, and the watermark where it app
 JUSTIFIED_REFUSAL = Promise(
     "justified_refusal", "What fits and breaks no rule is carried out; only what can never fit is refused for good."
 )
+REFUSED_FOR_GOOD = Promise(
+    "refused_for_good", "What could not be carried out in an idle pool is refused at once; nobody waits for ever."
+)
 TAKEN_FROM_THE_HEAD = Promise("taken_from_the_head", "New blocks are those that the eviction order names first.")
 KEYS_TELL_THE_TRUTH = Promise("keys_tell_the_truth", "A findable block holds the content that its key names.")
 KEYS_STAY = Promise(
@@ -79,6 +82,7 @@ PROMISES: tuple[Promise, ...] = (
     TABLES_ONLY_GROW,
     HEADROOM,
     JUSTIFIED_REFUSAL,
+    REFUSED_FOR_GOOD,
     TAKEN_FROM_THE_HEAD,
     KEYS_TELL_THE_TRUTH,
     KEYS_STAY,

@@ -121,7 +121,8 @@ class Supports:
         max_groups: groups that share the pool.
         block_sizes: block sizes that it can have; empty: any.
         options: of "eagle", "retention", "lookahead", "drafts", "rollback", "reserved", "watermark", "deferred",
-            "drop_orphans", "no_caching", "ordered" (`view().free` is in eviction order): what else it understands.
+            "drop_orphans", "no_caching", "ordered" (`view().free` is in eviction order), "refuses_for_good"
+            (`NeverFitsError` from `allocate`): what else it understands.
         evictions: names of eviction orders.
         waived: names of invariants that the manager does not promise; say why beside it.
     """

@@ -2,6 +2,7 @@
 
 import math
 
+import attrs
 from hypothesis import strategies as st
 from kvledger.testing.commands import TokenRuns
 from kvledger.testing.protocol import Supports
@@ -49,10 +50,15 @@ def group_shapes(draw: st.DrawFn, supports: Supports, block_sizes: tuple[int, ..
 @st.composite
 def scenarios(draw: st.DrawFn, supports: Supports, eviction: str | None = None) -> Scenario:
     """A pool and the rules that the manager supports, with a pool that a few requests fill."""
+    # Half of the histories are those of one group of one kind, where every rule is exact and most faults show.
+    several = st.lists(group_shapes(supports), min_size=1, max_size=supports.max_groups)
     groups = draw(
-        st.lists(group_shapes(supports), min_size=1, max_size=supports.max_groups).filter(
-            lambda shapes: math.lcm(*[shape.block_size for shape in shapes]) <= _LARGEST_ALIGNMENT
-        )
+        st.one_of(
+            group_shapes(attrs.evolve(supports, kinds=supports.kinds & {"full"} or supports.kinds)).map(
+                lambda shape: [shape]
+            ),
+            several,
+        ).filter(lambda shapes: math.lcm(*[shape.block_size for shape in shapes]) <= _LARGEST_ALIGNMENT)
     )
     alignment = math.lcm(*[shape.block_size for shape in groups])
     size = max([shape.block_size for shape in groups])

@@ -446,6 +446,13 @@ class Trial:
             )
         else:
             free = len(self._earlier().free)
+            in_all = needed + sum([self._num_held(request) for request, *_ in steps])
+            promises.REFUSED_FOR_GOOD.require(
+                isinstance(self.commands[-1], Append)
+                or "refuses_for_good" not in self.supports.options
+                or in_all <= self.scenario.num_usable_blocks,
+                f"told to wait, though it needs {in_all} blocks in all of {self.scenario.num_usable_blocks}",
+            )
             promises.JUSTIFIED_REFUSAL.require(
                 needed + copies > free - kept_free,
                 f"not carried out, though {needed + copies} blocks are needed, {free} are free and {kept_free} of them "
@@ -597,7 +604,7 @@ class Trial:
     def _checks_orphans(self) -> bool:
         """Managers that can drop orphans are not told off for keeping them when the scenario says so."""
         told_to_keep = "drop_orphans" in self.supports.options and self.scenario.orphans == "keep"
-        return not told_to_keep
+        return not told_to_keep and promises.NO_ORPHANS.name not in self.supports.waived
 
     def _check_state(self) -> None:
         for invariant in INVARIANTS:
