@@ -55,6 +55,9 @@ def next_steps(given: dict[str, Any], document: dict[str, Any]) -> list[dict[str
         return [*_remedies(given, plan), explain]
     ranks = 2 * given["tensor_parallel_size"]
     of_curve = {name: given[name] for name in (*OF_THE_TRACE, "model")}
+    if document["derived"].get("falls_behind") is None:
+        again = {"question": "To finish this study", "command": command_line("study", given)}
+        return [again, explain]
     return [
         {
             "question": f"What would {ranks * given['pipeline_parallel_size']} GPUs do?",
@@ -70,7 +73,7 @@ def next_steps(given: dict[str, Any], document: dict[str, Any]) -> list[dict[str
 
 
 def _other_traffic(given: dict[str, Any], document: dict[str, Any]) -> dict[str, str]:
-    falls_behind = document["derived"].get("falls_behind", False)
+    falls_behind = document["derived"]["falls_behind"]
     question, factor = ("Would half the traffic keep up?", 0.5) if falls_behind else ("And twice the traffic?", 2.0)
     return {
         "question": question,

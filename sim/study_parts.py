@@ -1,5 +1,6 @@
 """The four parts of a study: each runs one of the package's jobs and gives the JSON of the command of its name."""
 
+from itertools import count
 from typing import Any
 
 import attrs
@@ -89,15 +90,18 @@ def curve_part(question: StudyQuestion, plan: DeploymentPlan | None) -> tuple[Ca
     trace, deployment = question.trace, question.plan_question.deployment
     block_size = trace.info.trace_block_size or deployment.resolved_block_size()[0]
     pool_blocks = usable_tokens(plan) // block_size if plan is not None and plan.fits else 0
+    capacities = _capacities(question.capacities, pool_blocks)
     bar, task = progress("curve: reading the trace")
     with bar:
+        replays = count(1)
 
         def on_point(name: str, num_blocks: int) -> None:
-            bar.update(task, description=f"curve: {name} at {num_blocks:,} blocks", advance=1)
+            total = None if capacities is None else len(capacities)
+            bar.update(task, description=f"curve: {name} replayed", completed=next(replays), total=total)
 
         curve = capacity_curve(
-            CountedTrace(trace, lambda count: bar.update(task, completed=count)),
-            capacities=_capacities(question.capacities, pool_blocks),
+            CountedTrace(trace, lambda num_requests: bar.update(task, completed=num_requests)),
+            capacities=capacities,
             policies=POLICIES,
             block_size=block_size,
             on_point=on_point,
