@@ -64,6 +64,8 @@ class PrefixMatcher:
             members.setdefault(kind, []).append(group)
         self._kinds = sorted(members.items(), key=lambda item: not isinstance(item[0], FullAttention))
         has_full = any(isinstance(kind, FullAttention) for kind in members)
+        # With one group its own hit is the common one, and no boundary lies beyond it.
+        self._single = groups[0] if len(groups) == 1 else None
         self._one_pass = len(members) == 1 or (len(members) == 2 and has_full)
 
     def block_keys(self, request: Request, kind: CacheKind, start: int, stop: int) -> Sequence[Key]:
@@ -77,26 +79,22 @@ class PrefixMatcher:
 
     def match(self, request: Request, pool: BlockPool, sequence: int) -> PrefixMatch:
         """The longest hit of at most `num_tokens - 1` tokens, so that at least one token is computed (rule 10)."""
-        max_length = length = request.num_tokens - 1
+        max_length = request.num_tokens - 1
+        if self._single is not None:
+            return self._match_one_group(self._single, request, pool, sequence, max_length)
+        length = max_length
         longest = 0
         found: list[list[int]] = [[] for _ in range(self._num_groups)]
-        keys_of: dict[CacheKind, Sequence[Key]] = {}
+        keys_of = [self.block_keys(request, kind, 0, max_length // kind.block_size) for kind, _ in self._kinds]
         while True:
             start_length = length
-            for kind, group_ids in self._kinds:
+            for (kind, group_ids), keys in zip(self._kinds, keys_of, strict=True):
                 block_size = kind.block_size
                 # Under EAGLE a hit is found with one more block behind it, which `find_hit` then gives back; without
                 # that room a second pass would shrink the hit again and again.
                 room = min(length + block_size, max_length) if self._use_eagle else length
-                keys = keys_of.get(kind)
-                if keys is None:
-                    keys = keys_of[kind] = self.block_keys(request, kind, 0, max_length // block_size)
-                hits = kind.find_hit(
-                    keys[: room // block_size],
-                    [pool.index(group) for group in group_ids],
-                    self._alignment,
-                    self._use_eagle,
-                )
+                indexes = [pool.index(group) for group in group_ids]
+                hits = kind.find_hit(keys[: room // block_size], indexes, self._alignment, self._use_eagle)
                 for group, hit in zip(group_ids, hits, strict=True):
                     found[group] = hit
                 hit_length = len(hits[0]) * block_size
@@ -106,16 +104,19 @@ class PrefixMatcher:
                 break
         blocks: list[tuple[int, ...]] = [()] * self._num_groups
         keys_found: list[tuple[Key, ...]] = [()] * self._num_groups
-        for kind, group_ids in self._kinds:
+        for (kind, group_ids), keys in zip(self._kinds, keys_of, strict=True):
             count = length // kind.block_size
             for group in group_ids:
                 blocks[group] = tuple(found[group][:count])
-                keys_found[group] = tuple(keys_of[kind][:count])
-        return PrefixMatch(
-            request_id=request.request_id,
-            num_hit_tokens=length,
-            blocks=tuple(blocks),
-            keys=tuple(keys_found),
-            boundary=longest if longest > length else 0,
-            sequence=sequence,
-        )
+                keys_found[group] = tuple(keys[:count])
+        boundary = longest if longest > length else 0
+        return PrefixMatch(request.request_id, length, tuple(blocks), tuple(keys_found), boundary, sequence)
+
+    def _match_one_group(
+        self, kind: CacheKind, request: Request, pool: BlockPool, sequence: int, max_length: int
+    ) -> PrefixMatch:
+        keys = self.block_keys(request, kind, 0, max_length // kind.block_size)
+        (blocks,) = kind.find_hit(keys, (pool.index(0),), self._alignment, self._use_eagle)
+        count = len(blocks)
+        length = count * kind.block_size
+        return PrefixMatch(request.request_id, length, (tuple(blocks),), (tuple(keys[:count]),), 0, sequence)

@@ -83,6 +83,9 @@ class Registrar:
         `requests` is by row: whose tokens they are.
         """
         kind = self._config.groups[group]
+        # Where every complete block is worth a key and none can be out of reach, whole ranges register at once.
+        whole = kind.needs_whole_prefix and self._config.orphans == "keep"
+        shared = len(rows) > 1
         table = self._state.tables[group]
         considered = self._state.considered[group]
         columns: tuple[list[int], ...] = ([], [], [], [])
@@ -104,20 +107,26 @@ class Registrar:
             if stop <= start:
                 continue
             parent = range_keys[0] if before else None
+            offset = start - before
+            held = table.blocks(row, start, stop)
+            if whole and not self._state.pool.keys_of(held) and seen.isdisjoint(held):
+                live: Sequence[int] = range(start, stop)
+                blocks += held
+                keys += range_keys[before:]
+            else:
+                stranded = self._strands(group, parent)
+                chosen = () if stranded else self._retained(group, start, stop, request)
+                live = [i for i in chosen if held[i - start] and not self._is_registered(held[i - start], seen)]
+                blocks += [held[i - start] for i in live]
+                keys += [range_keys[i - offset] for i in live]
+            if shared:
+                seen.update(held)
             parents.append(parent)
-            chosen = () if self._strands(group, parent) else self._retained(group, start, stop, request)
-            held = table.blocks(row, start, stop) if chosen else ()
-            live = [
-                index for index in chosen if held[index - start] and not self._is_registered(held[index - start], seen)
-            ]
             out_rows.append(row)
             starts.append(start)
             stops.append(stop)
             counts.append(len(live))
             indices += live
-            blocks += [held[index - start] for index in live]
-            offset = start - before
-            keys += [range_keys[index - offset] for index in live]
         if not out_rows:
             return None
         return BlocksCached(
