@@ -67,7 +67,7 @@ class Scheduler:
         self._preempted_in_step = False
         self._swapped_blocks = 0
         self._swap_space = SwapSpace(config.swap_space_blocks)
-        self._preemptions: dict[str, int] = {}
+        # Tokens that requests had computed when they were preempted, until they come back.
         self._lost_tokens: dict[str, int] = {}
 
     # -- questions ---------------------------------------------------------------------------------------------------
@@ -100,8 +100,9 @@ class Scheduler:
         return request
 
     def num_preemptions_of(self, request_id: str) -> int:
-        """How often a request has been preempted so far."""
-        return self._preemptions.get(request_id, 0)
+        """How often a request has been preempted so far; 0 for one that is not being served."""
+        request = self._requests.get(request_id)
+        return request.num_preemptions if request is not None else 0
 
     # -- what the outside world does ---------------------------------------------------------------------------------
 
@@ -129,6 +130,7 @@ class Scheduler:
                 f"max_num_batched_tokens {self.config.max_num_batched_tokens:,}, and chunked prefill is off"
             )
         self.stats.num_submitted += 1
+        request.num_cached_tokens, request.num_preemptions = None, 0
         self._requests[request.request_id] = request
         self.waiting.add(request)
 
@@ -378,11 +380,9 @@ class Scheduler:
         request.num_output_tokens = int(self._known[row]) - request.num_prompt_tokens
         self._lost_tokens[request_id] = int(self._computed[row])
         self._swap_out(request_id, int(self._computed[row]), row)
-        self._preemptions[request_id] = self._preemptions.get(request_id, 0) + 1
+        request.num_preemptions += 1
         self.stats.num_preemptions += 1
-        self.stats.max_preemptions_per_request = max(
-            self.stats.max_preemptions_per_request, self._preemptions[request_id]
-        )
+        self.stats.max_preemptions_per_request = max(self.stats.max_preemptions_per_request, request.num_preemptions)
         self.allocator.preempt(request_id)
         self._leave_running([row])
         self.waiting.add_preempted(request)
@@ -448,8 +448,9 @@ class Scheduler:
         # An idle pool has nothing to keep a watermark for; with it, a request of nearly the pool's size would wait
         # for ever.
         use_watermark = self._num_running > 0
-        whole = self.config.reserve_full_sequence or request.request_id in self._preemptions
-        if self.config.num_speculative_tokens and request.request_id in self._preemptions:
+        comes_back = request.request_id in self._lost_tokens
+        whole = self.config.reserve_full_sequence or comes_back
+        if self.config.num_speculative_tokens and comes_back:
             # It will be protected until it has produced a token, which takes room for drafts as well.
             blocks = [-(-request.num_tokens // table.block_size) for table in self.allocator.state.tables]
             reserved += self._blocks_to_go_on(request.num_tokens) - sum(blocks)
@@ -476,11 +477,11 @@ class Scheduler:
         self._known[row] = request.num_tokens
         self._remaining[row] = request.max_tokens - request.num_output_tokens
         stats = self.stats
-        if request.request_id in self._preemptions:
+        lost = self._lost_tokens.pop(request.request_id, None)
+        if lost is not None:
             self._protected.add(row)
             stats.readmission_queries_tokens += request.num_tokens
             stats.readmission_hits_tokens += match.num_hit_tokens
-            lost = self._lost_tokens.pop(request.request_id)
             stats.recomputed_tokens += max(lost - match.num_hit_tokens - external, 0)
             stats.swapped_in_tokens += external
             if external:
@@ -488,6 +489,7 @@ class Scheduler:
             self._swap_space.drop(request.request_id)
             stats.readmission_shared_tokens += max(match.num_hit_tokens - lost, 0)
         else:
+            request.num_cached_tokens = match.num_hit_tokens
             stats.prefix_queries_tokens += request.num_tokens
             stats.prefix_hits_tokens += match.num_hit_tokens
         return row
@@ -515,7 +517,6 @@ class Scheduler:
         return request
 
     def _forget(self, request_id: str) -> None:
-        self._preemptions.pop(request_id, None)
         self._swap_space.drop(request_id)
         self._lost_tokens.pop(request_id, None)
 

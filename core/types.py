@@ -29,7 +29,8 @@ class Request:
 
     `num_output_tokens` counts the tokens known so far; `max_tokens` bounds them. `keys` is None where nothing may be
     shared. `cache_boundary` is the last one that a lookup reported (`PrefixMatch.boundary`); sparse retention keeps
-    the window before it.
+    the window before it. `num_cached_tokens` is what the first admission found in the cache (None before it), and
+    `num_preemptions` how often the request has lost its blocks; both start anew when it is submitted.
     """
 
     request_id: str
@@ -40,6 +41,8 @@ class Request:
     arrival: float = 0.0
     num_output_tokens: int = 0
     cache_boundary: int = 0
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
 
     def __attrs_post_init__(self) -> None:
         if self.num_prompt_tokens < 1 or self.max_tokens < 1:

@@ -108,6 +108,27 @@ def test_by_priority_the_most_urgent_is_admitted_first_and_the_least_urgent_give
     assert scheduler.stats.num_finished == 2
 
 
+def test_a_request_knows_what_its_first_admission_found_and_how_often_it_was_preempted() -> None:
+    scheduler = make(num_blocks=6)
+    requests = [
+        Request(name, 32, 30, keys=TraceKeySource((7, 8), 32, ordinal, 16, 16)) for ordinal, name in enumerate("ab")
+    ]
+    scheduler.submit(requests[0])
+    assert requests[0].num_cached_tokens is None
+    scheduler.complete(scheduler.schedule())
+    scheduler.submit(requests[1])
+    while scheduler.has_unfinished:
+        scheduler.complete(scheduler.schedule())
+    # of two whole blocks found, the last is computed again: one token must be computed to produce output
+    assert [request.num_cached_tokens for request in requests] == [0, 16]
+    assert sum(request.num_preemptions for request in requests) == scheduler.stats.num_preemptions > 0
+    assert max(r.num_preemptions for r in requests) == scheduler.stats.max_preemptions_per_request
+    assert scheduler.stats.readmission_hits_tokens > 0
+    requests[1].num_output_tokens = 0
+    scheduler.submit(requests[1])
+    assert (requests[1].num_cached_tokens, requests[1].num_preemptions) == (None, 0)
+
+
 def test_c06_abort_gives_everything_back_in_every_state_and_is_idempotent() -> None:
     scheduler = make(num_blocks=12)
     keys = [TraceKeySource([7, 8 + i], 64, i, 16, 32) for i in range(3)]
