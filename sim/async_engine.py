@@ -1,7 +1,7 @@
 """The simulated engine under asynchronous scheduling: every step is decided while the one before it runs."""
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import simpy
@@ -29,10 +29,12 @@ class AsyncSchedulingEngine(SimulatedEngine):
         backend: SimBackend,
         recorder: Recorder,
         macro_steps: bool = True,
+        next_arrival_ns: Callable[[], float] | None = None,
     ) -> None:
+        """As `SimulatedEngine`."""
         # Requests that arrived during the step that runs, in order.
         self._arrived: deque[Request] = deque()
-        super().__init__(env, scheduler, backend, recorder, macro_steps)
+        super().__init__(env, scheduler, backend, recorder, macro_steps, next_arrival_ns)
 
     def submit(self, request: Request) -> bool:
         """Hand a request over now. True unless the engine is idle and refuses it at once."""
@@ -51,19 +53,27 @@ class AsyncSchedulingEngine(SimulatedEngine):
         while True:
             recorder.scheduled(self._scheduler)
             if isinstance(move, Wait):
-                if not self._arrived:
-                    self._idle = env.event()
-                    yield self._idle
-                    self._idle = None
-                self._take_in()
+                self._idle = env.event()
+                yield self._idle
+                self._idle = None
                 move = loop.send(None)
-            else:
-                backend.submit(move)
-                result = backend.collect()
-                yield env.timeout(sum(result.nanoseconds))
-                move = loop.send(result)
+                continue
+            backend.submit(move)
+            result = backend.collect()
+            *earlier, last = result.nanoseconds
+            if earlier:
+                # Behind a blocked head requests may arrive in any step of a macro-step; only those of its last step
+                # are too late for the decision that follows it.
+                yield env.timeout(sum(earlier))
                 self._take_in()
+            yield env.timeout(last)
+            move = loop.send(result)
+            if self._take_in() and isinstance(move, Wait):
+                move = loop.send(None)
 
-    def _take_in(self) -> None:
+    def _take_in(self) -> bool:
+        """Submit what arrived so far; False if nothing did."""
+        arrived = bool(self._arrived)
         while self._arrived:
             super().submit(self._arrived.popleft())
+        return arrived

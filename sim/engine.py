@@ -4,7 +4,7 @@ The clock counts whole nanoseconds, so that sums of step times are exact and a r
 figures, to the last digit, as one of single steps.
 """
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import simpy
@@ -12,8 +12,8 @@ import simpy
 from ..backends.sim_backend import SimBackend
 from ..core.engine import EngineLoop, Wait, engine_loop
 from ..core.errors import DoesNotFitError
-from ..core.scheduler import Scheduler
-from ..core.types import Request, ScheduledStep
+from ..core.scheduler import Scheduler, StepOutcome
+from ..core.types import Request, ScheduledStep, StepResult
 from .metrics import Recorder
 
 NANOSECONDS = 1_000_000_000
@@ -35,14 +35,30 @@ class SimulatedEngine:
         backend: SimBackend,
         recorder: Recorder,
         macro_steps: bool = True,
+        next_arrival_ns: Callable[[], float] | None = None,
     ) -> None:
+        """Start the engine's process.
+
+        Args:
+            env: the clock, in whole nanoseconds.
+            scheduler: decides the steps.
+            backend: times them.
+            recorder: measures them.
+            macro_steps: whether identical decode steps are taken in one go.
+            next_arrival_ns: in a fleet, when the next request is routed; no step is decided beyond it, so that what a
+                router has heard by then is what has happened. None: this engine is alone in its environment.
+        """
         self._env = env
+        self._next_arrival_ns = next_arrival_ns
         self._scheduler = scheduler
         self._backend = backend
         self._recorder = recorder
-        self._loop: EngineLoop = engine_loop(scheduler, [recorder.observe], self._repeats if macro_steps else None)
+        observers = [recorder.observe, self._tell_ended]
+        self._loop: EngineLoop = engine_loop(scheduler, observers, self._repeats if macro_steps else None)
         self._idle: simpy.Event | None = None
         self.rejections: list[str] = []
+        self.on_ended: Callable[[Request], None] | None = None
+        """Called for each request that finished, before the next step is decided, or that was refused."""
         env.process(self._steps())
 
     def arrivals(self, requests: Iterable[Request]) -> Generator[simpy.Event, Any, None]:
@@ -60,16 +76,26 @@ class SimulatedEngine:
             self._scheduler.submit(request)
         except DoesNotFitError as error:
             self.rejections.append(str(error))
+            if self.on_ended is not None:
+                self.on_ended(request)
             return False
         self._recorder.submitted(request)
         if self._idle is not None and not self._idle.triggered:
             self._idle.succeed()
         return True
 
+    def _tell_ended(self, _step: ScheduledStep, _result: StepResult, outcome: StepOutcome) -> None:
+        if self.on_ended is not None:
+            for request in outcome.finished_requests:
+                self.on_ended(request)
+
     def _repeats(self, step: ScheduledStep, limit: int) -> int:
-        """A repetition may start as long as nothing else can happen before it does: that is the next SimPy event."""
-        horizon_ns = float("inf") if self._scheduler.head_is_blocked else self._env.peek() - self._env.now
-        return self._backend.repeats_before(step, limit, horizon_ns)
+        """A repetition may start as long as nothing can reach this engine before it does."""
+        if self._next_arrival_ns is not None:
+            until_ns = self._next_arrival_ns()
+        else:
+            until_ns = float("inf") if self._scheduler.head_is_blocked else self._env.peek()
+        return self._backend.repeats_before(step, limit, until_ns - self._env.now)
 
     def _steps(self) -> Generator[simpy.Event, Any, None]:
         env, loop, backend, recorder = self._env, self._loop, self._backend, self._recorder

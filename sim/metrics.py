@@ -110,6 +110,11 @@ class Recorder:
         for row, request in zip(outcome.finished.tolist(), outcome.finished_requests, strict=True):
             self._finished(row, request, now)
 
+    @property
+    def held_block_ns(self) -> int:
+        """Referenced blocks x nanoseconds for which they were held."""
+        return self._held_block_ns
+
     def mean_held_blocks(self) -> float:
         """Time-weighted mean of the referenced blocks, from time 0 on."""
         return self._held_block_ns / self._held_since_ns if self._held_since_ns else 0.0

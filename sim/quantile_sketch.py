@@ -34,6 +34,14 @@ class QuantileSketch:
         bucket = math.ceil(math.log(value / _SMALLEST) / _LOG_GAMMA) if value > _SMALLEST else 0
         self._buckets[min(bucket, _NUM_BUCKETS - 1)] += weight
 
+    def merge(self, other: "QuantileSketch") -> None:
+        """Add every sample of another sketch; the same as having added them here."""
+        self.count += other.count
+        self.total += other.total
+        self.minimum = min(self.minimum, other.minimum)
+        self.maximum = max(self.maximum, other.maximum)
+        self._buckets += other._buckets
+
     @property
     def mean(self) -> float | None:
         """The mean, or None without samples."""
