@@ -10,6 +10,8 @@ from ..core.events import Commit, RowsAssigned, RowsReleased, as_ints
 from ..core.scheduler import Scheduler, StepOutcome
 from ..core.types import Request, ScheduledStep, StepResult
 from .quantile_sketch import QuantileSketch
+from .request_record import RequestRecord
+from .run_histograms import NANOSECONDS, RunHistograms
 from .time_series import TimeSeries
 
 _NO_TOKEN = -1
@@ -23,17 +25,27 @@ class Recorder:
     Definitions (field report D07): TTFT runs from arrival to the first token and is not reset by a preemption; ITL is
     the gap between successive tokens of a request, so n tokens give n - 1 samples and a preemption is one long one;
     TPOT is (E2E - TTFT) / (tokens - 1) of a finished request, undefined for a single token; E2E runs from arrival to
-    the last token.
+    the last token. The queue time ends with the first admission, as in vLLM's metrics.
     """
 
-    def __init__(self, now_ns: Callable[[], int], num_rows: int) -> None:
+    def __init__(
+        self,
+        now_ns: Callable[[], int],
+        num_rows: int,
+        histograms: RunHistograms | None = None,
+        on_finished: Callable[[RequestRecord], None] | None = None,
+    ) -> None:
         """Watch a run.
 
         Args:
             now_ns: the clock to ask, in whole nanoseconds from the start of the run.
             num_rows: rows of the block tables (`max_num_reqs`).
+            histograms: where samples are counted besides; None: nowhere.
+            on_finished: given the record of each request as it finishes; nothing of it is kept here.
         """
         self._now_ns = now_ns
+        self._histograms = histograms
+        self._on_finished = on_finished
         self.ttft_ns = QuantileSketch()
         self.itl_ns = QuantileSketch()
         self.tpot_ns = QuantileSketch()
@@ -46,10 +58,11 @@ class Recorder:
         self._held_block_ns = 0
         self._held_blocks = 0
         self._held_since_ns = 0
-        # Times of requests that are not in a row: arrival only, or (arrival, first token, last token).
+        # Times of requests that are not in a row: arrival only, or (arrival, first admission, first token, last token).
         self._arrival_ns: dict[str, int] = {}
-        self._away: dict[str, tuple[int, int, int]] = {}
+        self._away: dict[str, tuple[int, int, int, int]] = {}
         self._arrival_in = np.zeros(num_rows, dtype=np.int64)
+        self._admitted_in = np.zeros(num_rows, dtype=np.int64)
         self._first_in = np.full(num_rows, _NO_TOKEN, dtype=np.int64)
         self._last_in = np.full(num_rows, _NO_TOKEN, dtype=np.int64)
 
@@ -69,12 +82,14 @@ class Recorder:
                 for request_id, row in zip(event.requests, as_ints(event.rows), strict=True):
                     times = self._away.pop(request_id, None)
                     if times is None:
-                        times = (self._arrival_ns.pop(request_id, self._now_ns()), _NO_TOKEN, _NO_TOKEN)
-                    self._arrival_in[row], self._first_in[row], self._last_in[row] = times
+                        now = self._now_ns()
+                        times = (self._arrival_ns.pop(request_id, now), now, _NO_TOKEN, _NO_TOKEN)
+                    self._arrival_in[row], self._admitted_in[row], self._first_in[row], self._last_in[row] = times
             elif type(event) is RowsReleased:
                 for request_id, row in zip(event.requests, as_ints(event.rows), strict=True):
                     self._away[request_id] = (
                         self._arrival_in.item(row),
+                        self._admitted_in.item(row),
                         self._first_in.item(row),
                         self._last_in.item(row),
                     )
@@ -94,6 +109,8 @@ class Recorder:
         durations = result.nanoseconds
         self.num_steps += step.num_steps
         self.busy_ns += sum(durations)
+        if self._histograms is not None:
+            self._histograms.step_tokens.add(step.load.num_tokens, step.num_steps)
         rows = outcome.sampled
         if len(rows):
             later = durations[1:]
@@ -106,7 +123,7 @@ class Recorder:
                 at_once = int(outcome.produced.sum()) - len(rows)
                 self.num_output_tokens += at_once
                 if at_once:
-                    self.itl_ns.add(0, at_once)
+                    self._gap(0, at_once)
         for row, request in zip(outcome.finished.tolist(), outcome.finished_requests, strict=True):
             self._finished(row, request, now)
 
@@ -130,30 +147,56 @@ class Recorder:
             self._first_in[first_rows] = now
             for arrival in self._arrival_in[first_rows].tolist():
                 self.ttft_ns.add(now - arrival)
+                if self._histograms is not None:
+                    self._histograms.ttft_ns.add(now - arrival)
             last = last[~fresh]
             if not len(last):
                 return
             earliest, latest = int(last.min()), int(last.max())
         # Nearly always the whole batch waited for the same step.
         if earliest == latest:
-            self.itl_ns.add(now - latest, len(last))
+            self._gap(now - latest, len(last))
         else:
             values, counts = np.unique(last, return_counts=True)
             for value, count in zip(values.tolist(), counts.tolist(), strict=True):
-                self.itl_ns.add(now - value, count)
+                self._gap(now - value, count)
 
     def _repeated(self, rows: NDArray[np.int64], durations: tuple[int, ...], now: int) -> None:
         """The tokens of the later steps of a macro-step: every request waited for each step in full."""
         self.num_output_tokens += len(rows) * len(durations)
         self._last_in[rows] = now
         for nanoseconds, times in Counter(durations).items():
-            self.itl_ns.add(nanoseconds, times * len(rows))
+            self._gap(nanoseconds, times * len(rows))
+
+    def _gap(self, nanoseconds: int, count: int) -> None:
+        self.itl_ns.add(nanoseconds, count)
+        if self._histograms is not None:
+            self._histograms.itl_ns.add(nanoseconds, count)
 
     def _finished(self, row: int, request: Request, now: int) -> None:
         self._away.pop(request.request_id, None)
-        self.e2e_ns.add(now - self._arrival_in.item(row))
-        if request.num_output_tokens > 1:
-            self.tpot_ns.add((now - self._first_in.item(row)) / (request.num_output_tokens - 1))
+        arrival, admitted, first = (times.item(row) for times in (self._arrival_in, self._admitted_in, self._first_in))
+        tpot = (now - first) / (request.num_output_tokens - 1) if request.num_output_tokens > 1 else None
+        self.e2e_ns.add(now - arrival)
+        if tpot is not None:
+            self.tpot_ns.add(tpot)
+        if self._histograms is not None:
+            self._histograms.finished(request, arrival, admitted, first, now, tpot)
+        if self._on_finished is not None:
+            self._on_finished(
+                RequestRecord(
+                    request_id=request.request_id,
+                    arrival_s=request.arrival,
+                    queue_time_s=(admitted - arrival) / NANOSECONDS,
+                    ttft_s=(first - arrival) / NANOSECONDS,
+                    tpot_s=None if tpot is None else tpot / NANOSECONDS,
+                    e2e_s=(now - arrival) / NANOSECONDS,
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    num_output_tokens=request.num_output_tokens,
+                    num_cached_tokens=request.num_cached_tokens or 0,
+                    num_preemptions=request.num_preemptions,
+                )
+            )
 
 
 def _block_ns_not_yet_held(blocks_taken_at: tuple[int, ...], durations: tuple[int, ...]) -> int:
