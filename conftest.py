@@ -1,0 +1,20 @@
+"""Lets the tests run where nothing is installed (`make gpu`): the folders are linked under a package on the path."""
+
+import importlib.util
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent
+FOLDERS = {"core": "core", "backends": "backends", "kernels": "kernels", "sim": "sim", "testing": "tests/kit"}
+
+
+def pytest_configure() -> None:
+    """Make `kvledger` importable from the checkout, unless it is installed."""
+    if importlib.util.find_spec("kvledger") is not None:
+        return
+    package = Path(tempfile.mkdtemp(prefix="kvledger-")) / "kvledger"
+    package.mkdir()
+    for name, folder in FOLDERS.items():
+        (package / name).symlink_to(ROOT / folder, target_is_directory=True)
+    sys.path.insert(0, str(package.parent))
