@@ -14,7 +14,7 @@ from ..core.engine import EngineLoop, Wait, engine_loop
 from ..core.errors import DoesNotFitError
 from ..core.scheduler import Scheduler, StepOutcome
 from ..core.types import Request, ScheduledStep, StepResult
-from .metrics import Recorder
+from .run_listener import EngineWatcher
 
 NANOSECONDS = 1_000_000_000
 
@@ -33,7 +33,7 @@ class SimulatedEngine:
         env: simpy.Environment,
         scheduler: Scheduler,
         backend: SimBackend,
-        recorder: Recorder,
+        recorder: EngineWatcher,
         macro_steps: bool = True,
         next_arrival_ns: Callable[[], float] | None = None,
     ) -> None:

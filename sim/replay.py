@@ -10,6 +10,7 @@ import simpy
 from ..backends.sim_backend import SimBackend
 from ..core.allocator import KVCacheAllocator
 from ..core.allocator_config import AllocatorConfig
+from ..core.errors import InputError
 from ..core.scheduler import Scheduler
 from ..core.scheduler_config import SchedulerConfig
 from ..core.types import DraftModel, EventSink, LatencyModel, Request
@@ -17,10 +18,16 @@ from .async_engine import AsyncSchedulingEngine
 from .engine import NANOSECONDS, SimulatedEngine
 from .metrics import Recorder
 from .quantile_sketch import RELATIVE_ERROR
+from .session_arrivals import SessionArrivals
 from .trace_keys import TraceKeySource
-from .traces.trace import TraceRequest
+from .traces.trace import Trace, TraceRequest
 
 MAX_REJECTIONS_SHOWN = 5
+OPEN_LOOP = "open loop: requests come at their recorded times, whatever the engine does"
+CLOSED_LOOP = (
+    "closed loop: a turn is sent its think time after the answer before it (where none is recorded: its recorded gap "
+    "after the turn before, and not before the answer); a refused turn counts as answered"
+)
 
 
 @attrs.define
@@ -66,14 +73,22 @@ def traced_requests(
     `trace_block_size` is asked when the first row is there: a reader may learn it from the file.
     """
     for ordinal, row in enumerate(trace):
-        yield Request(
-            request_id=str(row.place),
-            num_prompt_tokens=row.input_length,
-            # A row without output still computes its prompt, which produces one token.
-            max_tokens=max(row.output_length, 1),
-            keys=TraceKeySource(row.hash_ids, row.input_length, ordinal, block_size, trace_block_size()),
-            arrival=row.arrival_s,
-        )
+        yield traced_request(row, ordinal, row.arrival_s, block_size, trace_block_size())
+
+
+def traced_request(
+    row: TraceRequest, ordinal: int, arrival_s: float, block_size: int, trace_block_size: int | None
+) -> Request:
+    """The scheduler's request of one row; `ordinal` tells apart what rows share with nobody."""
+    return Request(
+        request_id=str(row.place),
+        num_prompt_tokens=row.input_length,
+        # A row without output still computes its prompt, which produces one token.
+        max_tokens=max(row.output_length, 1),
+        keys=TraceKeySource(row.hash_ids, row.input_length, ordinal, block_size, trace_block_size),
+        priority=row.priority,
+        arrival=arrival_s,
+    )
 
 
 def replay(
@@ -88,6 +103,7 @@ def replay(
     macro_steps: bool = True,
     drafts: DraftModel | None = None,
     async_scheduling: bool = False,
+    closed_loop: bool | None = None,
 ) -> ReplayReport:
     """Run every request of a trace through allocator, scheduler and latency model, until each has ended.
 
@@ -100,12 +116,15 @@ def replay(
         sinks: further listeners to every commit (a log, metrics).
         on_progress: called with the number of requests submitted so far.
         drafts: how many drafts are accepted; needed with `num_speculative_tokens`.
+        closed_loop: whether a session's next turn waits for the answer before it, or comes at its recorded time. None:
+            closed where the trace says that it records think times (its `info`), else open.
         async_scheduling: whether each step is decided while the one before it runs.
         macro_steps: whether identical decode steps are taken in one go; the figures are the same either way.
 
     Raises:
-        InputError: limits that contradict each other.
+        InputError: limits that contradict each other, or a closed loop asked of a trace that links no turns.
     """
+    closed_loop = decided_loop(trace, closed_loop)
     env = simpy.Environment()
     recorder = Recorder(lambda: int(env.now), allocator.max_num_reqs)
     backend = SimBackend(latency, drafts)
@@ -113,26 +132,53 @@ def replay(
     batcher = Scheduler(scheduler, ledger)
     engine_class = AsyncSchedulingEngine if async_scheduling else SimulatedEngine
     engine = engine_class(env, batcher, backend, recorder, macro_steps)
-    requests = traced_requests(trace, allocator.hash_block_size, lambda: trace_block_size)
+    rows = _counted(trace, on_progress) if on_progress else trace
+    block_size = allocator.hash_block_size
     started = time.perf_counter()
-    env.process(engine.arrivals(_counted(requests, on_progress) if on_progress else requests))
+    arrivals: SessionArrivals | None = None
+    if closed_loop:
+        arrivals = SessionArrivals(
+            env,
+            engine,
+            rows,
+            lambda row, ordinal, now: traced_request(row, ordinal, now, block_size, trace_block_size),
+            waits_for_unknown_answers=not isinstance(trace, Trace) or trace.info.records_think_times,
+        )
+        arrivals.start()
+    else:
+        env.process(engine.arrivals(traced_requests(rows, block_size, lambda: trace_block_size)))
     env.run()
     wall_seconds = time.perf_counter() - started
+    ended_ns = env.now if arrivals is None else arrivals.last_ns
     assumptions = {
         "async_scheduling": async_scheduling,
+        "arrivals": OPEN_LOOP if arrivals is None else CLOSED_LOOP,
+        **({"turns_sent_late": arrivals.num_late} if arrivals is not None and arrivals.num_late else {}),
         **latency.assumptions(),
         **(drafts.assumptions() if drafts is not None else {}),
     }
-    return _report(batcher, recorder, engine.rejections, assumptions, env.now / NANOSECONDS, wall_seconds)
+    return replay_report(batcher, recorder, engine.rejections, assumptions, ended_ns / NANOSECONDS, wall_seconds)
 
 
-def _counted(requests: Iterator[Request], on_progress: Callable[[int], None]) -> Iterator[Request]:
-    for count, request in enumerate(requests, 1):
-        yield request
+def decided_loop(trace: Iterable[TraceRequest], closed_loop: bool | None) -> bool:
+    """Whether to close the loop. Raises `InputError` where the trace says that none of its requests are turns."""
+    if not isinstance(trace, Trace):
+        return bool(closed_loop)
+    if closed_loop and not trace.info.links_turns:
+        raise InputError(
+            f"--closed-loop has no effect on {trace.info.name}: it does not say which requests are turns of one "
+            "session; leave it out"
+        )
+    return trace.info.records_think_times if closed_loop is None else closed_loop
+
+
+def _counted(rows: Iterable[TraceRequest], on_progress: Callable[[int], None]) -> Iterator[TraceRequest]:
+    for count, row in enumerate(rows, 1):
+        yield row
         on_progress(count)
 
 
-def _report(
+def replay_report(
     scheduler: Scheduler,
     recorder: Recorder,
     rejections: list[str],
@@ -140,6 +186,7 @@ def _report(
     simulated_seconds: float,
     wall_seconds: float,
 ) -> ReplayReport:
+    """The figures of one engine after its run."""
     stats, config = scheduler.stats, scheduler.allocator.config
     span = simulated_seconds or 1.0
     return ReplayReport(

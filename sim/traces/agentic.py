@@ -247,6 +247,7 @@ AGENTIC = TraceFormat(
     fields=("t", "in", "hash_ids"),
     first_line='{"id": ..., "block_size": 64, "hash_id_scope": "local", "requests": [{"t": ..., "in": ...}, ...]}',
     matches=matches,
+    links_turns=always,
     records_think_times=always,
     read_rows=read_rows,
     checks_its_rows=True,

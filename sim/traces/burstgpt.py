@@ -21,6 +21,11 @@ def matches(lines: Sequence[bytes]) -> bool:
     return has_columns(lines, REQUIRED)
 
 
+def links_turns(lines: Sequence[bytes]) -> bool:
+    """Whether the header names sessions."""
+    return has_columns(lines, OPTIONAL[1:2])
+
+
 def records_think_times(lines: Sequence[bytes]) -> bool:
     """Whether the header names sessions and how long answers took."""
     return has_columns(lines, OPTIONAL[1:])
@@ -64,6 +69,7 @@ BURSTGPT = TraceFormat(
     first_line="Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type",
     needs_header=True,
     matches=matches,
+    links_turns=links_turns,
     records_think_times=records_think_times,
     read_rows=read_rows,
 )

@@ -15,7 +15,7 @@ from .bad_rows import BadRow, RowError, hash_ids, num_tokens, shown, timestamp, 
 from .json_lines import read_objects, required
 from .prefix_names import PrefixNames
 from .sessions import TurnRecord
-from .trace_format import Row, TraceFormat, TraceSource
+from .trace_format import Row, TraceFormat, TraceSource, always
 
 FIELDS = frozenset(
     ("chat_id", "parent_chat_id", "timestamp", "input_length", "output_length", "type", "turn", "hash_ids")
@@ -74,6 +74,7 @@ QWEN_BAILIAN = TraceFormat(
     block_size_is_settable=True,
     first_line='{"chat_id": ..., "parent_chat_id": ..., "timestamp": ..., "input_length": ..., "hash_ids": [...]}',
     matches=matches,
+    links_turns=always,
     read_rows=read_rows,
     has_one_parent_each=True,
 )

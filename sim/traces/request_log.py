@@ -43,10 +43,15 @@ def matches(lines: Sequence[bytes]) -> bool:
     return any(line.startswith(b"{") and field in line for line in lines for field in OWN_FIELDS)
 
 
+def links_turns(lines: Sequence[bytes]) -> bool:
+    """Whether the first lines name sessions."""
+    return b'"session"' in b"\n".join(lines)
+
+
 def records_think_times(lines: Sequence[bytes]) -> bool:
     """Whether the first lines name sessions and how long answers or clients took."""
     head = b"\n".join(lines)
-    return b'"session"' in head and (b'"duration_s"' in head or b'"think_time_s"' in head)
+    return links_turns(lines) and (b'"duration_s"' in head or b'"think_time_s"' in head)
 
 
 def read_rows(source: TraceSource) -> Iterator[Row | BadRow]:
@@ -170,6 +175,7 @@ REQUEST_LOG = TraceFormat(
     fields=("arrival_s", "input_tokens", "hash_ids"),
     first_line='{"arrival_s": ..., "input_tokens": ..., "output_tokens": ..., "session": ...}',
     matches=matches,
+    links_turns=links_turns,
     records_think_times=records_think_times,
     read_rows=read_rows,
 )

@@ -122,6 +122,7 @@ SHAREGPT = TraceFormat(
     fields=("none", "input_length", "hash_ids"),
     first_line='[{"id": ..., "conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}, ...]',
     matches=matches,
+    links_turns=always,
     records_think_times=always,
     read_rows=read_rows,
     has_one_parent_each=True,

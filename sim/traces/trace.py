@@ -91,11 +91,11 @@ class TraceInfo:
 
     `trace_block_size` is the number of tokens that one hash id stands for, None where there are no ids;
     `trace_block_size_source` says who chose it. With `full_blocks_only` the trace has no id for the partial block at
-    the end of a prompt. `records_think_times` says whether turns know how long their client waited after the answer
-    before. `workload` holds the seed and the parameters of a built-in workload, None for a file; `arrivals` says where
-    times come from that the file does not record, `tokenizer` who counted tokens. `num_rows_read` counts usable rows,
-    those before the window too; `rows_skipped` maps a reason to the rows left out for it; `remarks` maps what else is
-    to be known to how often it happened.
+    the end of a prompt. `links_turns` says whether requests may be turns of sessions, `records_think_times` whether
+    turns know how long their client waited after the answer before. `workload` holds the seed and the parameters of a
+    built-in workload, None for a file; `arrivals` says where times come from that the file does not record,
+    `tokenizer` who counted tokens. `num_rows_read` counts usable rows, those before the window too; `rows_skipped`
+    maps a reason to the rows left out for it; `remarks` maps what else is to be known to how often it happened.
     """
 
     name: str
@@ -107,6 +107,7 @@ class TraceInfo:
     rate_scale: float
     window: Window
     full_blocks_only: bool = False
+    links_turns: bool = False
     records_think_times: bool = False
     workload: dict[str, Any] | None = None
     arrivals: str | None = None

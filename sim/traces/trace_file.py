@@ -171,6 +171,7 @@ class TraceFile:
             rate_scale=options.rate_scale,
             window=Window(options.skip_first, options.limit),
             full_blocks_only=trace_format.full_blocks_only,
+            links_turns=trace_format.links_turns(first_lines),
             records_think_times=trace_format.records_think_times(first_lines),
             arrivals=options.arrivals(trace_format),
             tokenizer=None if self._tokenizer is None else self._tokenizer.name,

@@ -73,6 +73,7 @@ class TraceFormat:
         first_line: an example, for error messages.
         needs_header: whether only the first line can identify a file.
         matches: asked with the first lines of a file (the last may be cut off): is it of this format?
+        links_turns: asked with the same lines: does the trace say which requests are turns of one session?
         records_think_times: asked with the same lines: do turns know how long their client waited?
         read_rows: yields a `Row` or a `BadRow` for every request, holding no more than it must of the file.
         checks_its_rows: whether `read_rows` has already made the checks of every row that `RowChecks` makes.
@@ -98,6 +99,7 @@ class TraceFormat:
     first_line: str
     needs_header: bool = False
     matches: Callable[[Sequence[bytes]], bool]
+    links_turns: Callable[[Sequence[bytes]], bool] = never
     records_think_times: Callable[[Sequence[bytes]], bool] = never
     read_rows: Callable[[TraceSource], Iterator[Row | BadRow]]
     checks_its_rows: bool = False

@@ -16,6 +16,11 @@ def matches(lines: Sequence[bytes]) -> bool:
     return has_columns(lines, REQUIRED)
 
 
+def links_turns(lines: Sequence[bytes]) -> bool:
+    """Whether the header names sessions."""
+    return has_columns(lines, OPTIONAL)
+
+
 def read_rows(source: TraceSource) -> Iterator[Row | BadRow]:
     """Yield a `Row`, or a `BadRow`, for every line after the header."""
 
@@ -44,5 +49,6 @@ VIDUR = TraceFormat(
     first_line=",".join(REQUIRED),
     needs_header=True,
     matches=matches,
+    links_turns=links_turns,
     read_rows=read_rows,
 )
