@@ -11,7 +11,7 @@ from ..core.engine import Wait
 from ..core.scheduler import Scheduler
 from ..core.types import Request, ScheduledStep
 from .engine import SimulatedEngine
-from .metrics import Recorder
+from .run_listener import EngineWatcher
 
 
 class AsyncSchedulingEngine(SimulatedEngine):
@@ -27,7 +27,7 @@ class AsyncSchedulingEngine(SimulatedEngine):
         env: simpy.Environment,
         scheduler: Scheduler,
         backend: SimBackend,
-        recorder: Recorder,
+        recorder: EngineWatcher,
         macro_steps: bool = True,
         next_arrival_ns: Callable[[], float] | None = None,
     ) -> None:
