@@ -44,7 +44,7 @@ class Recorder:
             on_finished: given the record of each request as it finishes; nothing of it is kept here.
         """
         self._now_ns = now_ns
-        self._histograms = histograms
+        self.histograms = histograms
         self._on_finished = on_finished
         self.ttft_ns = QuantileSketch()
         self.itl_ns = QuantileSketch()
@@ -109,8 +109,8 @@ class Recorder:
         durations = result.nanoseconds
         self.num_steps += step.num_steps
         self.busy_ns += sum(durations)
-        if self._histograms is not None:
-            self._histograms.step_tokens.add(step.load.num_tokens, step.num_steps)
+        if self.histograms is not None:
+            self.histograms.step_tokens.add(step.load.num_tokens, step.num_steps)
         rows = outcome.sampled
         if len(rows):
             later = durations[1:]
@@ -147,8 +147,8 @@ class Recorder:
             self._first_in[first_rows] = now
             for arrival in self._arrival_in[first_rows].tolist():
                 self.ttft_ns.add(now - arrival)
-                if self._histograms is not None:
-                    self._histograms.ttft_ns.add(now - arrival)
+                if self.histograms is not None:
+                    self.histograms.ttft_ns.add(now - arrival)
             last = last[~fresh]
             if not len(last):
                 return
@@ -170,8 +170,8 @@ class Recorder:
 
     def _gap(self, nanoseconds: int, count: int) -> None:
         self.itl_ns.add(nanoseconds, count)
-        if self._histograms is not None:
-            self._histograms.itl_ns.add(nanoseconds, count)
+        if self.histograms is not None:
+            self.histograms.itl_ns.add(nanoseconds, count)
 
     def _finished(self, row: int, request: Request, now: int) -> None:
         self._away.pop(request.request_id, None)
@@ -180,8 +180,8 @@ class Recorder:
         self.e2e_ns.add(now - arrival)
         if tpot is not None:
             self.tpot_ns.add(tpot)
-        if self._histograms is not None:
-            self._histograms.finished(request, arrival, admitted, first, now, tpot)
+        if self.histograms is not None:
+            self.histograms.finished(request, arrival, admitted, first, now, tpot)
         if self._on_finished is not None:
             self._on_finished(
                 RequestRecord(

@@ -18,6 +18,9 @@ from .async_engine import AsyncSchedulingEngine
 from .engine import NANOSECONDS, SimulatedEngine
 from .metrics import Recorder
 from .quantile_sketch import RELATIVE_ERROR
+from .request_record import RequestRecord
+from .run_histograms import RunHistograms
+from .run_listener import Broadcast, RunListener
 from .session_arrivals import SessionArrivals
 from .trace_keys import TraceKeySource
 from .traces.trace import Trace, TraceRequest
@@ -46,6 +49,8 @@ class ReplayReport:
     rejections: list[str]
     series: dict[str, list[float]]
     timing: dict[str, float]
+    histograms: RunHistograms | None = None
+    """Exact counts at the boundaries of vLLM's metrics; not part of `to_json`."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; all but `timing` is the same from run to run."""
@@ -99,6 +104,8 @@ def replay(
     latency: LatencyModel,
     trace_block_size: int | None,
     sinks: Iterable[EventSink] = (),
+    listeners: Iterable[RunListener] = (),
+    on_finished: Callable[[RequestRecord], None] | None = None,
     on_progress: Callable[[int], None] | None = None,
     macro_steps: bool = True,
     drafts: DraftModel | None = None,
@@ -114,6 +121,8 @@ def replay(
         latency: how long a step takes.
         trace_block_size: tokens an id of the trace stands for; None where it has none (then nothing is shared).
         sinks: further listeners to every commit (a log, metrics).
+        listeners: told of requests, commits and steps as the run goes on (a time series, a trace of the engine).
+        on_finished: given the record of each request as it finishes; none is kept.
         on_progress: called with the number of requests submitted so far.
         drafts: how many drafts are accepted; needed with `num_speculative_tokens`.
         closed_loop: whether a session's next turn waits for the answer before it, or comes at its recorded time. None:
@@ -126,12 +135,14 @@ def replay(
     """
     closed_loop = decided_loop(trace, closed_loop)
     env = simpy.Environment()
-    recorder = Recorder(lambda: int(env.now), allocator.max_num_reqs)
+    histograms = RunHistograms(allocator.max_model_len)
+    recorder = Recorder(lambda: int(env.now), allocator.max_num_reqs, histograms, on_finished)
+    watcher = Broadcast(lambda: int(env.now), recorder, tuple(listeners)) if listeners else recorder
     backend = SimBackend(latency, drafts)
-    ledger = KVCacheAllocator(allocator, sinks=[backend, recorder, *sinks])
+    ledger = KVCacheAllocator(allocator, sinks=[backend, watcher, *sinks])
     batcher = Scheduler(scheduler, ledger)
     engine_class = AsyncSchedulingEngine if async_scheduling else SimulatedEngine
-    engine = engine_class(env, batcher, backend, recorder, macro_steps)
+    engine = engine_class(env, batcher, backend, watcher, macro_steps)
     rows = _counted(trace, on_progress) if on_progress else trace
     block_size = allocator.hash_block_size
     started = time.perf_counter()
@@ -243,6 +254,7 @@ def replay_report(
         },
         rejections=rejections[:MAX_REJECTIONS_SHOWN],
         series=recorder.series.columns(),
+        histograms=recorder.histograms,
         timing={
             "wall_seconds": wall_seconds,
             "us_per_step": wall_seconds / recorder.num_steps * 1e6 if recorder.num_steps else 0.0,
