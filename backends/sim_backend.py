@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,6 +24,28 @@ from ..core.types import DraftModel, LatencyModel, ScheduledStep, StepLoad, Step
 PADDING_SLOT = -1
 
 
+@attrs.frozen
+class ContextRank:
+    """One rank of decode context parallelism.
+
+    Attributes:
+        rank: which one, from 0.
+        size: how many there are.
+        interleave_tokens: consecutive tokens that one rank holds before the next one's turn.
+    """
+
+    rank: int = 0
+    size: int = 1
+    interleave_tokens: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        if not 0 <= self.rank < self.size or self.interleave_tokens < 1:
+            raise InputError(
+                f"rank {self.rank} of {self.size} with stripes of {self.interleave_tokens} tokens: ranks are 0 to size "
+                "- 1, stripes at least 1"
+            )
+
+
 class SimBackend:
     """Keeps the block tables that the events describe and says how long a step takes.
 
@@ -34,8 +57,19 @@ class SimBackend:
         num_blocks_per_row: one int32 `[max_num_reqs]` a group.
     """
 
-    def __init__(self, latency: LatencyModel | None = None, drafts: DraftModel | None = None) -> None:
-        """Mirror tables; with a latency model also time steps, and with a draft model also verify drafts."""
+    def __init__(
+        self,
+        latency: LatencyModel | None = None,
+        drafts: DraftModel | None = None,
+        context: ContextRank | None = None,
+    ) -> None:
+        """Mirror tables; with a latency model also time steps, and with a draft model also verify drafts.
+
+        Under decode context parallelism `context` says which rank this is: it holds every `size`-th stripe of tokens,
+        so the blocks of a request, and its table, are 1 / size as many as one rank alone would need.
+        """
+        self._context = ContextRank() if context is None else context
+        self._holds_tokens: list[bool] = []
         self.latency = latency
         self.drafts = drafts
         self.block_tables: list[NDArray[np.int32]] = []
@@ -65,6 +99,9 @@ class SimBackend:
     def slot_mapping(self, batch: TokenBatch, group: int = 0, num_padded_tokens: int = 0) -> NDArray[np.int64]:
         """The slot of every token: `table[row, position // block_size] * block_size + position % block_size`.
 
+        Under decode context parallelism a block's tokens are dealt to the ranks in stripes; a slot counts this rank's
+        share of the blocks, and is -1 for a token that another rank holds.
+
         Args:
             batch: the tokens; every position must have been placed by an event before.
             group: which group's tables.
@@ -77,10 +114,20 @@ class SimBackend:
         if len(positions) > num_padded_tokens > 0:
             raise InputError(f"a batch of {len(positions)} tokens cannot be padded to {num_padded_tokens}")
         size = self._block_sizes[group]
-        blocks = self.block_tables[group][batch.row_of_token(), positions // size]
+        blocks = self.block_tables[group][batch.row_of_token(), positions // size].astype(np.int64)
         slots = np.full(max(len(positions), num_padded_tokens), PADDING_SLOT, dtype=np.int64)
-        slots[: len(positions)] = blocks * np.int64(size) + positions % size
+        slots[: len(positions)] = self._slots(group, blocks, positions % size)
         return slots
+
+    def _slots(self, group: int, blocks: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Slots of tokens at `offsets` of their blocks; -1 for tokens that another rank holds."""
+        size, ranks = self._block_sizes[group], self._context.size
+        if ranks == 1 or not self._holds_tokens[group]:
+            return blocks * size + offsets
+        stripe = self._context.interleave_tokens
+        local = offsets // (stripe * ranks) * stripe + offsets % stripe
+        is_here = offsets // stripe % ranks == self._context.rank
+        return np.where(is_here, blocks * (size // ranks) + local, PADDING_SLOT)
 
     def submit(self, step: ScheduledStep) -> None:
         """Take the step that `collect` will time."""
@@ -136,7 +183,14 @@ class SimBackend:
     def _pool_created(self, event: PoolCreated) -> None:
         for kind in event.groups:
             width = -(-event.max_model_len // kind.block_size)
+            stripes = self._context.size * self._context.interleave_tokens
+            if self._context.size > 1 and kind.holds_tokens and kind.block_size % stripes:
+                raise InputError(
+                    f"blocks of {kind.block_size} tokens do not divide into stripes of "
+                    f"{self._context.interleave_tokens} on {self._context.size} ranks; use a multiple of {stripes}"
+                )
             self._block_sizes.append(kind.block_size)
+            self._holds_tokens.append(kind.holds_tokens)
             self.block_tables.append(np.zeros((event.max_num_reqs, width), dtype=np.int32))
             self.num_blocks_per_row.append(np.zeros(event.max_num_reqs, dtype=np.int32))
 

@@ -21,6 +21,8 @@ class CacheKind(Protocol):
 
     # Whether a hit is an unbroken run from the start, so that losing a block strands all behind it.
     needs_whole_prefix: ClassVar[bool]
+    # Whether a block holds one entry a token, which decode context parallelism spreads over ranks; a state is whole.
+    holds_tokens: ClassVar[bool]
 
     @property
     def block_size(self) -> int:
@@ -101,6 +103,7 @@ class FullAttention:
     """Every token attends to all before it: nothing is skipped, a hit is an unbroken run from the start (rule 11)."""
 
     needs_whole_prefix: ClassVar[bool] = True
+    holds_tokens: ClassVar[bool] = True
     block_size: int = attrs.field(validator=_positive)
 
     def find_hit(
@@ -153,6 +156,7 @@ class SlidingWindow:
     """A token attends to itself and the `window - 1` before it; what fell out of the window is given back."""
 
     needs_whole_prefix: ClassVar[bool] = False
+    holds_tokens: ClassVar[bool] = True
     block_size: int = attrs.field(validator=_positive)
     window: int = attrs.field(validator=_positive)
 
@@ -209,6 +213,7 @@ class ChunkedLocal:
     """A token attends to the tokens of its own chunk; chunks before it are given back (Llama 4's local layers)."""
 
     needs_whole_prefix: ClassVar[bool] = False
+    holds_tokens: ClassVar[bool] = True
     block_size: int = attrs.field(validator=_positive)
     chunk_size: int = attrs.field(validator=_positive)
 
@@ -265,6 +270,7 @@ class SequenceState:
     """
 
     needs_whole_prefix: ClassVar[bool] = False
+    holds_tokens: ClassVar[bool] = False
     block_size: int = attrs.field(validator=_positive)
 
     def find_hit(

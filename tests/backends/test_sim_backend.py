@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvledger.backends import SimBackend
+from kvledger.backends.sim_backend import ContextRank
 from kvledger.core import (
     AllocatorConfig,
     FullAttention,
@@ -12,6 +13,7 @@ from kvledger.core import (
     KVCacheAllocator,
     MisuseError,
     Request,
+    SequenceState,
     SlidingWindow,
     TokenBatch,
 )
@@ -116,3 +118,53 @@ def test_tables_and_slots_equal_the_allocators_after_any_history(operations, win
             size = table.block_size
             expected = [int(table.table[row, p // size]) * size + p % size for p in range(placed)]
             assert backend.slot_mapping(batch((row, 0, placed)), group).tolist() == expected
+
+
+@given(
+    ranks=st.integers(1, 4),
+    stripe=st.sampled_from([1, 2, 4]),
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3),
+)
+@settings(max_examples=80, deadline=None)
+def test_context_ranks_share_every_token_between_them_and_collide_nowhere(ranks, stripe, lengths) -> None:
+    local_size = 4
+    backends = [SimBackend(context=ContextRank(rank, ranks, stripe)) for rank in range(ranks)]
+    allocator = KVCacheAllocator(
+        AllocatorConfig(num_blocks=99, groups=[FullAttention(local_size * ranks)], max_model_len=400, max_num_reqs=3),
+        sinks=backends,
+    )
+    seen: set[tuple[int, int]] = set()
+    for i, length in enumerate(lengths):
+        allocator.allocate(Request(str(i), length), length)
+        row = allocator.row_of(str(i))
+        (blocks,) = allocator.block_ids(str(i))
+        assert len(blocks) == -(-length // (local_size * ranks))  # one rank alone: ranks times as many
+        by_rank = np.array([backend.slot_mapping(batch((row, 0, length))) for backend in backends])
+        for position in range(length):
+            (holder,) = np.flatnonzero(by_rank[:, position] >= 0)
+            assert holder == position // stripe % ranks
+            slot = int(by_rank[holder, position])
+            assert slot // local_size == blocks[position // (local_size * ranks)]
+            assert (holder, slot) not in seen
+            seen.add((holder, slot))
+
+
+def test_a_state_is_whole_on_every_context_rank() -> None:
+    backend = SimBackend(context=ContextRank(1, 2))
+    allocator = KVCacheAllocator(
+        AllocatorConfig(num_blocks=9, groups=[SequenceState(8)], max_model_len=32, retention_interval=0),
+        sinks=[backend],
+    )
+    allocator.allocate(Request("a", 3), 3)
+    (blocks,) = allocator.block_ids("a")
+    assert backend.slot_mapping(batch((allocator.row_of("a"), 0, 3))).tolist() == [blocks[0] * 8 + i for i in range(3)]
+
+
+def test_blocks_that_do_not_divide_over_context_ranks_are_refused() -> None:
+    with pytest.raises(InputError, match="blocks of 6 tokens do not divide into stripes of 2 on 2 ranks"):
+        KVCacheAllocator(
+            AllocatorConfig(num_blocks=9, groups=[FullAttention(6)], max_model_len=32),
+            sinks=[SimBackend(context=ContextRank(0, 2, 2))],
+        )
+    with pytest.raises(InputError, match="rank 2 of 2"):
+        ContextRank(2, 2)
