@@ -1,15 +1,69 @@
-"""The deciding half of kvledger: allocator, events, ledger state, scheduler, planner. Needs attrs and NumPy only."""
+"""The deciding half of kvledger: allocator, events, ledger state, scheduler, planner. Needs attrs and NumPy only.
+
+The allocator's names are imported at once; the planner's on first use, so that `import kvledger.core` stays light.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from .allocator import KVCacheAllocator
 from .allocator_config import AllocatorConfig
 from .block_pool import NULL_BLOCK, BlockPool
 from .cache_kinds import CacheKind, ChunkedLocal, CompressedState, FullAttention, SequenceState, SlidingWindow
+from .engine import Wait, engine_loop
 from .errors import CorruptLedgerError, DoesNotFitError, InputError, KVLedgerError, MisuseError
 from .event_log import EventLog
 from .events import Commit, Event, FreeReason
 from .ledger_state import LedgerState
 from .prefix_match import PrefixMatch
-from .types import Backend, EventSink, KeySource, LatencyModel, Request, ScheduledStep, StepResult, TokenBatch
+from .scheduler import Scheduler, StepOutcome
+from .scheduler_config import SchedulerConfig
+from .scheduler_stats import SchedulerStats
+from .types import (
+    Backend,
+    DraftModel,
+    EventSink,
+    KeySource,
+    LatencyModel,
+    Request,
+    ScheduledStep,
+    StepLoad,
+    StepResult,
+    TokenBatch,
+)
+
+if TYPE_CHECKING:
+    from .allocator_groups import allocator_groups
+    from .block_hash import block_hasher
+    from .deployment import Deployment
+    from .deployment_plan import DeploymentPlan, plan_deployment
+    from .extra_keys import ExtraKeys, LoraIdentity, MultimodalItem
+    from .memory_ledger import MemoryLedger
+    from .model_geometry import ModelGeometry, builtin_geometry, geometry_from_config, load_geometry
+    from .plan_inputs import PlanInputs
+    from .planning import KVCachePlan, plan_kv_cache
+    from .token_key_source import TokenKeySource
+
+# Name -> the module that it is imported from when it is first asked for.
+_ON_FIRST_USE = {
+    "Deployment": "deployment",
+    "DeploymentPlan": "deployment_plan",
+    "ExtraKeys": "extra_keys",
+    "KVCachePlan": "planning",
+    "LoraIdentity": "extra_keys",
+    "MemoryLedger": "memory_ledger",
+    "ModelGeometry": "model_geometry",
+    "MultimodalItem": "extra_keys",
+    "PlanInputs": "plan_inputs",
+    "TokenKeySource": "token_key_source",
+    "allocator_groups": "allocator_groups",
+    "block_hasher": "block_hash",
+    "builtin_geometry": "model_geometry",
+    "geometry_from_config": "model_geometry",
+    "load_geometry": "model_geometry",
+    "plan_deployment": "deployment_plan",
+    "plan_kv_cache": "planning",
+}
 
 __all__ = [
     "NULL_BLOCK",
@@ -21,24 +75,58 @@ __all__ = [
     "Commit",
     "CompressedState",
     "CorruptLedgerError",
+    "Deployment",
+    "DeploymentPlan",
     "DoesNotFitError",
+    "DraftModel",
     "Event",
     "EventLog",
     "EventSink",
+    "ExtraKeys",
     "FreeReason",
     "FullAttention",
     "InputError",
     "KVCacheAllocator",
+    "KVCachePlan",
     "KVLedgerError",
     "KeySource",
     "LatencyModel",
     "LedgerState",
+    "LoraIdentity",
+    "MemoryLedger",
     "MisuseError",
+    "ModelGeometry",
+    "MultimodalItem",
+    "PlanInputs",
     "PrefixMatch",
     "Request",
     "ScheduledStep",
+    "Scheduler",
+    "SchedulerConfig",
+    "SchedulerStats",
     "SequenceState",
     "SlidingWindow",
+    "StepLoad",
+    "StepOutcome",
     "StepResult",
     "TokenBatch",
+    "TokenKeySource",
+    "Wait",
+    "allocator_groups",
+    "block_hasher",
+    "builtin_geometry",
+    "engine_loop",
+    "geometry_from_config",
+    "load_geometry",
+    "plan_deployment",
+    "plan_kv_cache",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    module = _ON_FIRST_USE.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{module}", __name__), name)
+    globals()[name] = value
+    return value
