@@ -21,6 +21,9 @@ def trace_as_dict(info: TraceInfo, trace_block_size: int | None) -> dict[str, An
         "format": info.format,
         "timestamp_unit": info.timestamp_unit,
         "trace_block_size": trace_block_size,
+        "trace_block_size_source": info.trace_block_size_source,
+        "full_blocks_only": info.full_blocks_only,
+        "tokenizer": info.tokenizer,
         "rate_scale": info.rate_scale,
         "window": {
             "skip_first": window.skip_first,
@@ -35,16 +38,21 @@ def trace_as_dict(info: TraceInfo, trace_block_size: int | None) -> dict[str, An
         "output_tokens": info.output_tokens,
         "claims_reuse": info.claims_reuse,
         "rows_skipped": {reason: rows.num_rows for reason, rows in info.rows_skipped.items()},
+        "notes": info.notes(),
     }
 
 
 def print_replay(report: dict[str, Any]) -> None:
     """The tables of one replay (`report` is the document of `--json`)."""
+    from rich.markup import escape
+
     out = console()
     trace, requests, cache = report["trace"], report["requests"], report["prefix_cache"]
     usage, preemptions, throughput = report["kv_cache_usage"], report["preemptions"], report["throughput"]
     assumptions = report["assumptions"]
     out.print(f"[bold]Replay of {trace['name']}[/bold]: {requests['total']:,} requests", soft_wrap=True)
+    for note in trace["notes"]:
+        out.print(f"Note: {escape(note)}", soft_wrap=True)
     reuse = percent(cache["hit_rate"]) if trace["claims_reuse"] else "0 (the trace has no block ids: no reuse claimed)"
     out.print(
         table(

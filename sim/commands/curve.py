@@ -5,6 +5,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...core.errors import InputError
+from .trace_options import (
+    Limit,
+    OnBadRow,
+    RateScale,
+    RequestRate,
+    Seed,
+    SkipFirst,
+    TimestampUnit,
+    TokenizerName,
+    TraceBlockSize,
+    TraceFiles,
+    TraceFormatName,
+    WorkloadName,
+)
 
 if TYPE_CHECKING:
     from ..traces import Trace
@@ -14,10 +28,8 @@ DEFAULT_POLICIES = "lru,fifo,s3fifo,optimum"
 
 
 def curve(
-    trace: Annotated[str | None, typer.Argument(help="Trace file, gz or plain: Mooncake JSONL or Azure CSV.")] = None,
-    workload: Annotated[
-        str | None, typer.Option(help="Instead of a file: conversation, sharegpt, code or agentic.")
-    ] = None,
+    trace: TraceFiles = None,
+    workload: WorkloadName = None,
     capacities: Annotated[
         str | None, typer.Option(help="Sizes in blocks, such as 1000,5000,10000; unless given, a 1-2-5 series.")
     ] = None,
@@ -31,22 +43,20 @@ def curve(
     block_size: Annotated[
         int | None, typer.Option(help="Tokens in a block of the cache; the trace's own unless given.")
     ] = None,
-    trace_block_size: Annotated[
-        int | None, typer.Option(help="Tokens that one hash id stands for; the format's own (512) unless given.")
-    ] = None,
+    trace_block_size: TraceBlockSize = None,
     model: Annotated[
         str | None, typer.Option("--model", "--config", help="Model name or config.json: shows sizes in bytes too.")
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="Storage of keys and values, with --model.")] = "auto",
-    trace_format: Annotated[
-        str | None, typer.Option("--format", "--trace-format", help="mooncake or azure; by content unless given.")
-    ] = None,
-    on_bad_row: Annotated[
-        str | None, typer.Option(help="refuse (unless given): stop at a bad row. skip: leave it out and count it.")
-    ] = None,
-    skip_first: Annotated[int, typer.Option(help="Requests to leave out at the start.")] = 0,
-    limit: Annotated[int | None, typer.Option(help="Requests to use after those.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the built-in workload; 0 unless given.")] = None,
+    trace_format: TraceFormatName = None,
+    timestamp_unit: TimestampUnit = None,
+    tokenizer: TokenizerName = None,
+    request_rate: RequestRate = None,
+    on_bad_row: OnBadRow = None,
+    skip_first: SkipFirst = 0,
+    limit: Limit = None,
+    rate_scale: RateScale = 1.0,
+    seed: Seed = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
 ) -> None:
     """Show how much of the prompts a prefix cache serves, at every capacity.
@@ -63,11 +73,15 @@ def curve(
         trace,
         workload,
         trace_format=trace_format,
+        timestamp_unit=timestamp_unit,
         trace_block_size=trace_block_size,
+        tokenizer=tokenizer,
+        request_rate=request_rate,
         on_bad_row=on_bad_row,
         seed=seed,
         skip_first=skip_first,
         limit=limit,
+        rate_scale=rate_scale,
     )
     if model is None and kv_cache_dtype != "auto":
         raise InputError(f"--kv-cache-dtype {kv_cache_dtype} has no effect without --model")

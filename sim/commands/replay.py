@@ -4,12 +4,25 @@ from typing import Annotated
 
 import typer
 
+from .trace_options import (
+    Limit,
+    OnBadRow,
+    RateScale,
+    RequestRate,
+    Seed,
+    SkipFirst,
+    TimestampUnit,
+    TokenizerName,
+    TraceBlockSize,
+    TraceFiles,
+    TraceFormatName,
+    WorkloadName,
+)
+
 
 def replay(
-    trace: Annotated[str | None, typer.Argument(help="Trace file, gz or plain: Mooncake JSONL or Azure CSV.")] = None,
-    workload: Annotated[
-        str | None, typer.Option(help="Instead of a file: conversation, sharegpt, code or agentic.")
-    ] = None,
+    trace: TraceFiles = None,
+    workload: WorkloadName = None,
     model: Annotated[
         str | None,
         typer.Option("--model", "--config", help="Model name or config.json: its groups, and a planned pool."),
@@ -30,9 +43,7 @@ def replay(
     kv_cache_memory_bytes: Annotated[
         str | None, typer.Option(help="Bytes for the KV cache per GPU, instead of the utilization.")
     ] = None,
-    trace_block_size: Annotated[
-        int | None, typer.Option(help="Tokens that one hash id stands for; the format's own (512) unless given.")
-    ] = None,
+    trace_block_size: TraceBlockSize = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest request, tokens. Unless given: what the pool holds, at most 1,048,576.")
     ] = None,
@@ -74,16 +85,23 @@ def replay(
         float | None, typer.Option(help="Linear: each decoding sequence; 20 unless given.")
     ] = None,
     latency_table: Annotated[str | None, typer.Option(help="Table: a CSV of measured steps.")] = None,
-    trace_format: Annotated[
-        str | None, typer.Option("--format", "--trace-format", help="mooncake or azure; by content unless given.")
+    closed_loop: Annotated[
+        bool | None,
+        typer.Option(
+            "--closed-loop/--open-loop",
+            help="Whether a session's next turn waits for the answer before it and thinks, or comes at its recorded "
+            "time. Unless given: closed where the trace has think times.",
+        ),
     ] = None,
-    on_bad_row: Annotated[
-        str | None, typer.Option(help="refuse (unless given): stop at a bad row. skip: leave it out and count it.")
-    ] = None,
-    skip_first: Annotated[int, typer.Option(help="Requests to leave out at the start.")] = 0,
-    limit: Annotated[int | None, typer.Option(help="Requests to use after those.")] = None,
-    rate_scale: Annotated[float, typer.Option(help="Arrivals this many times as fast.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Seed of the built-in workload; 0 unless given.")] = None,
+    trace_format: TraceFormatName = None,
+    timestamp_unit: TimestampUnit = None,
+    tokenizer: TokenizerName = None,
+    request_rate: RequestRate = None,
+    on_bad_row: OnBadRow = None,
+    skip_first: SkipFirst = 0,
+    limit: Limit = None,
+    rate_scale: RateScale = 1.0,
+    seed: Seed = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the tables.")] = False,
 ) -> None:
     """Replay a trace through allocator, scheduler and latency model: latency, hits, preemptions, occupancy.
@@ -126,9 +144,13 @@ def replay(
         trace,
         workload,
         trace_format=trace_format,
+        timestamp_unit=timestamp_unit,
         trace_block_size=trace_block_size,
+        tokenizer=tokenizer,
+        request_rate=request_rate,
         on_bad_row=on_bad_row,
-        seed=seed,
+        # With drafts the seed has an effect on any trace.
+        seed=None if trace and request_rate is None and draft_acceptance_rate is not None else seed,
         skip_first=skip_first,
         limit=limit,
         rate_scale=rate_scale,
@@ -171,6 +193,7 @@ def replay(
             drafts=drafts,
             async_scheduling=async_scheduling,
             trace_block_size=source.info.trace_block_size,
+            closed_loop=closed_loop,
             on_progress=lambda count: bar.update(task, completed=count),
         )
     report.assumptions = {**pool.facts, **report.assumptions}
