@@ -24,6 +24,7 @@ from .run_listener import Broadcast, RunListener
 from .session_arrivals import SessionArrivals
 from .trace_keys import TraceKeySource
 from .traces.trace import Trace, TraceRequest
+from .vllm_metrics import Snapshot, take_snapshot
 
 MAX_REJECTIONS_SHOWN = 5
 OPEN_LOOP = "open loop: requests come at their recorded times, whatever the engine does"
@@ -49,8 +50,10 @@ class ReplayReport:
     rejections: list[str]
     series: dict[str, list[float]]
     timing: dict[str, float]
-    histograms: RunHistograms | None = None
-    """Exact counts at the boundaries of vLLM's metrics; not part of `to_json`."""
+    snapshot: Snapshot | None = None
+    """The final state under the names of vLLM's metrics, where histograms were counted; not part of `to_json`."""
+    replicas: list[dict[str, Any]] = attrs.field(factory=list)
+    """Of a fleet: the figures of each engine."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; all but `timing` is the same from run to run."""
@@ -66,6 +69,7 @@ class ReplayReport:
             "assumptions": self.assumptions,
             "rejections": self.rejections,
             "series": self.series,
+            **({"replicas": self.replicas} if self.replicas else {}),
             "timing": self.timing,
         }
 
@@ -254,7 +258,7 @@ def replay_report(
         },
         rejections=rejections[:MAX_REJECTIONS_SHOWN],
         series=recorder.series.columns(),
-        histograms=recorder.histograms,
+        snapshot=take_snapshot(scheduler, recorder) if recorder.histograms is not None else None,
         timing={
             "wall_seconds": wall_seconds,
             "us_per_step": wall_seconds / recorder.num_steps * 1e6 if recorder.num_steps else 0.0,
