@@ -102,6 +102,18 @@ def replay(
     limit: Limit = None,
     rate_scale: RateScale = 1.0,
     seed: Seed = None,
+    requests_out: Annotated[
+        str | None, typer.Option(help="A row for each finished request, to FILE.csv, .jsonl or .parquet.")
+    ] = None,
+    series_out: Annotated[
+        str | None, typer.Option(help="KV cache usage, running and waiting over time, to FILE.csv, .jsonl or .parquet.")
+    ] = None,
+    prometheus_out: Annotated[
+        str | None, typer.Option(help="The final state as Prometheus text under vLLM's metric names, to FILE.")
+    ] = None,
+    perfetto_out: Annotated[
+        str | None, typer.Option(help="Engine steps and requests for ui.perfetto.dev, to FILE.json or .json.gz.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the tables.")] = False,
 ) -> None:
     """Replay a trace through allocator, scheduler and latency model: latency, hits, preemptions, occupancy.
@@ -117,6 +129,7 @@ def replay(
     from ..replay import replay as replay_trace
     from ..replay_report import print_replay, trace_as_dict
     from ..replay_setup import LatencyOptions, PoolOptions, make_latency, make_pool
+    from ..run_exports import ExportOptions, RunExports
     from ..trace_source import open_trace_or_workload
 
     pool = make_pool(
@@ -173,8 +186,17 @@ def replay(
     if (num_speculative_tokens > 0) != (draft_acceptance_rate is not None):
         raise InputError("--num-speculative-tokens and --draft-acceptance-rate go together; neither has a default")
     drafts = None if draft_acceptance_rate is None else DraftAcceptance(draft_acceptance_rate, seed or 0)
+    exports = RunExports(
+        ExportOptions(
+            requests_out=requests_out,
+            series_out=series_out,
+            prometheus_out=prometheus_out,
+            perfetto_out=perfetto_out,
+        ),
+        inputs=[*(trace or ()), *([latency_table] if latency_table else ())],
+    )
     bar, task = progress("Replaying", total=limit)
-    with bar:
+    with exports, bar:
         report = replay_trace(
             source,
             allocator=pool.allocator,
@@ -194,9 +216,12 @@ def replay(
             async_scheduling=async_scheduling,
             trace_block_size=source.info.trace_block_size,
             closed_loop=closed_loop,
+            listeners=exports.listeners,
+            on_finished=exports.on_finished,
             on_progress=lambda count: bar.update(task, completed=count),
         )
-    report.assumptions = {**pool.facts, **report.assumptions}
+        report.assumptions = {**pool.facts, **report.assumptions}
+        exports.publish(report, pool.allocator, report.assumptions.get("model"))
     document = {"trace": trace_as_dict(source.info, source.info.trace_block_size), **report.to_json()}
     if json:
         print_json(document)
