@@ -14,9 +14,12 @@ EXIT_BAD_INPUT = 2
 # name -> module in sim/commands that holds a function of the same name (dashes become underscores)
 COMMANDS: tuple[str, ...] = ("study", "plan", "curve", "replay", "compare")
 
+# name -> module in sim/commands whose `build_<name>_app` makes a group of sub-commands
+GROUPS: tuple[str, ...] = ("log",)
+
 
 def build_app() -> typer.Typer:
-    """The application with every command of `COMMANDS`; their modules import nothing heavy at the top."""
+    """The application with every command of `COMMANDS` and `GROUPS`; their modules import nothing heavy at the top."""
     app = typer.Typer(
         name="kvledger",
         help="The KV-cache memory of LLM serving as a ledger: plan it, replay real traffic on it, compare, decide.",
@@ -28,6 +31,9 @@ def build_app() -> typer.Typer:
     for name in COMMANDS:
         module = importlib.import_module(f".commands.{name}", __package__)
         app.command(name)(getattr(module, name.replace("-", "_")))
+    for name in GROUPS:
+        module = importlib.import_module(f".commands.{name}", __package__)
+        app.add_typer(getattr(module, f"build_{name}_app")(), name=name)
     return app
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core.errors import InputError
-from .logged_trace import open_logged_trace, the_event_log
+from .event_log_dir import open_logged_trace, the_event_log
 from .traces import Trace, open_trace
 from .workload import open_workload
 

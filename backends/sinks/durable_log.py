@@ -14,13 +14,14 @@ from ...core.events import Commit
 from .arrow_stream import StreamWriter
 from .errors import LogWriteError
 from .flush_policy import FlushPolicy
-from .log_manifest import MANIFEST, Manifest, stream_name
+from .log_manifest import Manifest
+from .log_names import LOCK, MANIFEST, stream_name
 from .log_reader import LogReader
 from .log_recovery import Recovery, recover
 from .log_rows import Note
 from .row_encoder import RowEncoder
 from .segment_closing import SnapshotFold, close_segment
-from .writer_lock import LOCK, WriterLock
+from .writer_lock import WriterLock
 
 DEFAULT_SEGMENT_BYTES = 64 << 20
 

@@ -9,10 +9,10 @@ import attrs
 
 from .arrow_stream import write_whole
 from .errors import LogDamagedError
+from .log_names import MANIFEST
 from .log_rows import LAYOUT_VERSION
 from .parquet_segment import ClosedSegment
 
-MANIFEST: Final = "manifest.json"
 _FORMAT: Final = "kvledger event log"
 
 
@@ -68,18 +68,3 @@ class Manifest:
 
 def _crc32(plain: dict[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(plain, sort_keys=True).encode()):08x}"
-
-
-def parquet_name(number: int) -> str:
-    """The file of a closed segment."""
-    return f"segment-{number:06}.parquet"
-
-
-def stream_name(number: int) -> str:
-    """The file of an open segment."""
-    return f"segment-{number:06}.arrows"
-
-
-def snapshot_name(number: int) -> str:
-    """The file of the state at the start of a segment."""
-    return f"snapshot-{number:06}.json.zst"

@@ -14,7 +14,8 @@ from ...core.ledger_state import LedgerState
 from ...core.snapshot import can_be_restored
 from .arrow_stream import TornTail
 from .errors import LogDamagedError
-from .log_manifest import Manifest, snapshot_name, stream_name
+from .log_manifest import Manifest
+from .log_names import snapshot_name, stream_name
 from .log_recovery import check_files, check_order, open_stream
 from .log_rows import LoggedCommit, LoggedNote, Record
 from .parquet_segment import ClosedSegment, read_batches

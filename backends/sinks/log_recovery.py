@@ -7,9 +7,9 @@ import pyarrow as pa
 
 from .arrow_stream import StreamReader, TornTail, write_whole
 from .errors import LogDamagedError
-from .log_manifest import MANIFEST, Manifest, parquet_name, snapshot_name, stream_name
+from .log_manifest import Manifest
+from .log_names import LOCK, MANIFEST, parquet_name, snapshot_name, stream_name
 from .log_rows import NOTE_NAMES
-from .writer_lock import LOCK
 
 
 @attrs.frozen

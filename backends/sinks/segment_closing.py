@@ -14,7 +14,8 @@ from ...core.events import PoolCreated
 from ...core.ledger_state import LedgerState
 from ...core.snapshot import can_be_restored
 from .arrow_stream import StreamReader, StreamWriter, sync_directory
-from .log_manifest import Manifest, parquet_name, snapshot_name, stream_name
+from .log_manifest import Manifest
+from .log_names import parquet_name, snapshot_name, stream_name
 from .log_rows import LoggedCommit
 from .parquet_segment import ParquetSegmentWriter
 from .row_decoder import records

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from ...core.errors import MisuseError
 from .errors import LogInUseError
-
-LOCK = "lock"
+from .log_names import LOCK
 
 
 class WriterLock:

@@ -1,0 +1,211 @@
+"""`kvledger log`: look into the event log of a run, prove it, compare it, run it again."""
+
+from typing import Annotated
+
+import typer
+
+Directory = Annotated[str, typer.Argument(metavar="LOG", help="Directory of an event log.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+
+
+def build_log_app() -> typer.Typer:
+    """The group `kvledger log` with its sub-commands."""
+    app = typer.Typer(
+        help="Look into the event log of a run: show, verify, diff, at, stats, convert, replay.",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+    )
+    for command in (show, verify, diff, at, stats, convert):
+        app.command(command.__name__)(command)
+    pass_on = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command("replay", context_settings=pass_on)(replay)
+    return app
+
+
+def show(
+    log: Directory,
+    first_commit: Annotated[int, typer.Option(help="First commit to show.")] = 0,
+    last_commit: Annotated[int | None, typer.Option(help="Last commit to show; damage behind it is not met.")] = None,
+    limit: Annotated[int | None, typer.Option(help="At most this many commits and notes.")] = None,
+    request: Annotated[str | None, typer.Option(help="Only commits that touch this request.")] = None,
+    block: Annotated[int | None, typer.Option(help="Only commits that name this block.")] = None,
+    event: Annotated[str | None, typer.Option(help="Only commits with this event, such as BlocksFreed.")] = None,
+    json: Json = False,
+) -> None:
+    """Show commits, one line an event.
+
+    Example: kvledger log show run.log --request 17
+    """
+    from itertools import islice
+
+    from ..event_log_dir import open_event_log
+    from ..log_text import Wanted, described, plain_record
+
+    reader = open_event_log(log)
+    # Who holds which row is known only from the start.
+    start = 0 if request is not None else first_commit
+    records = reader.records(start, None if last_commit is None else last_commit + 1)
+    wanted = (each for each in Wanted(request, block, event).among(records) if _number(each) >= first_commit)
+    shown = islice(wanted, limit)
+    if json:
+        from json import dumps
+
+        print('{"records": [', end="")
+        for place, record in enumerate(shown):
+            print(",\n" if place else "\n", dumps(plain_record(record), ensure_ascii=False), sep="", end="")
+        print("\n]}")
+        return
+    for record in shown:
+        for line in described(record):
+            print(line)
+    if reader.torn is not None:
+        print(f"({reader.torn.describe()})")
+
+
+def verify(
+    log: Directory,
+    checked_every: Annotated[
+        int | None,
+        typer.Option(help="Check the invariants after every n-th commit; unless given, n is 1/64 of the blocks."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Check every byte, replay every commit, hold every invariant; exit 1 and name the first bad commit if one fails.
+
+    Example: kvledger log verify run.log --checked-every 1
+    """
+    import time
+
+    from ...core.errors import InputError
+    from ..console import print_json, progress
+    from ..event_log_dir import open_event_log
+    from ..log_verification import verify_log
+
+    if checked_every is not None and checked_every < 1:
+        raise InputError(f"--checked-every is {checked_every}; it must be 1 commit or more")
+    started = time.perf_counter()
+    bar, task = progress("Verifying")
+    with bar:
+        found = verify_log(open_event_log(log), checked_every, lambda count: bar.update(task, completed=count))
+    seconds = time.perf_counter() - started
+    if json:
+        print_json({"log": log, **found.to_json(), "timing": {"wall_seconds": seconds}})
+    else:
+        for line in found.describe():
+            print(line)
+        print(f"took {seconds:.1f} s")
+    if not found.is_sound:
+        raise typer.Exit(1)
+
+
+def diff(
+    one: Directory,
+    other: Annotated[str, typer.Argument(metavar="OTHER", help="Directory of the other one.")],
+    ignore_times: Annotated[bool, typer.Option(help="Compare events only, not when they happened.")] = False,
+    json: Json = False,
+) -> None:
+    """Find the first commit in which two logs differ, with the state before it; exit 1 if there is one.
+
+    Example: kvledger log diff before.log after.log --ignore-times
+    """
+    from ..console import print_json
+    from ..event_log_dir import open_event_log
+    from ..log_diff import describe_divergence, divergence_as_dict, first_divergence
+
+    first = open_event_log(one)
+    divergence = first_divergence(first, open_event_log(other), ignore_times)
+    answer = divergence_as_dict(divergence, first)
+    if json:
+        print_json(answer)
+    elif divergence is None:
+        print("the logs are equal")
+    else:
+        for line in describe_divergence(divergence):
+            print(line)
+        print(f"state before: {answer['first_divergence']['state_before']}")
+    if divergence is not None:
+        raise typer.Exit(1)
+
+
+def at(
+    log: Directory,
+    commit: Annotated[int | None, typer.Option(help="The state after this commit.")] = None,
+    time: Annotated[float | None, typer.Option(help="The state at this time, seconds on the log's clock.")] = None,
+    json: Json = False,
+) -> None:
+    """Show the state after a commit or at a time: occupancy, block tables, free queue.
+
+    Example: kvledger log at run.log --time 12.5
+    """
+    from ...core.errors import InputError
+    from ..console import print_json
+    from ..event_log_dir import open_event_log
+    from ..log_state import print_state, state_as_dict
+
+    if (commit is None) == (time is None):
+        raise InputError("give --commit N or --time SECONDS, one of them")
+    reader = open_event_log(log)
+    stop = commit + 1 if commit is not None else reader.commits_until(round((time or 0.0) * 1e9))
+    if not stop:
+        raise InputError(f"nothing had happened at {time} s: the pool was not there yet")
+    state = state_as_dict(reader.state(stop))
+    if json:
+        print_json({"log": log, "commit": stop - 1, **state})
+    else:
+        print_state(stop - 1, state)
+
+
+def stats(log: Directory, json: Json = False) -> None:
+    """Count what is in a log: events by kind, bytes an event, the span of time, the run that it records.
+
+    Example: kvledger log stats run.log
+    """
+    from ..console import print_json
+    from ..event_log_dir import open_event_log
+    from ..log_stats import log_stats, print_stats
+
+    counted = log_stats(open_event_log(log))
+    if json:
+        print_json({"log": log, **counted})
+    else:
+        print_stats(counted)
+
+
+def convert(
+    log: Directory,
+    output: Annotated[str, typer.Argument(help="File to write; it must not exist yet.")],
+    to: Annotated[str, typer.Option(help="parquet (one file), jsonl (a row a line) or trace (its requests).")],
+    json: Json = False,
+) -> None:
+    """Write a log as one Parquet file, as JSON lines, or its requests as a trace.
+
+    Example: kvledger log convert run.log requests.jsonl --to trace
+    """
+    from ..console import print_json
+    from ..event_log_dir import open_event_log
+    from ..log_convert import convert_log
+
+    count = convert_log(open_event_log(log), to, output)
+    if json:
+        print_json({"log": log, "output": output, "to": to, "count": count})
+    else:
+        print(f"{output}: {count:,} {'requests' if to == 'trace' else 'rows'}")
+
+
+def replay(context: typer.Context, log: Directory, json: Json = False) -> None:
+    """Run a recorded run again: the same report, or with options of `kvledger replay` given, what they would change.
+
+    Fixed are arrivals, lengths, prompt blocks, priorities and turns; everything else follows the options.
+
+    Example: kvledger log replay run.log --num-gpu-blocks-override 2000 --eviction s3fifo
+    """
+    from ..event_log_dir import need_log_libraries, open_event_log
+
+    need_log_libraries()
+    from ..log_replay import run_again
+
+    run_again(open_event_log(log), context.args, json)
+
+
+def _number(record) -> int:
+    return record.commit.sequence if hasattr(record, "commit") else record.next_commit

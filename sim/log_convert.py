@@ -1,0 +1,97 @@
+"""A log in other forms: one Parquet file, JSON lines, a trace of its requests."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow.parquet as pq
+
+from ..backends.sinks.log_keys import encode_key
+from ..backends.sinks.log_reader import LogReader
+from ..backends.sinks.log_rows import ROW_SCHEMA, RequestArrived
+from ..core.errors import InputError
+
+
+def convert_log(reader: LogReader, form: str, target: str | Path) -> int:
+    """Write a log to `target` in another form, whole or not at all. Returns the rows, lines or requests written.
+
+    Raises:
+        InputError: no such form, the target exists, or the log holds nothing of the kind.
+    """
+    if form not in FORMS:
+        raise InputError(f"--to is {form!r}; it must be one of {', '.join(FORMS)}")
+    path = Path(target)
+    if path.exists():
+        raise InputError(f"{path} exists already; give a name that is free")
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        count = FORMS[form](reader, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return count
+
+
+def _to_parquet(reader: LogReader, path: Path) -> int:
+    """One file, the rows of docs/event_log.md."""
+    count = 0
+    with pq.ParquetWriter(path, ROW_SCHEMA, compression="zstd") as writer:
+        for placed in reader.batches():
+            writer.write_batch(placed.batch)
+            count += placed.batch.num_rows
+    return count
+
+
+def _to_jsonl(reader: LogReader, path: Path) -> int:
+    """One JSON object a row, under the names of the columns; empty columns are left out, keys are as in the rows."""
+    with path.open("w") as file:
+        return _write_lines(file, _plain_rows(reader))
+
+
+def _plain_rows(reader: LogReader) -> Iterator[dict[str, Any]]:
+    for placed in reader.batches():
+        for row in placed.batch.to_pylist():
+            for name in ("keys", "parents"):
+                row[name] = [None if key is None else key.decode("latin-1") for key in row[name]]
+            yield {name: value for name, value in row.items() if value is not None and value != []}
+
+
+def _to_trace(reader: LogReader, path: Path) -> int:
+    """A Mooncake trace of the requests: milliseconds, lengths, and the ids of the prompts' blocks if they have any."""
+    with path.open("w") as file:
+        count = _write_lines(file, _mooncake_rows(reader))
+    if not count:
+        raise InputError(f"{reader.directory} holds no requests, only commits: no trace can be made of it")
+    return count
+
+
+def _mooncake_rows(reader: LogReader) -> Iterator[dict[str, Any]]:
+    numbers: dict[bytes, int] = {}
+    for logged in reader.notes():
+        note = logged.note
+        if not isinstance(note, RequestArrived):
+            continue
+        row: dict[str, Any] = {
+            "timestamp": note.arrival_s * 1e3,
+            "input_length": note.num_prompt_tokens,
+            "output_length": note.num_output_tokens or 0,
+        }
+        if note.prompt_keys:
+            row["hash_ids"] = [
+                key if type(key) is int and key >= 0 else numbers.setdefault(encode_key(key), len(numbers))
+                for key in note.prompt_keys
+            ]
+        yield row
+
+
+def _write_lines(file: IO[str], rows: Iterator[dict[str, Any]]) -> int:
+    count = 0
+    for row in rows:
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        count += 1
+    return count
+
+
+FORMS: dict[str, Callable[[LogReader, Path], int]] = {"parquet": _to_parquet, "jsonl": _to_jsonl, "trace": _to_trace}
