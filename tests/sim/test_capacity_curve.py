@@ -13,6 +13,8 @@ from kvledger.sim.cache_policies import POLICIES, replay_policy
 from kvledger.sim.capacity_curve import capacity_curve, series_up_to
 from kvledger.sim.lru_curve import lru_curve
 from kvledger.sim.prompt_blocks import read_prompt_blocks
+from kvledger.sim.reblocking import ReblockedTrace
+from kvledger.sim.trace_keys import TraceKeySource
 from kvledger.sim.traces import TraceInfo, TraceRequest, Window, open_trace
 
 SIZES = (1_000, 5_000, 10_000, 30_000, 50_000, 100_000)
@@ -98,6 +100,18 @@ def in_larger_blocks(trace, group: int) -> list[tuple[int, list]]:
         (request.input_length, [request.hash_ids[i : i + group] for i in range(0, len(request.hash_ids), group)])
         for request in trace
     ]
+
+
+def in_blocks_as_the_engine_has(trace, size: int) -> list[tuple[int, list]]:
+    """Full blocks under the engine's own keys, and the partial one at the end under its last id and its length."""
+    out = []
+    for ordinal, request in enumerate(trace):
+        source = TraceKeySource(request.hash_ids, request.input_length, ordinal, size, BLOCK_SIZE)
+        keys = list(source.keys(0, request.input_length // size))
+        if request.input_length % size:
+            keys.append((request.hash_ids[-1], request.input_length % BLOCK_SIZE))
+        out.append((request.input_length, keys))
+    return out
 
 
 def triple(point) -> tuple[int, int, int]:
@@ -214,9 +228,21 @@ def test_a_trace_without_a_block_size_needs_one_for_the_cache():
     assert read_prompt_blocks(trace, 16).num_distinct_blocks == 2
 
 
-def test_block_sizes_that_do_not_divide_are_refused():
-    with pytest.raises(InputError, match="--block-size 6 neither divides nor is a multiple of the 4 tokens"):
-        read_prompt_blocks(ListTrace([(8, (0, 1))]), 6)
+@given(tries(), st.sampled_from([3, 5, 6, 7, 10]))
+@settings(deadline=None)
+def test_one_pass_is_exact_at_block_sizes_that_do_not_divide(trace, size):
+    curve = lru_curve(read_prompt_blocks(trace, size))
+    for num_blocks in range(1, 30, 2):
+        assert triple(curve.at(num_blocks)) == lru_by_hand(in_blocks_as_the_engine_has(trace, size), num_blocks, size)
+
+
+@given(tries(), st.sampled_from([1, 2, 3, 4, 5, 8]))
+@settings(deadline=None)
+def test_a_reblocked_trace_has_the_same_curve(trace, size):
+    direct = lru_curve(read_prompt_blocks(trace, size))
+    reblocked = lru_curve(read_prompt_blocks(ReblockedTrace(trace, size)))
+    for num_blocks in range(1, 30, 2):
+        assert triple(direct.at(num_blocks)) == triple(reblocked.at(num_blocks))
 
 
 def test_only_lru_is_offered_below_the_trace_s_own_block_size():

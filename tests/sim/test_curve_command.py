@@ -170,7 +170,7 @@ def test_a_trace_without_ids_claims_no_reuse(kvledger, tmp_path):
         (["TRACE", "--capacities", "1000,x"], "'x' is not a whole number of blocks"),
         (["TRACE", "--capacities", "1000,-5"], "--capacities holds -5"),
         (["TRACE", "--policy", "mru"], "--policy mru: the policies are lru"),
-        (["TRACE", "--block-size", "100"], "--block-size 100 neither divides nor is a multiple of the 512 tokens"),
+        (["TRACE", "--block-size", "0"], "--block-size is 0; it must be 1 token or more"),
         (["TRACE", "--block-size", "16", "--policy", "lru,sieve"], "at 16 only lru"),
         (["TRACE", "--trace-block-size", "100"], "fits trace block sizes 344 to 514"),
         (["no-such-file"], "no-such-file: cannot be read as a trace: No such file or directory"),
