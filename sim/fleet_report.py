@@ -1,0 +1,160 @@
+"""The figures of a fleet: those of a single replay over all engines, and each engine's own."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from ..core.scheduler import Scheduler
+from ..core.scheduler_stats import SchedulerStats
+from .engine import NANOSECONDS
+from .metrics import Recorder
+from .quantile_sketch import QuantileSketch
+from .replay import MAX_REJECTIONS_SHOWN, ReplayReport, replay_report
+
+MAX_SERIES_POINTS = 1024
+
+
+@attrs.frozen(eq=False)
+class ReplicaRun:
+    """One engine after its run."""
+
+    replica: int
+    data_parallel_rank: int
+    scheduler: Scheduler
+    recorder: Recorder
+    rejections: list[str]
+
+
+def fleet_report(
+    runs: Sequence[ReplicaRun], assumptions: dict[str, Any], simulated_seconds: float, wall_seconds: float
+) -> ReplayReport:
+    """Sums, merged distributions and means over engines; `replicas` holds the figures of each.
+
+    Occupancy is the mean over engines and time, and the maximum of any engine; running and waiting requests over time
+    are summed.
+    """
+    first = replay_report(
+        runs[0].scheduler, runs[0].recorder, runs[0].rejections, assumptions, simulated_seconds, wall_seconds
+    )
+    stats = _summed([run.scheduler.stats for run in runs])
+    usable_blocks = runs[0].scheduler.allocator.config.num_blocks - 1
+    num_steps = sum(run.recorder.num_steps for run in runs)
+    span = simulated_seconds or 1.0
+    held_block_ns = sum(run.recorder.held_block_ns for run in runs)
+    return attrs.evolve(
+        first,
+        requests=_requests(stats),
+        prefix_cache={
+            "queries_tokens": stats.prefix_queries_tokens,
+            "hits_tokens": stats.prefix_hits_tokens,
+            "hit_rate": _share(stats.prefix_hits_tokens, stats.prefix_queries_tokens),
+            "readmission_queries_tokens": stats.readmission_queries_tokens,
+            "readmission_hits_tokens": stats.readmission_hits_tokens,
+            "readmission_shared_tokens": stats.readmission_shared_tokens,
+        },
+        preemptions={
+            "total": stats.num_preemptions,
+            "max_per_request": stats.max_preemptions_per_request,
+            "recompute_tax": _share(stats.recomputed_tokens, stats.computed_tokens),
+            "recomputed_tokens": stats.recomputed_tokens,
+            "swapped_out_tokens": stats.swapped_out_tokens,
+            "swapped_in_tokens": stats.swapped_in_tokens,
+        },
+        kv_cache_usage={
+            "mean": held_block_ns / (span * NANOSECONDS * usable_blocks * len(runs)),
+            "max": max(run.recorder.max_held_blocks for run in runs) / usable_blocks,
+        },
+        latencies={
+            "ttft_s": _merged(runs, lambda recorder: recorder.ttft_ns),
+            "tpot_s": _merged(runs, lambda recorder: recorder.tpot_ns),
+            "itl_s": _merged(runs, lambda recorder: recorder.itl_ns),
+            "e2e_s": _merged(runs, lambda recorder: recorder.e2e_ns),
+        },
+        throughput={
+            "requests_per_s": stats.num_finished / span,
+            "output_tokens_per_s": sum(run.recorder.num_output_tokens for run in runs) / span,
+            "computed_tokens_per_s": stats.computed_tokens / span,
+        },
+        steps=num_steps,
+        rejections=[reason for run in runs for reason in run.rejections][:MAX_REJECTIONS_SHOWN],
+        series=_series(runs),
+        replicas=[_replica(run, simulated_seconds) for run in runs],
+        timing={
+            "wall_seconds": wall_seconds,
+            "us_per_step": wall_seconds / num_steps * 1e6 if num_steps else 0.0,
+        },
+    )
+
+
+def _replica(run: ReplicaRun, simulated_seconds: float) -> dict[str, Any]:
+    """The figures of one engine that differ between engines."""
+    stats, recorder = run.scheduler.stats, run.recorder
+    usable_blocks = run.scheduler.allocator.config.num_blocks - 1
+    span_ns = (simulated_seconds or 1.0) * NANOSECONDS
+    return {
+        "replica": run.replica,
+        "data_parallel_rank": run.data_parallel_rank,
+        "requests": _requests(stats),
+        "prefix_cache_hit_rate": _share(stats.prefix_hits_tokens, stats.prefix_queries_tokens),
+        "queries_tokens": stats.prefix_queries_tokens,
+        "hits_tokens": stats.prefix_hits_tokens,
+        "preemptions": stats.num_preemptions,
+        "kv_cache_usage": {
+            "mean": recorder.held_block_ns / (span_ns * usable_blocks),
+            "max": recorder.max_held_blocks / usable_blocks,
+        },
+        "busy_share": recorder.busy_ns / span_ns,
+        "output_tokens": recorder.num_output_tokens,
+        "steps": recorder.num_steps,
+        "ttft_s": recorder.ttft_ns.summary(NANOSECONDS),
+        "tpot_s": recorder.tpot_ns.summary(NANOSECONDS),
+    }
+
+
+def _requests(stats: SchedulerStats) -> dict[str, int]:
+    return {
+        "total": stats.num_submitted + stats.num_rejected,
+        "finished": stats.num_finished,
+        "rejected": stats.num_rejected,
+        "aborted": stats.num_aborted,
+    }
+
+
+def _summed(parts: Sequence[SchedulerStats]) -> SchedulerStats:
+    """Counters over all engines; the most preemptions of one request are a maximum."""
+    total = {field.name: sum(getattr(stats, field.name) for stats in parts) for field in attrs.fields(SchedulerStats)}
+    total["max_preemptions_per_request"] = max(stats.max_preemptions_per_request for stats in parts)
+    return SchedulerStats(**total)
+
+
+def _merged(runs: Sequence[ReplicaRun], sketch_of: Callable[[Recorder], QuantileSketch]) -> dict[str, Any]:
+    merged = QuantileSketch()
+    for run in runs:
+        merged.merge(sketch_of(run.recorder))
+    return merged.summary(NANOSECONDS)
+
+
+def _series(runs: Sequence[ReplicaRun]) -> dict[str, list[float]]:
+    """Mean usage, and sums of running and waiting requests, at up to 1,024 of the times that engines sampled."""
+    columns = [run.recorder.series.columns() for run in runs]
+    names = [name for name in columns[0] if name != "time_s"]
+    times = sorted({time for engine in columns for time in engine["time_s"]})
+    stride = -(-len(times) // MAX_SERIES_POINTS) or 1
+    times = times[::stride]
+    out: dict[str, list[float]] = {"time_s": times}
+    for name in names:
+        sums = [sum(_at(engine["time_s"], engine[name], time) for engine in columns) for time in times]
+        out[name] = [value / len(runs) for value in sums] if name == "kv_cache_usage" else sums
+    return out
+
+
+def _at(times: Sequence[float], values: Sequence[float], time: float) -> float:
+    """The value of a step function at a time; 0 before its first sample."""
+    place = bisect_right(times, time)
+    return values[place - 1] if place else 0.0
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
