@@ -43,6 +43,11 @@ def tag(name: str, *content: Content, **attributes: str | None) -> Html:
     return Html(f"<{name}{written}>{joined(content)}</{name}>")
 
 
+def breakable(name: str) -> Html:
+    """A name that a narrow column may break after its underscores."""
+    return Html(html(name).replace("_", "_<wbr>"))
+
+
 def data(document: dict[str, Any], path: str, show: Callable[[Any], str]) -> Html:
     """A figure of the document: its value for programs, as shown for people, and its path."""
     value = at_path(document, path)

@@ -10,7 +10,7 @@ from typing import Any
 from .console import gib, percent
 from .curve_report import memory, millions
 from .replay_report import LATENCIES, seconds, shown
-from .report_html import Content, Html, answered, bullets, data, joined, plot, table, tag
+from .report_html import Content, Html, answered, breakable, bullets, data, joined, plot, table, tag
 from .report_plots import row_colour, study_plots
 from .study_sentences import answer_sentences
 
@@ -53,7 +53,7 @@ def render_page(document: dict[str, Any]) -> str:
             tag(
                 "header",
                 tag("h1", title["heading"]),
-                tag("p", title["subtitle"], class_="subtitle"),
+                *(tag("p", title[line], class_="subtitle") for line in ("subtitle", "window") if line in title),
                 tag("nav", links, aria_label="Contents"),
             ),
             tag("main", _not_done(document), *main),
@@ -191,7 +191,15 @@ def _latency(document: dict[str, Any]) -> Html | None:
     caption = (
         "Model time from arrival on, queueing included; no HTTP server. What a step costs stands under the assumptions."
     )
-    return joined((plot("plot-latency", "latency", alt, caption), table("Latencies", columns, rows)))
+    pieces = [plot("plot-latency", "latency", alt, caption), table("Latencies", columns, rows)]
+    if document["replay"]["distributions"]:
+        of_shares = (
+            "Four rising lines: the share of samples of TTFT, ITL, TPOT and E2E within a time, from 0 to 100 percent, "
+            "over seconds on a logarithmic axis."
+        )
+        how_to_read = "Read a target off it: the share of requests within it. Counted exactly at the markers."
+        pieces.append(plot("plot-distribution", "latency distributions", of_shares, how_to_read))
+    return joined(pieces)
 
 
 def _ledger(document: dict[str, Any]) -> Html | None:
@@ -284,7 +292,7 @@ def _what_if(document: dict[str, Any]) -> Html | None:
         cells.append(
             data(document, f"{path}.users_of_mean_length", lambda users: "-" if users is None else f"{users:,}")
         )
-        cells.append(data(document, f"{path}.lru_token_hit_rate", percent))
+        cells.append(data(document, f"{path}.lru_token_hit_rate", lambda rate: "-" if rate is None else percent(rate)))
         rows.append(cells)
     columns = ["one option changed", "GPUs", "blocks", "tokens", "mean requests at once", "LRU hit rate"]
     note = tag(
@@ -301,7 +309,7 @@ def _assumptions(document: dict[str, Any]) -> Html:
             continue
         assumed = payload["assumptions"]
         if isinstance(assumed, dict):
-            rows: list[list[Content]] = [[key, _shown(value)] for key, value in assumed.items()]
+            rows: list[list[Content]] = [[breakable(key), _shown(value)] for key, value in assumed.items()]
             content = table(f"{name}: every parameter", ["assumption", "value"], rows, left=(0, 1))
         else:
             content = bullets(assumed)
@@ -319,7 +327,7 @@ def _figures(document: dict[str, Any]) -> Html:
     rows: list[list[Content]] = []
     for name, figure in document["answer"]["figures"].items():
         value = data(document, f"answer.figures.{name}.value", lambda _, text=figure["shown"]: text)
-        rows.append([name, value, figure["unit"], tag("code", figure["source"]), figure["assumption"]])
+        rows.append([breakable(name), value, figure["unit"], tag("code", figure["source"]), figure["assumption"]])
     columns = ["figure", "value", "unit", "source in study.json", "assumes"]
     return tag(
         "details",

@@ -4,18 +4,27 @@ A colour is the name of a variable of the page's style sheet (`--lru`); the page
 that one figure serves light, dark and print. Nothing here comes from the user: titles and labels are our own words.
 """
 
+from bisect import bisect_left, bisect_right
 from typing import Any
 
 from .console import GIB
 from .replay_report import LATENCIES
 
 LEGEND_ABOVE = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
+# Ticks at 1, 2 and 5 of every decade.
+LOGARITHMIC = {"type": "log", "dtick": "D2"}
 SERIES = (
     ("kv_cache_usage", "KV cache<br>in use, %", "--lru"),
     ("num_requests_running", "requests<br>running", "--engine"),
     ("num_requests_waiting", "requests<br>waiting", "--optimum"),
 )
 QUANTILES = (("p50", "circle", "--lru"), ("p90", "diamond", "--engine"), ("p99", "square", "--optimum"))
+DISTRIBUTION_STYLES = (
+    ("--lru", "solid", "circle"),
+    ("--engine", "dash", "diamond"),
+    ("--optimum", "dashdot", "square"),
+    ("--muted", "dot", "cross"),
+)
 ROW_COLOURS = {
     "weights": "--weights",
     "peak activation": "--activation",
@@ -39,8 +48,10 @@ def study_plots(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if curve is not None and document["derived"]["claims_reuse"]:
         out["plot-curve"] = curve_plot(curve, replay)
     if replay is not None:
-        out["plot-time"] = time_plot(replay["series"], document["derived"]["arrivals_s"])
+        out["plot-time"] = time_plot(replay["series"], replay["last_arrival_s"])
         out["plot-latency"] = latency_plot(replay)
+        if replay["distributions"]:
+            out["plot-distribution"] = distribution_plot(replay["distributions"])
     if plan is not None:
         out["plot-ledger"] = ledger_plot(plan["ledger"])
     if compare is not None:
@@ -85,7 +96,7 @@ def curve_plot(curve: dict[str, Any], replay: dict[str, Any] | None) -> dict[str
     ]
     layout = _layout(
         height=420,
-        xaxis=_axis("memory for keys and values, GiB" if in_bytes else "capacity, tokens", type="log"),
+        xaxis=_axis("memory for keys and values, GiB" if in_bytes else "capacity, tokens", **LOGARITHMIC),
         yaxis=_axis("prompt tokens served, %", rangemode="tozero"),
         legend=LEGEND_ABOVE,
     )
@@ -108,7 +119,7 @@ def curve_plot(curve: dict[str, Any], replay: dict[str, Any] | None) -> dict[str
     return {"data": data, "layout": layout}
 
 
-def time_plot(series: dict[str, list[float]], arrivals_s: float) -> dict[str, Any]:
+def time_plot(series: dict[str, list[float]], last_arrival_s: float) -> dict[str, Any]:
     """Occupancy, running and waiting requests over time, one above the other."""
     minutes = [time_s / 60 for time_s in series["time_s"]]
     data: list[dict[str, Any]] = []
@@ -133,9 +144,9 @@ def time_plot(series: dict[str, list[float]], arrivals_s: float) -> dict[str, An
             }
         )
     layout["yaxis"]["range"] = [0, 102]
-    layout["shapes"] = [_vertical(arrivals_s / 60)]
+    layout["shapes"] = [_vertical(last_arrival_s / 60)]
     layout["annotations"] = [
-        {**_note("last arrival", arrivals_s / 60), "yanchor": "bottom", "xanchor": "center", "xshift": 0}
+        {**_note("last arrival", last_arrival_s / 60), "yanchor": "bottom", "xanchor": "center", "xshift": 0}
     ]
     layout["margin"]["t"] = 24
     return {"data": data, "layout": layout}
@@ -167,8 +178,42 @@ def latency_plot(replay: dict[str, Any]) -> dict[str, Any]:
                 "hovertemplate": "%{y} " + quantile + ": %{x:.4~g} s<extra></extra>",
             }
         )
-    layout = _layout(height=320, xaxis=_axis("seconds (logarithmic)", type="log"), yaxis=_axis(""), legend=LEGEND_ABOVE)
+    layout = _layout(
+        height=320, xaxis=_axis("seconds (logarithmic)", **LOGARITHMIC), yaxis=_axis(""), legend=LEGEND_ABOVE
+    )
     return {"data": data, "layout": layout}
+
+
+def distribution_plot(distributions: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+    """For each latency the share of its samples within a time; exact at the markers."""
+    data = [
+        {
+            "type": "scatter",
+            "name": name,
+            **_rising_part(distributions[key]),
+            "mode": "lines+markers",
+            "line": {"color": colour, "width": 2, "dash": dash},
+            "marker": {"size": 6, "symbol": symbol},
+            "hovertemplate": "%{y:.1f} % within %{x:,.4~g} s<extra>" + name + "</extra>",
+        }
+        for (key, name), (colour, dash, symbol) in zip(LATENCIES, DISTRIBUTION_STYLES, strict=True)
+        if key in distributions
+    ]
+    layout = _layout(
+        height=380,
+        xaxis=_axis("within seconds (logarithmic)", **LOGARITHMIC),
+        yaxis=_axis("share of samples, %", range=[0, 102]),
+        legend=LEGEND_ABOVE,
+    )
+    return {"data": data, "layout": layout}
+
+
+def _rising_part(distribution: dict[str, list[float]]) -> dict[str, list[float]]:
+    """From the last boundary that no sample lies within to the first that all do."""
+    times_s, shares = distribution["up_to_s"], distribution["share"]
+    first = max(0, bisect_right(shares, 0.0) - 1)
+    last = min(len(shares), bisect_left(shares, 1.0) + 1)
+    return {"x": times_s[first:last], "y": [100 * share for share in shares[first:last]]}
 
 
 def ledger_plot(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from ..core.deployment_plan import DeploymentPlan
 from ..core.errors import DoesNotFitError, InputError
 from .capacity_curve import CapacityCurve
+from .curve_report import millions
 from .study_answer import answer_as_dict
 from .study_derived import derived_figures
 from .study_next import next_steps
@@ -68,7 +69,7 @@ class Study:
         question, plan, curve = self._question, self._plan, self._curve
         derived = derived_figures(self._parts, plan)
         document: dict[str, Any] = {
-            "title": question.title,
+            "title": question.title | _window(self._parts.get("curve")),
             "command": question.command,
             "answer": None,
             "derived": derived,
@@ -109,3 +110,15 @@ class Study:
         """The clock's figures stand apart, so that all others are the same from run to run."""
         self._timing[part] = payload.pop("timing", {})
         self._parts[part] = payload
+
+
+def _window(curve: dict[str, Any] | None) -> dict[str, str]:
+    """The part of the trace that was measured: every figure depends on it."""
+    if curve is None:
+        return {}
+    trace, window = curve["trace"], curve["window"]
+    return {
+        "window": f"{window['num_requests']:,} requests ({window['first_place']:,} to {window['last_place']:,} of the "
+        f"trace) over {window['duration_s']:,.0f} s; {millions(trace['input_tokens'])} prompt and "
+        f"{millions(trace['output_tokens'])} output tokens"
+    }

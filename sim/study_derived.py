@@ -13,12 +13,12 @@ LEAST_LEFT_WAITING = 10
 def derived_figures(parts: dict[str, dict[str, Any]], plan: DeploymentPlan | None) -> dict[str, Any]:
     """What follows from the parts that are done.
 
+    `pool_pinned_by`: the option that sizes the pool whatever else the memory says; None: the memory decides.
     `claims_reuse`: whether the trace says which prompts share blocks. `mean_request_tokens`: prompt and output of the
-    mean request, rounded up, and `users_of_mean_length` how many of them the pool holds at once. `arrivals_s`: from the
-    first to the last arrival, in the replay's time. `waiting_at_last_arrival` and `seconds_after_last_arrival`: how
-    many requests waited then, and how long the rest took. `most_waiting`: the longest queue sampled. `falls_behind`:
-    more than 1 % of all requests, and more than 10, were left waiting at the last arrival. `pool_pinned_by`: the option
-    that sizes the pool whatever else the memory says; None: the memory decides.
+    mean request, rounded up; `users_of_mean_length`: how many of them the pool holds at once. `waiting_at_last_arrival`
+    and `seconds_after_last_arrival`: how many requests waited when the last one came, and how long the rest took.
+    `most_waiting`: the longest queue sampled. `falls_behind`: more than 1 % of all requests, and more than 10, were
+    left waiting at the last arrival.
     """
     out: dict[str, Any] = {"pool_pinned_by": None if plan is None else _pinned_by(plan)}
     curve, replay = parts.get("curve"), parts.get("replay")
@@ -35,14 +35,12 @@ def derived_figures(parts: dict[str, dict[str, Any]], plan: DeploymentPlan | Non
 
 
 def _queue(replay: dict[str, Any]) -> dict[str, Any]:
-    window, series = replay["trace"]["window"], replay["series"]
-    arrivals_s = (window["end_s"] - window["start_s"]) / replay["trace"]["rate_scale"]
+    last_arrival_s, series = replay["last_arrival_s"], replay["series"]
     waiting = series["num_requests_waiting"]
-    sample = bisect_right(series["time_s"], arrivals_s) - 1
+    sample = bisect_right(series["time_s"], last_arrival_s) - 1
     left = waiting[sample] if sample >= 0 else 0
     return {
-        "arrivals_s": arrivals_s,
-        "seconds_after_last_arrival": replay["simulated_seconds"] - arrivals_s,
+        "seconds_after_last_arrival": replay["simulated_seconds"] - last_arrival_s,
         "waiting_at_last_arrival": left,
         "most_waiting": max(waiting, default=0),
         "falls_behind": left > max(LEAST_LEFT_WAITING, SHARE_LEFT_WAITING * replay["requests"]["total"]),

@@ -13,8 +13,12 @@ DEFAULTS = (
     ("skip_first", 0),
     ("rate_scale", 1.0),
 )
-OF_THE_TRACE = ("trace", "workload", "trace_block_size", "trace_format", "on_bad_row", "skip_first", "limit", "seed")
-OF_THE_STUDY_ALONE = (*OF_THE_TRACE, "capacities", "rate_scale")
+# Options that `open_trace_or_workload` takes by the same names.
+OF_THE_TRACE = (
+    *("trace_format", "timestamp_unit", "trace_block_size", "tokenizer", "request_rate", "on_bad_row"),
+    *("seed", "skip_first", "limit", "rate_scale"),
+)
+NOT_OF_A_PLAN = ("trace", "workload", *OF_THE_TRACE, "capacities")
 POLICIES = "lru,fifo,lfu,s3fifo,sieve,optimum"
 MAX_REMEDIES = 3
 
@@ -27,7 +31,7 @@ def command_line(command: str, given: dict[str, Any]) -> str:
         if name in NOT_REPEATED or value is None:
             continue
         if name == "trace":
-            words.append(str(value))
+            words += value
         elif isinstance(value, bool):
             words += _switch(name, option, value)
         elif (name, value) not in DEFAULTS:
@@ -49,12 +53,12 @@ def next_steps(given: dict[str, Any], document: dict[str, Any]) -> list[dict[str
         document: the study's, as far as it is done.
     """
     plan = document["plan"]
-    of_plan = {name: value for name, value in given.items() if name not in OF_THE_STUDY_ALONE}
+    of_plan = {name: value for name, value in given.items() if name not in NOT_OF_A_PLAN}
     explain = {"question": "Why this many blocks?", "command": command_line("plan", of_plan) + " --explain"}
     if plan is not None and not plan["fits"]:
         return [*_remedies(given, plan), explain]
     ranks = 2 * given["tensor_parallel_size"]
-    of_curve = {name: given[name] for name in (*OF_THE_TRACE, "model")}
+    of_curve = {name: given[name] for name in ("trace", "workload", *OF_THE_TRACE, "model")}
     if document["derived"].get("falls_behind") is None:
         again = {"question": "To finish this study", "command": command_line("study", given)}
         return [again, explain]

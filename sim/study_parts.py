@@ -23,14 +23,22 @@ from .plan_report import plan_payload
 from .plan_setup import PlanQuestion
 from .replay import replay
 from .replay_report import trace_as_dict
+from .request_record import RequestRecord
 from .study_engine import engine_of_plan
 from .traces import Trace
+from .vllm_metrics import HistogramCounts, Snapshot
 
 POLICIES = ("lru", "optimum")
 # Sizes of the curve in pools of the deployment, so that a point reads as so many of them.
 POOLS = (0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
 PAGED_WATERMARK = 0.01  # share of its blocks that the paper's vLLM kept free at admission
 LINE_POINTS = 64
+HISTOGRAMS = {
+    "ttft_s": "vllm:time_to_first_token_seconds",
+    "itl_s": "vllm:inter_token_latency_seconds",
+    "tpot_s": "vllm:request_time_per_output_token_seconds",
+    "e2e_s": "vllm:e2e_request_latency_seconds",
+}
 
 
 @attrs.frozen(kw_only=True)
@@ -177,8 +185,18 @@ def compare_part(question: StudyQuestion, plan: DeploymentPlan) -> dict[str, Any
 
 
 def replay_part(question: StudyQuestion, plan: DeploymentPlan, num_requests: int | None) -> dict[str, Any]:
-    """The JSON of `kvledger replay`."""
+    """The JSON of `kvledger replay` with two more keys.
+
+    `last_arrival_s`: of a finished request, in simulated time. `distributions`: of the latencies, see
+    `_distributions`.
+    """
     trace, engine = question.trace, engine_of_plan(plan, question.device, question.weights_dtype)
+    last_arrival_s = 0.0
+
+    def on_finished(record: RequestRecord) -> None:
+        nonlocal last_arrival_s
+        last_arrival_s = max(last_arrival_s, record.arrival_s)
+
     bar, task = progress("replay: requests submitted", total=num_requests)
     with bar:
         report = replay(
@@ -187,7 +205,24 @@ def replay_part(question: StudyQuestion, plan: DeploymentPlan, num_requests: int
             scheduler=engine.scheduler,
             latency=engine.latency,
             trace_block_size=trace.info.trace_block_size,
+            on_finished=on_finished,
             on_progress=lambda count: bar.update(task, completed=count),
         )
     report.assumptions = {**engine.facts, **report.assumptions}
-    return {"trace": trace_as_dict(trace.info, trace.info.trace_block_size), **report.to_json()}
+    document = {"trace": trace_as_dict(trace.info, trace.info.trace_block_size), **report.to_json()}
+    return {**document, "last_arrival_s": last_arrival_s, "distributions": _distributions(report.snapshot or {})}
+
+
+def _distributions(snapshot: Snapshot) -> dict[str, dict[str, list[float]]]:
+    """By latency: `up_to_s`, boundaries in seconds, and `share`, the part of all samples within each."""
+    out: dict[str, dict[str, list[float]]] = {}
+    for name, metric in HISTOGRAMS.items():
+        counts: HistogramCounts | None = snapshot.get(metric)
+        if counts is None or not counts.buckets[-1][1]:
+            continue
+        *finite, (_, num_samples) = counts.buckets
+        out[name] = {
+            "up_to_s": [boundary for boundary, _ in finite],
+            "share": [within / num_samples for _, within in finite],
+        }
+    return out

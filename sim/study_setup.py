@@ -10,7 +10,7 @@ from .commands.curve import parse_capacities
 from .commands.plan import plan as plan_command
 from .devices import find_device
 from .plan_setup import PlanOptions, PlanQuestion, read_question
-from .study_next import command_line
+from .study_next import OF_THE_TRACE, command_line
 from .study_parts import StudyQuestion
 from .trace_source import open_trace_or_workload
 from .traces import Trace
@@ -27,13 +27,7 @@ def read_study(given: dict[str, Any]) -> StudyQuestion:
     trace = open_trace_or_workload(
         given["trace"],
         given["workload"],
-        trace_format=given["trace_format"],
-        trace_block_size=given["trace_block_size"],
-        on_bad_row=given["on_bad_row"],
-        seed=given["seed"],
-        skip_first=given["skip_first"],
-        limit=given["limit"],
-        rate_scale=given["rate_scale"],
+        **{name: given[name] for name in OF_THE_TRACE},
     )
     given, example = _with_example(given)
     question = read_question(_plan_options(given))

@@ -17,6 +17,8 @@ def print_study(document: dict[str, Any], page: Path, data: Path) -> None:
     out = console()
     out.print(Text(document["title"]["heading"], style="bold"))
     out.print(Text(document["title"]["subtitle"], style="dim"))
+    if "window" in document["title"]:
+        out.print(Text(document["title"]["window"], style="dim"))
     out.print()
     out.print(_answer_table(document))
     if document["curve"] is not None and document["derived"]["claims_reuse"]:
@@ -103,7 +105,7 @@ def _what_if_table(rows: list[dict[str, Any]]) -> Any:
             f"{row['gpus']}",
             f"{row['num_gpu_blocks']:,}",
             millions(row["kv_cache_tokens"]),
-            percent(row["lru_token_hit_rate"], 1),
+            "-" if row["lru_token_hit_rate"] is None else percent(row["lru_token_hit_rate"], 1),
         )
         for row in rows
     ]

@@ -60,5 +60,5 @@ def _row(option: str, plan: DeploymentPlan, curve: CapacityCurve, mean_request_t
         "num_gpu_blocks": plan.num_blocks if plan.fits else 0,
         "kv_cache_tokens": tokens,
         "users_of_mean_length": users.users if plan.fits else 0,
-        "lru_token_hit_rate": curve.token_hit_rate(point) if curve.input_tokens else 0.0,
+        "lru_token_hit_rate": curve.token_hit_rate(point) if curve.info.claims_reuse else None,
     }

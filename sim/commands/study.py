@@ -4,12 +4,25 @@ from typing import Annotated
 
 import typer
 
+from .trace_options import (
+    Limit,
+    OnBadRow,
+    RateScale,
+    RequestRate,
+    Seed,
+    SkipFirst,
+    TimestampUnit,
+    TokenizerName,
+    TraceBlockSize,
+    TraceFiles,
+    TraceFormatName,
+    WorkloadName,
+)
+
 
 def study(
-    trace: Annotated[str | None, typer.Argument(help="Trace file, gz or plain: Mooncake JSONL or Azure CSV.")] = None,
-    workload: Annotated[
-        str | None, typer.Option(help="Instead of a file: conversation, sharegpt, code or agentic.")
-    ] = None,
+    trace: TraceFiles = None,
+    workload: WorkloadName = None,
     model: Annotated[
         str | None, typer.Option("--model", "--config", help="Built-in model by name, or the path of a config.json.")
     ] = None,
@@ -48,19 +61,16 @@ def study(
     capacities: Annotated[
         str | None, typer.Option(help="Sizes of the curve in blocks of the trace; multiples of the pool unless given.")
     ] = None,
-    trace_block_size: Annotated[
-        int | None, typer.Option(help="Tokens that one hash id stands for; the format's own (512) unless given.")
-    ] = None,
-    trace_format: Annotated[
-        str | None, typer.Option("--format", "--trace-format", help="mooncake or azure; by content unless given.")
-    ] = None,
-    on_bad_row: Annotated[
-        str | None, typer.Option(help="refuse (unless given): stop at a bad row. skip: leave it out and count it.")
-    ] = None,
-    skip_first: Annotated[int, typer.Option(help="Requests to leave out at the start.")] = 0,
-    limit: Annotated[int | None, typer.Option(help="Requests to use after those.")] = None,
-    rate_scale: Annotated[float, typer.Option(help="Arrivals this many times as fast.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Seed of the built-in workload; 0 unless given.")] = None,
+    trace_block_size: TraceBlockSize = None,
+    trace_format: TraceFormatName = None,
+    timestamp_unit: TimestampUnit = None,
+    tokenizer: TokenizerName = None,
+    request_rate: RequestRate = None,
+    on_bad_row: OnBadRow = None,
+    skip_first: SkipFirst = 0,
+    limit: Limit = None,
+    rate_scale: RateScale = 1.0,
+    seed: Seed = None,
     output: Annotated[str, typer.Option(help="Folder of the report: study.json and index.html.")] = "kvledger-report",
     json: Annotated[
         bool, typer.Option("--json", help="Print study.json instead of the tables; the report is written all the same.")

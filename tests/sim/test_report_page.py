@@ -14,8 +14,8 @@ from kvledger.sim.report_page import render_page
 from kvledger.sim.report_plots import study_plots
 from kvledger.sim.study_answer import at_path
 
-PLOTS = {"plot-curve", "plot-time", "plot-latency", "plot-ledger", "plot-compare"}
-VOID = {"meta", "link", "br", "img"}
+PLOTS = {"plot-curve", "plot-time", "plot-latency", "plot-distribution", "plot-ledger", "plot-compare"}
+VOID = {"meta", "link", "br", "img", "wbr"}
 
 
 class Page(HTMLParser):
@@ -106,6 +106,11 @@ def test_the_plots_hold_the_figures_of_the_json(document: dict[str, Any]) -> Non
     assert plots["plot-time"]["data"][2]["y"] == document["replay"]["series"]["num_requests_waiting"]
     latency = {line.get("name"): line for line in plots["plot-latency"]["data"]}
     assert latency["p99"]["x"][-1] == document["replay"]["ttft_s"]["p99"]
+    (ttft,) = [line for line in plots["plot-distribution"]["data"] if line["name"] == "TTFT"]
+    counted = document["replay"]["distributions"]["ttft_s"]
+    shares = dict(zip(counted["up_to_s"], counted["share"], strict=True))
+    assert ttft["y"] == [100 * shares[limit] for limit in ttft["x"]]
+    assert [limit for limit, share in shares.items() if 0 < share < 1] == ttft["x"][1:-1]
     ledger = {bar["name"]: bar["x"][0] * 2**30 for bar in plots["plot-ledger"]["data"]}
     assert ledger == {row["name"]: row["bytes"] for row in document["plan"]["ledger"]}
     tokens = plots["plot-compare"]["data"][0]["x"]

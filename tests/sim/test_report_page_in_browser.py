@@ -14,7 +14,7 @@ from kvledger.sim.study_answer import at_path
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (Debian: apt-get install chromium)")
 
-PLOTS = ("plot-curve", "plot-time", "plot-latency", "plot-ledger", "plot-compare")
+PLOTS = ("plot-curve", "plot-time", "plot-latency", "plot-distribution", "plot-ledger", "plot-compare")
 PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 COLOURS = {"light": "rgb(255, 255, 255)", "dark": "rgb(17, 22, 28)"}
 
@@ -57,7 +57,7 @@ class OpenPage:
         self.page.on("pageerror", lambda error: self.said.append(f"error: {error}"))
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.goto((report / "index.html").as_uri())
-        self.page.wait_for_function("document.querySelectorAll('.plot .main-svg').length >= 5")
+        self.page.wait_for_function("document.querySelectorAll('.plot .main-svg').length >= 6")
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import pytest
 from kvledger.sim import study_parts, study_tables
 from kvledger.sim.cli import main
 from kvledger.sim.study_answer import at_path
-from kvledger.sim.study_derived import derived_figures
 from rich.console import Console
 
 Run = Callable[..., tuple[int, str, str]]
@@ -172,6 +171,17 @@ def test_the_curve_has_a_point_at_this_pool_for_lru_and_the_optimum(study: dict[
     line = [point["token_hit_rate"] for point in curve["lru_line"]]
     assert line == sorted(line)
     assert line[-1] == curve["infinite"]["token_hit_rate"]
+
+
+def test_the_distributions_agree_with_the_percentiles(study: dict[str, Any]) -> None:
+    for name, distribution in study["replay"]["distributions"].items():
+        shares, p99 = distribution["share"], study["replay"][name]["p99"]
+        assert shares == sorted(shares)
+        assert len(shares) == len(distribution["up_to_s"])
+        for limit, share in zip(distribution["up_to_s"], shares, strict=True):
+            if abs(limit - p99) > 0.002 * p99:  # the percentiles come from a sketch of that precision
+                assert (share >= 0.99) == (limit > p99), (name, limit)
+    assert study["replay"]["distributions"].keys() == {"ttft_s", "itl_s", "tpot_s", "e2e_s"}
 
 
 def test_the_command_in_the_report_gives_the_report_again(run: Run, tmp_path: Path) -> None:
@@ -378,23 +388,6 @@ def test_what_if_rows_are_plans_of_their_own(run: Run, study: dict[str, Any]) ->
     for row in changes:
         _, out, _ = run("plan", *DEPLOYMENT, "--block-size", "64", *row["option"].split(), "--json")
         assert json.loads(out)["num_gpu_blocks"] == row["num_gpu_blocks"], row["option"]
-
-
-@pytest.mark.parametrize(("waiting", "falls_behind"), [(10, False), (11, True), (500, True)])
-def test_an_engine_falls_behind_where_more_than_a_percent_still_waits_at_the_last_arrival(
-    waiting: int, falls_behind: bool
-) -> None:
-    replay = {
-        "trace": {"window": {"start_s": 5.0, "end_s": 25.0}, "rate_scale": 2.0},
-        "series": {"time_s": [0.0, 9.9, 10.1, 30.0], "num_requests_waiting": [0, waiting, 900, 0]},
-        "requests": {"total": 1000},
-        "simulated_seconds": 31.0,
-    }
-    derived = derived_figures({"replay": replay}, None)
-    assert derived["arrivals_s"] == 10.0
-    assert derived["seconds_after_last_arrival"] == 21.0
-    assert (derived["waiting_at_last_arrival"], derived["most_waiting"]) == (waiting, 900)
-    assert derived["falls_behind"] is falls_behind
 
 
 @pytest.mark.slow
