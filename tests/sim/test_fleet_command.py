@@ -1,0 +1,78 @@
+"""`kvledger fleet` from the outside."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BIN = Path(sys.executable).parent / "kvledger"
+QUICK = ("--workload", "conversation", "--limit", "60", "--num-gpu-blocks-override", "4000", "--block-size", "512")
+
+
+def kvledger(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([BIN, *arguments], capture_output=True, text=True, timeout=120)
+
+
+def document(*arguments: str) -> dict:
+    done = kvledger(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def test_a_fleet_has_the_keys_of_a_replay_and_figures_of_each_engine() -> None:
+    fleet = document("fleet", *QUICK, "--replicas", "2", "--data-parallel-size", "2", "--routing", "sticky")
+    assert set(document("replay", *QUICK)) | {"replicas"} == set(fleet)
+    assert [(one["replica"], one["data_parallel_rank"]) for one in fleet["replicas"]] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
+    assert sum(one["requests"]["finished"] for one in fleet["replicas"]) == fleet["requests"]["finished"] == 60
+    assumptions = fleet["assumptions"]
+    assert (assumptions["num_replicas"], assumptions["data_parallel_size"]) == (2, 2)
+    assert assumptions["routing"] == "sticky"
+    assert assumptions["event_delay_s"] == 0
+
+
+def test_one_engine_behind_a_router_is_a_replay() -> None:
+    alone, fleet = document("replay", *QUICK), document("fleet", *QUICK, "--replicas", "1")
+    for name in (
+        "requests",
+        "prefix_cache",
+        "preemptions",
+        "ttft_s",
+        "tpot_s",
+        "itl_s",
+        "e2e_s",
+        "throughput",
+        "steps",
+    ):
+        assert fleet[name] == alone[name]
+
+
+def test_the_table_has_a_row_for_each_engine() -> None:
+    done = kvledger("fleet", *QUICK, "--replicas", "3")
+    assert done.returncode == 0
+    rows = done.stdout.split("Engines")[1].splitlines()
+    assert [row.split()[0] for row in rows if row.strip()[:1].isdigit()] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--replicas", "0"), "num_replicas is 0; it must be at least 1"),
+        (("--routing", "luck"), "it is one of round-robin, least-outstanding-work, sticky, prefix-aware"),
+        (("--routing", "sticky", "--routing-load-weight", "1"), "has no effect on --routing sticky"),
+        (("--event-delay-ms", "-1"), "event_delay_s is -0.001"),
+        (("--preemption-mode", "swap"), "--preemption-mode swap and --swap-link-gb-s go together"),
+        (("--num-speculative-tokens", "2"), "go together; neither has a default"),
+    ],
+)
+def test_bad_input_exits_with_2(arguments: tuple[str, ...], message: str) -> None:
+    done = kvledger("fleet", *QUICK, *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
