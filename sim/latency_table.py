@@ -16,8 +16,10 @@ Between the measured values a step time is interpolated linearly along every axi
 
 import csv
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product
+from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,23 @@ class TableLatency:
     extrapolate: bool
     source: str
 
+    _axes: tuple[tuple[str, Callable[[StepLoad], float | None], tuple[float, ...], int], ...] = attrs.field(
+        init=False, repr=False, eq=False
+    )
+    _corners: tuple[int, ...] = attrs.field(init=False, repr=False, eq=False)
+
+    def __attrs_post_init__(self) -> None:
+        strides = [prod(len(values) for values in self.values[index + 1 :]) for index in range(len(self.axes))]
+        axes = tuple(
+            (axis, _PLACES[axis], values, stride)
+            for axis, values, stride in zip(self.axes, self.values, strides, strict=True)
+        )
+        # Offsets of a cell's corners from its lowest one, the last axis changing fastest.
+        wide = [stride for _, _, values, stride in axes if len(values) > 1]
+        corners = tuple(sum(corner) for corner in product(*((0, stride) for stride in wide)))
+        object.__setattr__(self, "_axes", axes)
+        object.__setattr__(self, "_corners", corners)
+
     @classmethod
     def from_csv(cls, path: Path, *, extrapolate: bool = False) -> "TableLatency":
         """Read a table (see the module's own words for its columns).
@@ -78,30 +97,27 @@ class TableLatency:
             DoesNotFitError: the step lies outside the table and `extrapolate` is off, or extrapolation says that it
                 takes no time.
         """
-        # Corners of the cell that holds the step, as offsets into the grid with their weights.
-        corners = [(0, 1.0)]
-        for axis, values in zip(self.axes, self.values, strict=True):
-            place = _coordinate(axis, load)
+        base, shares = 0, []
+        for axis, place_of, values, stride in self._axes:
+            place = place_of(load)
+            lowest, highest = values[0], values[-1]
             if place is None:
-                place = values[0]
-            elif not values[0] <= place <= values[-1] and not self.extrapolate:
+                place = lowest
+            elif not lowest <= place <= highest and not self.extrapolate:
                 raise DoesNotFitError(
-                    f"a step of {load} has {axis} {place:g}, outside the table's {values[0]:g} to {values[-1]:g}"
+                    f"a step of {load} has {axis} {place:g}, outside the table's {lowest:g} to {highest:g}"
                     f" ({self.source}); measure such steps, or ask for extrapolation"
                 )
-            size = len(values)
-            if size == 1:
+            if lowest == highest:
                 continue
-            low = min(max(bisect_right(values, place) - 1, 0), size - 2)
-            share = (place - values[low]) / (values[low + 1] - values[low])
-            corners = [
-                (offset * size + low + step, weight * part)
-                for offset, weight in corners
-                for step, part in ((0, 1 - share), (1, share))
-                if part
-            ]
+            low = bisect_right(values, place, 1, len(values) - 1) - 1
+            base += low * stride
+            shares.append((place - values[low]) / (values[low + 1] - values[low]))
         grid = self.milliseconds
-        milliseconds = sum(grid[offset] * weight for offset, weight in corners)
+        corners = [grid[base + offset] for offset in self._corners]
+        for share in reversed(shares):
+            corners = [low + (high - low) * share for low, high in zip(corners[::2], corners[1::2], strict=True)]
+        milliseconds = corners[0]
         if milliseconds <= 0:
             raise DoesNotFitError(
                 f"extrapolated from {self.source}, a step of {load} takes {milliseconds:g} ms; measure such steps"
@@ -122,15 +138,21 @@ class TableLatency:
         }
 
 
-def _coordinate(axis: str, load: StepLoad) -> float | None:
-    """Where a step lies on an axis; None where it has no place there (the context of no tokens)."""
-    if axis == "num_prefill_tokens":
-        return load.num_prefill_tokens
-    if axis == "num_decode_tokens":
-        return load.num_decode_tokens
-    if axis == "prefill_context_tokens":
-        return load.prefill_context_tokens / load.num_prefill_tokens if load.num_prefill_tokens else None
+def _prefill_context(load: StepLoad) -> float | None:
+    return load.prefill_context_tokens / load.num_prefill_tokens if load.num_prefill_tokens else None
+
+
+def _decode_context(load: StepLoad) -> float | None:
     return load.decode_context_tokens / load.num_decode_tokens if load.num_decode_tokens else None
+
+
+# Where a step lies on each axis; None where it has no place there (the context of no tokens).
+_PLACES: Mapping[str, Callable[[StepLoad], float | None]] = {
+    "num_prefill_tokens": attrgetter("num_prefill_tokens"),
+    "prefill_context_tokens": _prefill_context,
+    "num_decode_tokens": attrgetter("num_decode_tokens"),
+    "decode_context_tokens": _decode_context,
+}
 
 
 def _read_rows(reader: Iterable[list[str]], place: str) -> tuple[tuple[str, ...], dict[Point, list[float]]]:
