@@ -18,7 +18,10 @@ from .sieve import SieveOrder
 
 
 class EvictionOrder(Protocol):
-    """The order of the unreferenced blocks. Unkeyed blocks always go before keyed ones: they hold nothing to lose."""
+    """The order of the unreferenced blocks. Unkeyed blocks go before keyed ones: they hold nothing to lose.
+
+    (Under LRU a block that loses its key while it is queued keeps its place, which is vLLM's rule.)
+    """
 
     @property
     def name(self) -> str:

@@ -22,6 +22,9 @@ class StudyOrder(ABC):
     A queued block that loses its key goes behind the other unkeyed ones. Of several that lose theirs together, the
     one that the policy would have evicted first comes first, so a reset leaves `order` as it was.
 
+    An order strands a block if it evicts what precedes it in its request: the block stays cached, and no lookup finds
+    it until what precedes it is cached again. Each order says whether it can; keys dropped by id strand under any.
+
     A policy sees every keyed block, referenced or queued, and may hand out queued ones only (`_is_queued`). What
     `_victims` says is a function of its state, and `_evict` moves that state on to where the last victim was found.
     The common part costs O(k) a call and 14 bytes a block.
@@ -143,7 +146,7 @@ class LeastWeightOrder(StudyOrder):
     A lazy heap of `(weight, release, block)`: an entry that is no longer its block's is dropped when it is met, and
     the heap is rebuilt when more than half of it is such. What `peek` took off the heap stays aside, in order, until
     something else is asked. A release costs O(log n) a block, `peek` and `take` together the same, amortized; reuse
-    and uses are O(k); `order` is O(n log n).
+    and uses are O(k); `order` is O(n log n). About 200 bytes a queued block.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -202,8 +205,7 @@ class FifoOrder(LeastWeightOrder):
     """Longest in the cache first, by the time at which a block became findable; hits do not refresh it.
 
     Of blocks cached by one event the deeper go first. Blocks of one request that were cached by different events
-    (chunks of its prompt, output, or a prefix that it found) go in that order, shallower first: FIFO strands cached
-    descendants, which no lookup reaches until what precedes them is cached again.
+    (chunks of its prompt, output, or a prefix that it found) go in that order, shallower first: FIFO strands.
 
     Source: L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2),
     1966. Costs: see `LeastWeightOrder`.

@@ -33,14 +33,14 @@ class S3FifoOrder(StudyOrder):
     becomes findable while it is a ghost joins the main queue. There are as many ghosts as blocks in 90 % of the pool;
     evictions by id leave none, and a reset keeps them. Referenced blocks are passed over and keep their place.
 
-    Of blocks cached by one event the deeper stand as the older. Older blocks can go before newer ones that hang on
-    them, and a prefix in one queue before what follows it in the other: S3-FIFO strands cached descendants. Blocks
-    taken out of turn (several groups share one head) leave without moving others.
+    Of blocks cached by one event the deeper stand as the older. Older blocks can go before newer ones of the same
+    request, and those in one queue before those in the other: S3-FIFO strands. Blocks taken out of turn (several
+    groups share one head) leave without moving others.
 
     Source: J. Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023; the paper goes on in the
     small queue until one block is evicted, here its size is looked at before each step. Caching and uses are O(1) a
     block, eviction and `peek` O(k), amortized, and one step more for each referenced block passed over; `order` is
-    O(keyed blocks). About 140 bytes a keyed block and as many a ghost, and those of `StudyOrder`.
+    O(keyed blocks). About 200 bytes a keyed block and 250 a ghost.
     """
 
     name = "s3fifo"

@@ -18,8 +18,7 @@ class SieveOrder(StudyOrder):
     mark intact. Of blocks cached by one event the deeper stand as the older. Blocks taken out of turn leave without
     moving the hand; the last group's share of a common head moves it past all of them.
 
-    Older blocks can go before newer ones that hang on them, as in FIFO, and so can a prefix whose mark the hand has
-    cleared: SIEVE strands cached descendants.
+    Older blocks can go before newer ones of the same request, when the hand has cleared both: SIEVE strands.
 
     Source: Y. Zhang et al., "SIEVE is simpler than LRU: an efficient turn-key eviction algorithm for web caches",
     NSDI 2024. Caching, uses and eviction are O(1) a block and `peek` O(k), all amortized, and one step more for each

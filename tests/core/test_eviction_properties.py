@@ -310,9 +310,8 @@ class History:
         self.allocator.preempt(self.running.pop(which % len(self.running)).request_id)
 
     def fork(self, which: int) -> None:
-        parent = self.running[which % len(self.running)]
-        at_boundary = self.allocator.num_placed_tokens(parent.request_id) % BLOCK_SIZE == 0
-        if at_boundary and len(self.running) < self.allocator.config.max_num_reqs:
+        if len(self.running) < self.allocator.config.max_num_reqs:
+            parent = self.running[which % len(self.running)]
             self.num_requests += 1
             child = Request(f"r{self.num_requests}", parent.num_prompt_tokens, 64, keys=parent.keys)
             child.num_output_tokens = parent.num_output_tokens
@@ -324,7 +323,7 @@ class History:
         placed = self.allocator.num_placed_tokens(request.request_id)
         row = self.allocator.row_of(request.request_id)
         if not any(skipped[row] for skipped in self.allocator.state.skipped):
-            self.allocator.truncate(request.request_id, min(num_tokens, placed) // BLOCK_SIZE * BLOCK_SIZE)
+            self.allocator.truncate(request.request_id, min(num_tokens, placed))
 
     def evict(self, blocks: list[int]) -> None:
         self.allocator.evict(blocks)

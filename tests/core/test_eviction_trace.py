@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
-from kvledger.core import AllocatorConfig, FullAttention, KVCacheAllocator, Request
+from kvledger.core import AllocatorConfig, EventLog, FullAttention, KVCacheAllocator, Request
 from kvledger.core.belady import BeladyOrder, FutureUses
-from kvledger.core.eviction import make_eviction_order
+from kvledger.core.eviction import EvictionOrder, make_eviction_order
 from kvledger.sim.cache_policies import replay_policy
 from kvledger.sim.prompt_blocks import read_prompt_blocks
 from kvledger.sim.trace_keys import TraceKeySource
@@ -35,16 +35,18 @@ def prompts(conversation):
     ]
 
 
-def hit_blocks(prompts, eviction: str, num_blocks: int) -> int:
-    """Blocks that were found, over all prompts."""
+def new_order(prompts, eviction: str, num_blocks: int) -> EvictionOrder:
     if eviction == "belady":
         keys = (source.keys(0, input_length // BLOCK_SIZE) for input_length, source in prompts)
-        order = BeladyOrder(num_blocks, FutureUses(keys))
-    else:
-        order = make_eviction_order(eviction, num_blocks)
+        return BeladyOrder(num_blocks, FutureUses(keys))
+    return make_eviction_order(eviction, num_blocks)
+
+
+def serve(prompts, eviction: str, num_blocks: int, sinks=()) -> tuple[int, KVCacheAllocator]:
+    """Blocks that were found, over all prompts; and the allocator that found them."""
     longest = max(input_length for input_length, _ in prompts)
     config = AllocatorConfig(num_blocks, [FullAttention(BLOCK_SIZE)], longest, max_num_reqs=1)
-    allocator = KVCacheAllocator(config, eviction=order)
+    allocator = KVCacheAllocator(config, sinks, new_order(prompts, eviction, num_blocks))
     found = 0
     for place, (input_length, source) in enumerate(prompts):
         request = Request(str(place), input_length, keys=source)
@@ -52,6 +54,11 @@ def hit_blocks(prompts, eviction: str, num_blocks: int) -> int:
         found += match.num_hit_tokens // BLOCK_SIZE
         assert allocator.allocate(request, input_length - match.num_hit_tokens, match) is not None
         allocator.free(request.request_id)
+    return found, allocator
+
+
+def hit_blocks(prompts, eviction: str, num_blocks: int) -> int:
+    found, _ = serve(prompts, eviction, num_blocks)
     return found
 
 
@@ -82,3 +89,11 @@ def test_every_order_finds_what_its_study_finds_and_belady_the_most(conversation
     print(f"{num_blocks} blocks: {found}; full blocks in the study: {study}")
     assert all(0.99 * study[order] <= found[order] <= 1.07 * study[order] for order in ORDERS)
     assert max(found, key=found.__getitem__) == "belady"
+
+
+@pytest.mark.parametrize("eviction", ORDERS)
+def test_a_replay_of_the_log_rebuilds_every_order(prompts, eviction):
+    log = EventLog()
+    _, allocator = serve(prompts[:600], eviction, 500, [log])
+    replayed = log.replay(eviction=new_order(prompts[:600], eviction, 500))
+    assert replayed.snapshot() == allocator.state.snapshot()
