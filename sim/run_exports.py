@@ -122,6 +122,8 @@ class RunExports(AbstractContextManager["RunExports"]):
         return file
 
     def _discard(self) -> None:
+        for table in self._tables if self._files else ():
+            table.abandon()
         for file in self._files:
             file.discard()
         self._files.clear()

@@ -26,6 +26,10 @@ class TableWriter(Protocol):
         """Write what is gathered; the file itself is closed by its owner."""
         ...
 
+    def abandon(self) -> None:
+        """Let go of a file that is given up."""
+        ...
+
 
 def open_table(file: OutputFile, columns: Columns) -> TableWriter:
     """The writer for the kind of file that its name asks for.
@@ -55,6 +59,9 @@ class CsvTable:
         """Hand what is buffered to the file."""
         self._text.detach()
 
+    def abandon(self) -> None:
+        """Nothing is held but a buffer."""
+
 
 class JsonlTable:
     """One JSON object a line."""
@@ -70,6 +77,9 @@ class JsonlTable:
 
     def finish(self) -> None:
         """Every line is with the file already."""
+
+    def abandon(self) -> None:
+        """Nothing is held."""
 
 
 class ParquetTable:
@@ -102,6 +112,10 @@ class ParquetTable:
         if self._rows:
             self._flush()
         self._writer.close()
+
+    def abandon(self) -> None:
+        """Keep the library from finishing the file when the writer goes."""
+        self._writer.is_open = False
 
     def _flush(self) -> None:
         columns = zip(*self._rows, strict=True)
