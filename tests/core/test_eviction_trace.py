@@ -62,12 +62,6 @@ def hit_blocks(prompts, eviction: str, num_blocks: int) -> int:
     return found
 
 
-def study_hit_blocks(path: Path, limit: int | None, eviction: str, num_blocks: int) -> int:
-    """Full blocks found by the same policy in a cache that knows prompts only, no pool."""
-    prompts = read_prompt_blocks(open_trace(path, limit=limit))
-    return replay_policy(prompts, eviction, num_blocks).full_block_hit_tokens // BLOCK_SIZE
-
-
 @pytest.mark.parametrize("num_blocks", [10_000, *(pytest.param(n, marks=pytest.mark.slow) for n in (1_000, 50_000))])
 def test_lru_finds_the_blocks_that_vllm_finds(prompts, num_blocks):
     assert hit_blocks(prompts, "lru", num_blocks) == LRU_HIT_BLOCKS[num_blocks]
@@ -85,7 +79,8 @@ def test_every_order_finds_what_its_study_finds_and_belady_the_most(conversation
     study's S3-FIFO differs besides: there a block keeps its uses on the way to the main queue.
     """
     found = {order: hit_blocks(prompts[:limit], order, num_blocks) for order in ORDERS}
-    study = {order: study_hit_blocks(conversation, limit, order, num_blocks) for order in ORDERS}
+    blocks = read_prompt_blocks(open_trace(conversation, limit=limit))
+    study = {order: replay_policy(blocks, order, num_blocks).full_block_hit_tokens // BLOCK_SIZE for order in ORDERS}
     print(f"{num_blocks} blocks: {found}; full blocks in the study: {study}")
     assert all(0.99 * study[order] <= found[order] <= 1.07 * study[order] for order in ORDERS)
     assert max(found, key=found.__getitem__) == "belady"
