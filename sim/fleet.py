@@ -20,6 +20,7 @@ from .fleet_report import ReplicaRun, fleet_report
 from .metrics import Recorder
 from .replay import OPEN_LOOP, ReplayReport, traced_request
 from .replica_view import ReplicaView
+from .request_record import RequestRecord
 from .routing import Routed, Router
 from .traces.trace import TraceRequest
 
@@ -57,14 +58,18 @@ class FleetShape:
 
 @attrs.frozen(kw_only=True)
 class EngineParts:
-    """What every engine of the fleet is made of; `drafts_of` and `sinks_of` are asked with the engine's index."""
+    """What every engine of the fleet is made of.
+
+    `drafts_of` and `sinks_of` are asked with the engine's index; `on_finished` is given the record of each request of
+    any engine as it finishes.
+    """
 
     allocator: AllocatorConfig
     scheduler: SchedulerConfig
     latency: LatencyModel
     drafts_of: Callable[[int], DraftModel | None] = lambda index: None
     sinks_of: Callable[[int], Iterable[EventSink]] = lambda index: ()
-    make_recorder: Callable[[Callable[[], int], int], Recorder] = Recorder
+    on_finished: Callable[[RequestRecord], None] | None = None
     async_scheduling: bool = False
     macro_steps: bool = True
 
@@ -95,7 +100,7 @@ class Fleet:
 
     def _add_engine(self, index: int) -> None:
         parts, env = self._parts, self.env
-        recorder = parts.make_recorder(lambda: int(env.now), parts.allocator.max_num_reqs)
+        recorder = Recorder(lambda: int(env.now), parts.allocator.max_num_reqs, on_finished=parts.on_finished)
         backend = SimBackend(parts.latency, parts.drafts_of(index))
         view = ReplicaView(lambda: int(env.now), round(self.shape.event_delay_s * NANOSECONDS))
         ledger = KVCacheAllocator(parts.allocator, sinks=[backend, recorder, view, *parts.sinks_of(index)])
