@@ -141,14 +141,14 @@ def test_a_name_that_ends_in_gz_is_compressed_and_says_the_same(tmp_path: Path) 
 @settings(max_examples=25, deadline=None)
 @given(
     requests=st.lists(
-        st.tuples(st.integers(0, 30), st.integers(1, 90), st.integers(1, 40), st.integers(1, 3)),
+        st.tuples(st.integers(0, 300), st.integers(1, 90), st.integers(1, 40), st.integers(1, 3)),
         min_size=1,
         max_size=12,
     ),
     num_blocks=st.integers(12, 40),
 )
 def test_any_run_gives_a_well_formed_trace(tmp_path_factory, async_scheduling, requests, num_blocks: int) -> None:
-    at = sorted(tenths / 10 + 0.013 for tenths, *_ in requests)
+    at = sorted(hundredths / 100 for hundredths, *_ in requests)
     trace = [
         (time, prompt, output, tuple([shared, *range(100 * i, 100 * i + prompt // 32)][: -(-prompt // 32)]))
         for i, (time, (_, prompt, output, shared)) in enumerate(zip(at, requests, strict=True), 1)
