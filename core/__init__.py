@@ -14,6 +14,7 @@ from .engine import Wait, engine_loop
 from .errors import CorruptLedgerError, DoesNotFitError, InputError, KVLedgerError, MisuseError
 from .event_log import EventLog
 from .events import Commit, Event, FreeReason
+from .eviction import EvictionOrder, make_eviction_order
 from .ledger_state import LedgerState
 from .prefix_match import PrefixMatch
 from .scheduler import Scheduler, StepOutcome
@@ -34,6 +35,7 @@ from .types import (
 
 if TYPE_CHECKING:
     from .allocator_groups import allocator_groups
+    from .belady import BeladyOrder, FutureUses
     from .block_hash import block_hasher
     from .deployment import Deployment
     from .deployment_plan import DeploymentPlan, plan_deployment
@@ -46,9 +48,11 @@ if TYPE_CHECKING:
 
 # Name -> the module that it is imported from when it is first asked for.
 _ON_FIRST_USE = {
+    "BeladyOrder": "belady",
     "Deployment": "deployment",
     "DeploymentPlan": "deployment_plan",
     "ExtraKeys": "extra_keys",
+    "FutureUses": "belady",
     "KVCachePlan": "planning",
     "LoraIdentity": "extra_keys",
     "MemoryLedger": "memory_ledger",
@@ -69,6 +73,7 @@ __all__ = [
     "NULL_BLOCK",
     "AllocatorConfig",
     "Backend",
+    "BeladyOrder",
     "BlockPool",
     "CacheKind",
     "ChunkedLocal",
@@ -82,9 +87,11 @@ __all__ = [
     "Event",
     "EventLog",
     "EventSink",
+    "EvictionOrder",
     "ExtraKeys",
     "FreeReason",
     "FullAttention",
+    "FutureUses",
     "InputError",
     "KVCacheAllocator",
     "KVCachePlan",
@@ -118,6 +125,7 @@ __all__ = [
     "engine_loop",
     "geometry_from_config",
     "load_geometry",
+    "make_eviction_order",
     "plan_deployment",
     "plan_kv_cache",
 ]
