@@ -9,7 +9,9 @@ import attrs
 from ..core.errors import InputError
 from .cache_policies import POLICIES, replay_policy
 from .lru_curve import CachePoint, LruCurve, lru_curve
-from .prompt_blocks import PromptBlocks, read_prompt_blocks
+from .prompt_blocks import PromptBlocks, at_block_size, read_prompt_blocks
+from .reuse_by_block_size import BLOCK_SIZES, SharedTokens, shared_tokens
+from .reuse_statistics import reuse_as_dict
 from .traces import Trace, TraceInfo
 
 ASSUMPTIONS = (
@@ -25,7 +27,8 @@ class CapacityCurve:
     """Hit rates of a trace: `points` of each policy at the capacities asked for, and LRU at every other one too.
 
     `num_block_events` counts the blocks of all prompts (the denominator of a block hit rate), `num_distinct_blocks`
-    those that differ; `seconds` is the wall time of reading, of the one LRU pass, and of the replays.
+    those that differ; `prompts` are the prompts in the cache's blocks, `shared` what they share as far as the trace
+    knows; `seconds` is the wall time of reading, of the one LRU pass, and of the replays.
     """
 
     info: TraceInfo
@@ -33,6 +36,8 @@ class CapacityCurve:
     num_block_events: int
     num_distinct_blocks: int
     input_tokens: int
+    prompts: PromptBlocks
+    shared: SharedTokens
     lru: LruCurve
     policies: dict[str, tuple[CachePoint, ...]]
     seconds: dict[str, float]
@@ -68,6 +73,27 @@ class CapacityCurve:
             "full_block_token_hit_rate": self.full_block_token_hit_rate(point),
         }
 
+    @property
+    def block_sizes(self) -> list[int]:
+        """Sizes at which reuse is compared: usual ones, the trace's own and the cache's."""
+        return sorted({*BLOCK_SIZES, self.block_size, *filter(None, [self.info.trace_block_size])})
+
+    def for_share_of_ceiling(self, share: float, bytes_per_block: int | None = None) -> dict[str, Any]:
+        """The smallest LRU cache that serves `share` of what an infinite one would: its point on the curve."""
+        return {"share": share, **self.point_as_dict(self.lru.at(self.lru.smallest_for(share)), bytes_per_block)}
+
+    def near_misses(self) -> dict[str, Any]:
+        """What is shared, as far as the trace knows, and yet not found in blocks of the cache's size (B02)."""
+        here = self.shared.at(self.block_size)
+        return {
+            "block_size": self.block_size,
+            "requests": here.near_miss_requests,
+            "requests_that_share": self.shared.sharing_requests,
+            "lost_tokens": here.lost_tokens,
+            "lost_rate": here.lost_tokens / self.input_tokens,
+            "unknown_tokens_at_most": here.unknown_tokens,
+        }
+
     def working_set(self) -> dict[str, Any]:
         """Distinct blocks, the LRU capacity for shares of the ceiling, and what is shared but below a whole block."""
         shares = {f"{share:.0%}": self.lru.smallest_for(share) for share in (0.5, 0.9, 0.95, 0.99, 1.0)}
@@ -95,6 +121,10 @@ class CapacityCurve:
             "policies": points,
             "num_block_events": self.num_block_events,
             "working_set": self.working_set(),
+            "for_90_percent_of_ceiling": self.for_share_of_ceiling(0.9, bytes_per_block),
+            "near_misses": self.near_misses(),
+            "by_block_size": self.shared.table(self.block_sizes),
+            "reuse": reuse_as_dict(self.prompts, self.lru, self.block_size, bytes_per_block),
             "assumptions": list(ASSUMPTIONS),
             "warnings": self.info.notes(),
             "timing": {f"{name}_seconds": round(spent, 4) for name, spent in self.seconds.items()},
@@ -115,10 +145,11 @@ def capacity_curve(
     replay that is done. `block_size` in tokens is the trace's own unless given (see `read_prompt_blocks`). Raises
     `InputError` for an unknown policy, a capacity below 1, or a trace that cannot be read.
     """
-    _check(capacities, policies)
+    _check(capacities, policies, block_size)
     seconds: dict[str, float] = {}
     start = time.perf_counter()
-    prompts = read_prompt_blocks(trace, block_size)
+    own_prompts = read_prompt_blocks(trace, block_size if trace.info.trace_block_size is None else None)
+    prompts = own_prompts if block_size is None else at_block_size(own_prompts, block_size)
     seconds["read"], start = time.perf_counter() - start, time.perf_counter()
     lru = lru_curve(prompts)
     seconds["lru_all_capacities"], start = time.perf_counter() - start, time.perf_counter()
@@ -137,6 +168,8 @@ def capacity_curve(
         num_block_events=prompts.num_block_events,
         num_distinct_blocks=prompts.num_distinct_blocks,
         input_tokens=prompts.input_tokens,
+        prompts=prompts,
+        shared=shared_tokens(own_prompts),
         lru=lru,
         policies=points,
         seconds=seconds,
@@ -160,10 +193,12 @@ def _replayed(
             on_point(policy, num_blocks)
 
 
-def _check(capacities: Sequence[int] | None, policies: Sequence[str]) -> None:
+def _check(capacities: Sequence[int] | None, policies: Sequence[str], block_size: int | None) -> None:
     unknown = [policy for policy in policies if policy not in POLICIES]
     if unknown or not policies:
         raise InputError(f"--policy {', '.join(unknown) or 'is empty'}: the policies are {', '.join(POLICIES)}")
+    if block_size is not None and block_size < 1:
+        raise InputError(f"--block-size is {block_size}; it must be 1 token or more")
     if capacities is not None:
         if not capacities:
             raise InputError("--capacities is empty; give sizes in blocks, such as 1000,5000,10000")

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterator
 
 from .capacity_curve import ASSUMPTIONS, CapacityCurve
-from .console import GIB, console, percent, table
+from .console import console, percent, table
 from .lru_curve import CachePoint
+from .reuse_report import memory, millions, print_reuse
 from .traces import Trace, TraceInfo, TraceRequest
-
-TIB = GIB << 10
 
 
 class CountedTrace:
@@ -42,6 +41,8 @@ def print_curve(curve: CapacityCurve, bytes_per_block: int | None) -> None:
     out.print(_table(curve, bytes_per_block))
     for line in _headlines(curve, bytes_per_block):
         out.print(line)
+    if curve.infinite.hit_blocks:
+        print_reuse(curve, bytes_per_block)
     out.print(f"[dim]Counted: {'; '.join(ASSUMPTIONS)}.[/dim]")
     out.print(
         "[dim]Next: `kvledger replay` runs the same requests through a whole engine, with outputs and latency.[/dim]"
@@ -145,15 +146,3 @@ def _optimum_beside_lru(curve: CapacityCurve) -> Iterator[str]:
 def _rate(share: float) -> str:
     """In percent, without the sign: the line under the table says so once."""
     return f"{share * 100:.2f}"
-
-
-def memory(num_bytes: int) -> str:
-    """`67108864000` -> `62.5 GiB`; one decimal, so that a column of them stays narrow."""
-    return f"{num_bytes / TIB:,.1f} TiB" if num_bytes >= 1_000 * GIB else f"{num_bytes / GIB:,.1f} GiB"
-
-
-def millions(count: int) -> str:
-    """`144793823` -> `144.8 M`."""
-    if count >= 1_000_000_000:
-        return f"{count / 1e9:,.1f} G"
-    return f"{count / 1e6:,.1f} M" if count >= 1_000_000 else f"{count:,}"
