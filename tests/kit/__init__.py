@@ -1,6 +1,6 @@
 """The property-test kit: point it at a block manager and get the shortest history that breaks it.
 
-Everything but `machine_for`, `run_machine` and the strategies works without Hypothesis.
+`explore` and everything else but `machine_for`, `run_machine` and the strategies works without Hypothesis.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from kvledger.testing.commands import (
 )
 from kvledger.testing.content_model import ContentModel
 from kvledger.testing.differential import Differential
+from kvledger.testing.explore import Played, explore
 from kvledger.testing.failure import History, KitFailure, load_history
 from kvledger.testing.invariants import INVARIANTS, Invariant, InvariantViolation, check, check_log, violations
 from kvledger.testing.ledger_adapter import LedgerAdapter, PrefixKeys, ledger_supports, make_ledger
@@ -47,11 +48,13 @@ from kvledger.testing.view import AllocatorView, view_of
 
 if TYPE_CHECKING:
     from kvledger.testing.machine import machine_for, run_machine
-    from kvledger.testing.strategies import prompts, scenarios
+    from kvledger.testing.strategies import group_sets, histories, prompts, scenarios
 
 _NEEDS_HYPOTHESIS = {
     "machine_for": "machine",
     "run_machine": "machine",
+    "group_sets": "strategies",
+    "histories": "strategies",
     "prompts": "strategies",
     "scenarios": "strategies",
 }
@@ -84,6 +87,7 @@ __all__ = [
     "NeverFitsError",
     "New",
     "Placement",
+    "Played",
     "Preempt",
     "PrefixKeys",
     "Promise",
@@ -98,7 +102,10 @@ __all__ = [
     "capabilities_of",
     "check",
     "check_log",
+    "explore",
     "failure_of",
+    "group_sets",
+    "histories",
     "ledger_supports",
     "load_history",
     "machine_for",

@@ -1,6 +1,6 @@
 """The commands of a history: plain data, printed as the program that plays them and saved as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import attrs
@@ -12,11 +12,11 @@ def _runs(value: Sequence[Sequence[int]]) -> TokenRuns:
     return tuple([(int(token), int(count)) for token, count in value])
 
 
-def _strings(value: Sequence[str]) -> tuple[str, ...]:
+def _strings(value: Iterable[str]) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _ints(value: Sequence[int]) -> tuple[int, ...]:
+def _ints(value: Iterable[int]) -> tuple[int, ...]:
     return tuple(value)
 
 

@@ -18,10 +18,18 @@ class Contents:
 
     def __init__(self) -> None:
         self._number: dict[tuple[int, int], int] = {}
+        self._known: dict[tuple[int, ...], list[int]] = {}
         self._without_last: list[int] = []
 
     def of(self, tokens: Sequence[int]) -> list[int]:
         """For each position, the number of the sequence up to and including it."""
+        whole = tuple(tokens)
+        known = self._known.get(whole)
+        if known is None:
+            known = self._known[whole] = self._count(whole)
+        return known
+
+    def _count(self, tokens: tuple[int, ...]) -> list[int]:
         numbers: list[int] = []
         number = NOTHING
         for token in tokens:

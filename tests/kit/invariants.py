@@ -54,7 +54,7 @@ def _some(blocks: Iterable[int]) -> str:
 
 
 def _conservation(view: AllocatorView) -> str | None:
-    held = int(np.count_nonzero(view.uses()))
+    held = int(np.count_nonzero(view.uses))
     free = len(view.free)
     total = held + free + view.num_null_blocks
     if total == view.num_blocks:
@@ -71,7 +71,7 @@ def _conservation(view: AllocatorView) -> str | None:
 def _ref_counts(view: AllocatorView) -> str | None:
     if view.ref_cnt is None:
         return None
-    uses = view.uses()
+    uses = view.uses
     wrong = np.flatnonzero(view.ref_cnt != uses)
     if view.null_block is not None:
         wrong = wrong[wrong != view.null_block]
@@ -90,7 +90,7 @@ def _queue(view: AllocatorView) -> str | None:
         return f"block {int(times.argmax())} is queued {int(times.max())} times"
     if view.null_block is not None and times[view.null_block]:
         return f"the null block {view.null_block} is queued"
-    referenced = view.uses() if view.ref_cnt is None else view.ref_cnt
+    referenced = view.uses if view.ref_cnt is None else view.ref_cnt
     both = np.flatnonzero((times > 0) & (referenced != 0))
     if len(both):
         return f"block {_some(both)} is queued and referenced"

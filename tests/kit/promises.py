@@ -121,15 +121,15 @@ def check_tables_only_grow(before: AllocatorView, after: AllocatorView, truncate
 
 
 def _is_private_copy(before: AllocatorView, after: AllocatorView, was: int, is_now: int) -> bool:
-    shared = int(before.uses()[was]) > 1 and was != before.null_block
-    return shared and int(before.uses()[is_now]) == 0 and int(after.uses()[is_now]) == 1
+    shared = int(before.uses[was]) > 1 and was != before.null_block
+    return shared and int(before.uses[is_now]) == 0 and int(after.uses[is_now]) == 1
 
 
 def check_taken_from_the_head(before: AllocatorView, after: AllocatorView, adopted: Sequence[Sequence[int]]) -> None:
     """The blocks that were free and are held now are the first of the free queue, adopted ones aside."""
     given = {block for blocks in adopted for block in blocks}
     queue = [block for block in before.free.tolist() if block not in given]
-    uses = after.uses()
+    uses = after.uses
     taken = {block for block in queue if uses[block]}
     expected = set(queue[: len(taken)])
     TAKEN_FROM_THE_HEAD.require(
@@ -141,7 +141,7 @@ def check_keys_stay(before: AllocatorView, after: AllocatorView, overwritten: se
     """Blocks lose or change their key only by being taken (free before, held now) or overwritten."""
     if before.keyed is None or after.keyed is None:
         return
-    was_held, is_held = before.uses(), after.uses()
+    was_held, is_held = before.uses, after.uses
     for block, key in before.keyed.items():
         taken = not was_held[block] and is_held[block] and after.keyed.get(block) != key
         KEYS_STAY.require(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
-from kvledger.testing.commands import Command, Fork, New
+from kvledger.testing.commands import Command, New, TokenRuns
 from kvledger.testing.differential import Differential
 from kvledger.testing.failure import History, KitFailure
 from kvledger.testing.protocol import ManagerFactory
@@ -104,26 +104,29 @@ def failure_of(history: History, make: ManagerFactory, rival: ManagerFactory | N
 
 
 def _simpler_values(command: Command) -> Iterator[Command]:
+    if isinstance(command, New):
+        yield from [attrs.evolve(command, prompt=prompt) for prompt in _simpler_prompts(command.prompt)]
+        return
     for field in attrs.fields(type(command)):
-        value = getattr(command, field.name)
-        for simpler in _simpler(value, field.default, isinstance(command, New | Fork)):
+        for simpler in _simpler(getattr(command, field.name), field.default):
             yield attrs.evolve(command, **{field.name: simpler})
 
 
-def _simpler(value: Any, default: Any, keeps_names: bool) -> Iterator[Any]:
+def _simpler_prompts(prompt: TokenRuns) -> Iterator[TokenRuns]:
+    if len(prompt) > 1:
+        yield from [(*prompt[:i], *prompt[i + 1 :]) for i in range(len(prompt))]
+    for i, (token, count) in enumerate(prompt):
+        for smaller in {count // 2, count - 1} - {0, count}:
+            yield (*prompt[:i], (token, smaller), *prompt[i + 1 :])
+
+
+def _simpler(value: Any, default: Any) -> Iterator[Any]:
     if default is not attrs.NOTHING and value != default:
         yield default
-    if isinstance(value, bool):
-        return
-    if isinstance(value, int):
-        yield from dict.fromkeys([smaller for smaller in (value // 2, value - 1) if 0 <= smaller < value])
-    elif isinstance(value, tuple) and len(value) > 1:
+    if isinstance(value, tuple) and len(value) > 1:
         yield from [(*value[:i], *value[i + 1 :]) for i in range(len(value))]
-    if isinstance(value, tuple) and keeps_names:  # the runs of a prompt
-        for i, (token, count) in enumerate(value):
-            for smaller in (count // 2, count - 1):
-                if 0 < smaller < count:
-                    yield (*value[:i], (token, smaller), *value[i + 1 :])
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield from [smaller for smaller in (value // 2, value - 1) if 0 <= smaller < value]
 
 
 def _simpler_scenarios(scenario: Scenario) -> Iterator[Scenario]:

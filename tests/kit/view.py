@@ -1,6 +1,8 @@
 """A manager's state as the kit sees it: who holds which blocks, what is free, what can be found."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
 from typing import Any, TypeAlias
 
 import attrs
@@ -19,7 +21,7 @@ def _maybe_ints(values: Any) -> IntArray | None:
     return None if values is None else _ints(values)
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class AllocatorView:
     """A snapshot. What a manager cannot tell is None, and what depends on it is not checked.
 
@@ -50,11 +52,11 @@ class AllocatorView:
         """1, or 0 for a manager without a null block."""
         return int(self.null_block is not None)
 
+    @cached_property
     def uses(self) -> IntArray:
         """How many table entries hold each block, the null block left out: int64 `[num_blocks]`."""
-        tables = [table for groups in self.tables.values() for table in groups]
-        flat = np.concatenate([_ints(table) for table in tables]) if tables else _ints([])
-        uses = np.bincount(flat, minlength=self.num_blocks)
+        tables = chain.from_iterable(self.tables.values())
+        uses = np.bincount(_ints(list(chain.from_iterable(tables))), minlength=self.num_blocks)
         if self.null_block is not None:
             uses[self.null_block] = 0
         return uses

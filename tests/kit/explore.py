@@ -1,0 +1,91 @@
+"""Random histories from a seed: fast enough for a thousand commands a second, and needs no Hypothesis."""
+
+from pathlib import Path
+
+import attrs
+from kvledger.testing.choices import RandomChooser, choose_scenario
+from kvledger.testing.commands import Command
+from kvledger.testing.differential import SAME_DECISIONS, Differential
+from kvledger.testing.failure import KitFailure
+from kvledger.testing.protocol import ManagerFactory, supports_of
+from kvledger.testing.rules import RULES
+from kvledger.testing.scenario import Scenario
+from kvledger.testing.shorten import shorten
+from kvledger.testing.trial import Trial
+
+
+@attrs.define
+class Played:
+    """How much has been played."""
+
+    histories: int = 0
+    commands: int = 0
+
+
+def player_for(make: ManagerFactory, scenario: Scenario, rival: ManagerFactory | None) -> Trial | Differential:
+    """A differential run where a rival supports the scenario, else a trial."""
+    if rival is not None and supports_of(rival).allows(scenario):
+        return Differential(make, rival, scenario)
+    return Trial(make, scenario)
+
+
+def explore(
+    make: ManagerFactory,
+    num_histories: int = 100,
+    num_rules: int = 40,
+    seed: int = 0,
+    rival: ManagerFactory | None = None,
+    eviction: str | None = None,
+    shorten_s: float = 10.0,
+    save_to: Path | None = None,
+) -> Played:
+    """Play random histories, a third of them of `num_rules` rules and the others of half and a quarter of that.
+
+    Args:
+        make: the factory of the manager.
+        num_histories: how many, each with a scenario of its own.
+        num_rules: rules in a long history; a rule plays a few commands.
+        seed: history i depends on `seed + i` alone.
+        rival: a second factory; where it supports the scenario, both must decide alike.
+        eviction: the eviction order, if not any that the factory supports.
+        shorten_s: seconds to spend on making a failure short; 0 leaves it as it was found.
+        save_to: a folder for the regression file.
+
+    Raises:
+        KitFailure: a promise is broken.
+    """
+    played = Played()
+    for i in range(num_histories):
+        chooser = RandomChooser(seed + i)
+        scenario = choose_scenario(chooser, supports_of(make), eviction)
+        try:
+            _play_one(player_for(make, scenario, rival), chooser, max(num_rules >> i % 3, 4), played)
+        except KitFailure as failure:
+            raise reported(failure, make, rival, shorten_s, save_to) from None
+    return played
+
+
+def reported(
+    failure: KitFailure, make: ManagerFactory, rival: ManagerFactory | None, shorten_s: float, save_to: Path | None
+) -> KitFailure:
+    """The failure, shortened and saved."""
+    if shorten_s:
+        failure = shorten(failure, make, rival if failure.violation.name == SAME_DECISIONS.name else None, shorten_s)
+    if save_to is not None:
+        failure.save_to(save_to)
+    return failure
+
+
+def _play_one(player: Trial | Differential, chooser: RandomChooser, num_rules: int, played: Played) -> None:
+    trial = player if isinstance(player, Trial) else player.trial
+    rules = [rule for rule in RULES if trial.capabilities.issuperset(rule.needs)]
+    tickets = [rule for rule in rules for _ in range(rule.weight)]
+    played.histories += 1
+
+    def do(command: Command) -> None:
+        played.commands += 1
+        player.do(command)
+
+    for _ in range(num_rules):
+        tickets[chooser.integer(0, len(tickets) - 1)].act(trial, chooser, do)
+    player.finish()
