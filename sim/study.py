@@ -96,15 +96,18 @@ class Study:
             self._keep(part, payload)
         elif self._plan is None or not self._plan.fits:
             return "the deployment does not fit, so there is no pool to run on"
-        elif part == "compare":
-            try:
-                self._keep(part, compare_part(question, self._plan))
-            except (DoesNotFitError, InputError) as error:
-                return str(error)
         else:
-            num_requests = None if self._curve is None else self._curve.info.num_requests
-            self._keep(part, replay_part(question, self._plan, num_requests))
+            try:
+                self._keep(part, self._on_pool(part, self._plan))
+            except (DoesNotFitError, InputError) as error:  # the trace was read before: this is about the model
+                return str(error)
         return None
+
+    def _on_pool(self, part: str, plan: DeploymentPlan) -> dict[str, Any]:
+        if part == "compare":
+            return compare_part(self._question, plan)
+        num_requests = None if self._curve is None else self._curve.info.num_requests
+        return replay_part(self._question, plan, num_requests)
 
     def _keep(self, part: str, payload: dict[str, Any]) -> None:
         """The clock's figures stand apart, so that all others are the same from run to run."""

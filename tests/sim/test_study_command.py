@@ -362,7 +362,7 @@ def test_a_trace_without_ids_claims_no_reuse(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_model_with_windows_is_replayed_with_its_groups_and_not_compared(run: Run) -> None:
-    hybrid = ["--model", "gemma-3-1b", "--gpu", "H100", "--max-model-len", "32K"]
+    hybrid = ["--model", "gemma-3-1b", "--gpu", "H100", "--max-model-len", "32K", "--num-gpu-blocks-override", "9000"]
     code, out, _ = run("study", "--workload", "sharegpt", "--limit", "40", *hybrid, "--json")
     document = json.loads(out)
     assert code == 0
