@@ -3,15 +3,11 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..core.allocator_config import AllocatorConfig
 from ..core.errors import InputError
-from .vllm_metrics import FINISHED_REASON, METRICS, HistogramCounts, Metric, Snapshot
+from .vllm_metrics import CACHE_CONFIG_INFO, FINISHED_REASON, METRICS, HistogramCounts, Metric, Snapshot
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
-
-MODEL_NAME_WITHOUT_MODEL = "simulated"
-_ENGINE = "0"
 
 
 def check_prometheus_client(option: str) -> None:
@@ -25,34 +21,18 @@ def check_prometheus_client(option: str) -> None:
         ) from None
 
 
-def cache_config_labels(config: AllocatorConfig, assumptions: Mapping[str, Any]) -> dict[str, str]:
-    """The labels of `vllm:cache_config_info` that a simulation knows, spelled as vLLM does.
-
-    With groups of several block sizes, `block_size` is the one that hits are multiples of.
-    """
-    labels = {
-        "block_size": str(config.scheduler_block_size),
-        "enable_prefix_caching": str(config.enable_caching),
-        "num_gpu_blocks": str(config.num_blocks),
-    }
-    if "model" in assumptions:
-        labels["cache_dtype"] = str(assumptions["kv_cache_dtype"])
-        labels["gpu_memory_utilization"] = str(assumptions["gpu_memory_utilization"])
-    return labels
-
-
-def prometheus_text(snapshot: Snapshot, cache_config: Mapping[str, str], model_name: str | None) -> bytes:
+def prometheus_text(snapshot: Snapshot, labels: Mapping[str, str], cache_config: Mapping[str, str]) -> bytes:
     """The text exposition of a snapshot, as of one scrape.
 
     Args:
         snapshot: from `take_snapshot`.
+        labels: from `series_labels`.
         cache_config: from `cache_config_labels`.
-        model_name: the label that dashboards select by; None: "simulated".
     """
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(list(_families(snapshot, cache_config, model_name or MODEL_NAME_WITHOUT_MODEL))))
+    registry.register(_Collector(list(_families(snapshot, labels, cache_config))))
     return generate_latest(registry)
 
 
@@ -65,14 +45,13 @@ class _Collector:
         return self._families
 
 
-def _families(snapshot: Snapshot, cache_config: Mapping[str, str], model_name: str) -> "Iterator[Family]":
+def _families(snapshot: Snapshot, labels: Mapping[str, str], cache_config: Mapping[str, str]) -> "Iterator[Family]":
     from prometheus_client.core import GaugeMetricFamily
 
-    labels = {"engine": _ENGINE, "model_name": model_name}
     for metric in METRICS:
         yield _family(metric, snapshot[metric.name], labels)
-    info = GaugeMetricFamily("vllm:cache_config_info", "What the pool is.", labels=["engine", *cache_config])
-    info.add_metric([_ENGINE, *cache_config.values()], 1)
+    info = GaugeMetricFamily(CACHE_CONFIG_INFO, "What the pool is.", labels=list(cache_config))
+    info.add_metric(list(cache_config.values()), 1)
     yield info
 
 

@@ -11,43 +11,59 @@ import attrs
 from ..core.allocator_config import AllocatorConfig
 from ..core.errors import InputError
 from .engine_trace import EngineTrace
+from .openmetrics_series import OpenMetricsSeries
 from .output_file import OutputFile
-from .prometheus_text import cache_config_labels, check_prometheus_client, prometheus_text
+from .prometheus_text import check_prometheus_client, prometheus_text
 from .replay import ReplayReport
 from .request_record import RequestRecord
 from .run_listener import RunListener
 from .run_tables import REQUEST_COLUMNS, SERIES_COLUMNS, RequestTable, SeriesTable
 from .table_writer import TableWriter, open_table
 from .trace_event_file import TraceEventFile
+from .vllm_metrics import cache_config_labels, series_labels
 
 
 @attrs.frozen(kw_only=True)
 class ExportOptions:
-    """The files asked for, as typed; None where an option was not given."""
+    """The files asked for, as typed; None where an option was not given.
+
+    `openmetrics_start` is when the run is to have started in `openmetrics_out`, in seconds since 1970.
+    """
 
     requests_out: str | None = None
     series_out: str | None = None
     prometheus_out: str | None = None
+    openmetrics_out: str | None = None
+    openmetrics_start: int | None = None
     perfetto_out: str | None = None
 
 
 class RunExports(AbstractContextManager["RunExports"]):
     """Writes the files of one replay. Leaving it without `publish` leaves every place as it was.
 
-        with RunExports(options, inputs=[trace]) as exports:
-            report = replay(..., listeners=exports.listeners, on_finished=exports.on_finished)
-            exports.publish(report, allocator, model)
+        with RunExports(options, pool.allocator, pool.facts, inputs=[trace]) as exports:
+            report = replay(
+                ...,
+                listeners=exports.listeners,
+                on_finished=exports.on_finished,
+                macro_steps=exports.macro_steps,
+            )
+            exports.publish(report)
 
     Attributes:
         listeners: to be told of the run.
         on_finished: to be given the record of each finished request; None if nothing wants them.
     """
 
-    def __init__(self, options: ExportOptions, inputs: Iterable[str] = ()) -> None:
+    def __init__(
+        self, options: ExportOptions, allocator: AllocatorConfig, facts: Mapping[str, Any], inputs: Iterable[str] = ()
+    ) -> None:
         """Open every file.
 
         Args:
             options: the files.
+            allocator: the pool of the run.
+            facts: what is known of the pool's model, if it has one.
             inputs: files that are read meanwhile and must not be written over.
 
         Raises:
@@ -59,6 +75,9 @@ class RunExports(AbstractContextManager["RunExports"]):
         self._tables: list[TableWriter] = []
         self._trace: EngineTrace | None = None
         self._prometheus: OutputFile | None = None
+        self._openmetrics: OpenMetricsSeries | None = None
+        self._labels = series_labels(facts)
+        self._cache_config = cache_config_labels(allocator, facts)
         self._taken = {Path(name).resolve(): "the trace that is read" for name in inputs}
         try:
             self._open_all(options)
@@ -66,7 +85,12 @@ class RunExports(AbstractContextManager["RunExports"]):
             self._discard()
             raise
 
-    def publish(self, report: ReplayReport, allocator: AllocatorConfig, model_name: str | None) -> None:
+    @property
+    def macro_steps(self) -> bool:
+        """Whether steps may be taken several at once; not where counters are read while the run goes on."""
+        return self._openmetrics is None
+
+    def publish(self, report: ReplayReport) -> None:
         """Finish every file, then put them all in their places.
 
         Raises:
@@ -77,8 +101,9 @@ class RunExports(AbstractContextManager["RunExports"]):
         if self._trace is not None:
             self._trace.finish()
         if self._prometheus is not None and report.snapshot is not None:
-            labels = cache_config_labels(allocator, report.assumptions)
-            self._prometheus.stream.write(prometheus_text(report.snapshot, labels, model_name))
+            self._prometheus.stream.write(prometheus_text(report.snapshot, self._labels, self._cache_config))
+        if self._openmetrics is not None:
+            self._openmetrics.finish()
         for file in self._files:
             file.close()
         for file in self._files:
@@ -103,6 +128,15 @@ class RunExports(AbstractContextManager["RunExports"]):
         if options.prometheus_out is not None:
             check_prometheus_client("--prometheus-out")
             self._prometheus = self._file("--prometheus-out", options.prometheus_out)
+        if (options.openmetrics_out is None) != (options.openmetrics_start is None):
+            raise InputError(
+                "--openmetrics-out and --openmetrics-start go together: samples need a time. Give when the run is to "
+                "have started, in seconds since 1970; Prometheus drops what is older than its retention"
+            )
+        if options.openmetrics_out is not None and options.openmetrics_start is not None:
+            file = self._file("--openmetrics-out", options.openmetrics_out)
+            self._openmetrics = OpenMetricsSeries(file, options.openmetrics_start, self._labels, self._cache_config)
+            self.listeners.append(self._openmetrics)
         if options.perfetto_out is not None:
             self._trace = EngineTrace(TraceEventFile(self._file("--perfetto-out", options.perfetto_out)))
             self.listeners.append(self._trace)
@@ -124,6 +158,8 @@ class RunExports(AbstractContextManager["RunExports"]):
     def _discard(self) -> None:
         for table in self._tables if self._files else ():
             table.abandon()
+        if self._openmetrics is not None:
+            self._openmetrics.close()
         for file in self._files:
             file.discard()
         self._files.clear()

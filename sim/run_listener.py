@@ -28,6 +28,9 @@ class EngineWatcher(Protocol):
 class RunListener:
     """Follows a run; each method does nothing unless it is overridden. `now_ns` counts from the start of the run."""
 
+    def started(self, recorder: Recorder) -> None:
+        """The run begins; the recorder is told of everything before its listeners are."""
+
     def submitted(self, now_ns: int, request: Request) -> None:
         """A request was accepted. It arrived then, or during the step that has just ended (asynchronous scheduling)."""
 
@@ -48,6 +51,8 @@ class Broadcast:
         self._now_ns = now_ns
         self._recorder = recorder
         self._listeners = tuple(listeners)
+        for listener in self._listeners:
+            listener.started(recorder)
 
     def submitted(self, request: Request) -> None:
         """Pass it on."""

@@ -4,11 +4,12 @@ Left out are series that a simulation has no figure for (corrupted requests, mul
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import attrs
 
+from ..core.allocator_config import AllocatorConfig
 from ..core.errors import MisuseError
 from ..core.scheduler import Scheduler
 from .histogram import Histogram
@@ -16,6 +17,9 @@ from .metrics import Recorder
 from .run_histograms import NANOSECONDS, RunHistograms
 
 FINISHED_REASON = "finished_reason"
+CACHE_CONFIG_INFO = "vllm:cache_config_info"
+MODEL_NAME_WITHOUT_MODEL = "simulated"
+_ENGINE = {"engine": "0"}
 
 
 @attrs.frozen
@@ -44,6 +48,28 @@ class Metric:
 
 
 Snapshot = dict[str, Any]
+
+
+def series_labels(facts: Mapping[str, Any]) -> dict[str, str]:
+    """The labels that dashboards select by. `facts` are those of the pool; without a model in them: "simulated"."""
+    return {**_ENGINE, "model_name": str(facts.get("model", MODEL_NAME_WITHOUT_MODEL))}
+
+
+def cache_config_labels(config: AllocatorConfig, facts: Mapping[str, Any]) -> dict[str, str]:
+    """The labels of `vllm:cache_config_info` that a simulation knows, spelled as vLLM does.
+
+    With groups of several block sizes, `block_size` is the one that hits are multiples of.
+    """
+    labels = {
+        **_ENGINE,
+        "block_size": str(config.scheduler_block_size),
+        "enable_prefix_caching": str(config.enable_caching),
+        "num_gpu_blocks": str(config.num_blocks),
+    }
+    if "model" in facts:
+        labels["cache_dtype"] = str(facts["kv_cache_dtype"])
+        labels["gpu_memory_utilization"] = str(facts["gpu_memory_utilization"])
+    return labels
 
 
 def take_snapshot(scheduler: Scheduler, recorder: Recorder) -> Snapshot:

@@ -111,6 +111,15 @@ def replay(
     prometheus_out: Annotated[
         str | None, typer.Option(help="The final state as Prometheus text under vLLM's metric names, to FILE.")
     ] = None,
+    openmetrics_out: Annotated[
+        str | None,
+        typer.Option(
+            help="The same every 15 s of the run, as OpenMetrics that Prometheus takes in as history, to FILE."
+        ),
+    ] = None,
+    openmetrics_start: Annotated[
+        int | None, typer.Option(help="When that run is to have started: seconds since 1970.")
+    ] = None,
     perfetto_out: Annotated[
         str | None, typer.Option(help="Engine steps and requests for ui.perfetto.dev, to FILE.json or .json.gz.")
     ] = None,
@@ -191,8 +200,12 @@ def replay(
             requests_out=requests_out,
             series_out=series_out,
             prometheus_out=prometheus_out,
+            openmetrics_out=openmetrics_out,
+            openmetrics_start=openmetrics_start,
             perfetto_out=perfetto_out,
         ),
+        pool.allocator,
+        pool.facts,
         inputs=[*(trace or ()), *([latency_table] if latency_table else ())],
     )
     bar, task = progress("Replaying", total=limit)
@@ -218,10 +231,11 @@ def replay(
             closed_loop=closed_loop,
             listeners=exports.listeners,
             on_finished=exports.on_finished,
+            macro_steps=exports.macro_steps,
             on_progress=lambda count: bar.update(task, completed=count),
         )
         report.assumptions = {**pool.facts, **report.assumptions}
-        exports.publish(report, pool.allocator, report.assumptions.get("model"))
+        exports.publish(report)
     document = {"trace": trace_as_dict(source.info, source.info.trace_block_size), **report.to_json()}
     if json:
         print_json(document)

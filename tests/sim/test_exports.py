@@ -21,6 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 # Steps of 100 ms. The first request: tokens at 0.1, 0.2 and 0.3 s. The second arrives at 0.05 s, is admitted at 0.1 s
 # and finds the 32 tokens that it shares; tokens at 0.2 and 0.3 s.
 BY_HAND = [(0.0, 40, 3, (1, 2)), (0.05, 70, 2, (1, 3, 4))]
+MODEL = {"model": "some/model", "kv_cache_dtype": "fp8", "gpu_memory_utilization": 0.9}
+POOL = AllocatorConfig(101, [FullAttention(16)], max_model_len=1000, max_num_reqs=16)
 # Two requests that outgrow five blocks together.
 TIGHT = [(0.0, 32, 30, (1,)), (0.0, 32, 30, (2,))]
 
@@ -28,7 +30,7 @@ TIGHT = [(0.0, 32, 30, (1,)), (0.0, 32, 30, (2,))]
 def run(requests, folder: Path | None = None, num_blocks: int = 101, macro_steps: bool = True, **options: str):
     allocator = AllocatorConfig(num_blocks, [FullAttention(16)], max_model_len=1000, max_num_reqs=16)
     named = {name: str(folder / file) for name, file in options.items()} if folder else {}
-    with RunExports(ExportOptions(**named)) as exports:
+    with RunExports(ExportOptions(**named), allocator, MODEL) as exports:
         report = replay(
             (
                 TraceRequest(at, prompt, output, ids, place)
@@ -38,11 +40,11 @@ def run(requests, folder: Path | None = None, num_blocks: int = 101, macro_steps
             scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256),
             latency=LinearLatency(0.1, 0.0, 0.0),
             trace_block_size=32,
-            macro_steps=macro_steps,
+            macro_steps=macro_steps and exports.macro_steps,
             listeners=exports.listeners,
             on_finished=exports.on_finished,
         )
-        exports.publish(report, allocator, "some/model")
+        exports.publish(report)
     return report
 
 
@@ -201,6 +203,7 @@ def test_every_series_carries_the_labels_that_dashboards_select_by(tmp_path: Pat
             assert sample.labels["engine"] == "0"
             if family.name == "vllm:cache_config_info":
                 facts = {"block_size": "16", "num_gpu_blocks": "101", "enable_prefix_caching": "True"}
+                facts |= {"cache_dtype": "fp8", "gpu_memory_utilization": "0.9"}
                 assert sample.labels == {"engine": "0", **facts}
             else:
                 assert sample.labels["model_name"] == "some/model"
@@ -317,17 +320,17 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path,
     (tmp_path / "in.csv").write_text("the trace")
     named = {name: str(tmp_path / file) for name, file in options.items()}
     with pytest.raises(InputError, match=message.replace(".", r"\.")):
-        RunExports(ExportOptions(**named), inputs=[str(tmp_path / "in.csv")])
+        RunExports(ExportOptions(**named), POOL, {}, inputs=[str(tmp_path / "in.csv")])
     assert [path.name for path in tmp_path.iterdir()] == ["in.csv"]
 
 
 def test_a_missing_library_is_named_with_the_extra_that_brings_it(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(InputError, match=r"kvledger\[log\]"):
-        RunExports(ExportOptions(requests_out=str(tmp_path / "r.parquet")))
+        RunExports(ExportOptions(requests_out=str(tmp_path / "r.parquet")), POOL, {})
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(InputError, match=r"kvledger\[sim\]"):
-        RunExports(ExportOptions(prometheus_out=str(tmp_path / "p.prom")))
+        RunExports(ExportOptions(prometheus_out=str(tmp_path / "p.prom")), POOL, {})
     assert list(tmp_path.iterdir()) == []
 
 

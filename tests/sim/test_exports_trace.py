@@ -24,7 +24,7 @@ TIGHT = [(0.0, 32, 30, (1,)), (0.0, 32, 30, (2,))]
 
 def trace_of(requests, path: Path, num_blocks: int = 101, **options):
     allocator = AllocatorConfig(num_blocks, [FullAttention(16)], max_model_len=1000, max_num_reqs=8)
-    with RunExports(ExportOptions(perfetto_out=str(path))) as exports:
+    with RunExports(ExportOptions(perfetto_out=str(path)), allocator, {}) as exports:
         report = replay(
             (
                 TraceRequest(at, prompt, output, ids, place)
@@ -37,7 +37,7 @@ def trace_of(requests, path: Path, num_blocks: int = 101, **options):
             listeners=exports.listeners,
             **options,
         )
-        exports.publish(report, allocator, None)
+        exports.publish(report)
     text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     return json.loads(text, parse_float=Decimal)["traceEvents"], report
 
