@@ -1,5 +1,6 @@
 """What the simulator says a measured server would have done, beside what its client measured."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -164,7 +165,7 @@ def simulate_server(
     )
 
 
-def _requests(server: MeasuredServer, seed: int):
+def _requests(server: MeasuredServer, seed: int) -> Iterator[Request]:
     workload, block_size = server.workload, server.block_size
     for ordinal, (arrival_s, num_input, num_output, hash_ids) in enumerate(multi_turn_requests(workload, seed)):
         yield Request(
