@@ -39,6 +39,7 @@ def open_logged_trace(directory: str | Path, **chosen: Any) -> "LoggedTrace":
     """
     for name, value in chosen.items():
         if value is not None:
+            name = {"trace_format": "format"}.get(name, name)
             raise InputError(
                 f"--{name.replace('_', '-')} {value} has no effect on an event log, which holds the requests of one "
                 "run as they came; leave it out"

@@ -13,7 +13,7 @@ FIXED = "arrivals, prompt and output lengths, prompt block ids, priorities and t
 # What chose the requests when the run was recorded, of which the log holds the outcome, and where output went.
 NOT_OF_THE_RUN = frozenset(
     [
-        *("trace", "traces", "workload", "trace_format", "trace_block_size", "on_bad_row", "skip_first", "limit"),
+        *("trace", "traces", "workload", "fit", "trace_format", "trace_block_size", "on_bad_row", "skip_first", "limit"),
         *("rate_scale", "timestamp_unit", "tokenizer", "request_rate", "json", "log", "log_flush"),
     ]
 )

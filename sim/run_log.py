@@ -17,6 +17,7 @@ from ..backends.sinks.durable_log import Clock, DurableLog
 from ..backends.sinks.flush_policy import FlushPolicy
 from ..backends.sinks.log_rows import RequestArrived, RunEnded
 from ..core.events import Commit
+from ..core.scheduler import Scheduler
 from .run_listener import RunListener
 from .traces.trace import Trace, TraceInfo, TraceRequest
 
@@ -63,6 +64,10 @@ class RunLog(RunListener):
         """Log one commit."""
         self._now_ns = now_ns
         self.log.apply(commit)
+
+    def scheduled(self, now_ns: int, scheduler: Scheduler) -> None:
+        """Learn where the state is, so that snapshots need no fold of their own."""
+        self.log.live_state = scheduler.allocator.state
 
     def close(self) -> None:
         """Note what the trace turned out to be, and close the log."""

@@ -11,6 +11,7 @@ import attrs
 
 from ...core.errors import InputError, KVLedgerError, MisuseError
 from ...core.events import Commit
+from ...core.ledger_state import LedgerState
 from .arrow_stream import StreamWriter
 from .errors import LogWriteError
 from .flush_policy import FlushPolicy
@@ -54,6 +55,9 @@ class DurableLog:
 
     Attributes:
         recovery: what was found when the log was opened.
+        live_state: the state that the commits come from, if whoever made the log sets it. Snapshots are then taken of
+            it; otherwise the log folds its own events whenever it closes a segment, which costs as much as the
+            decisions did.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class DurableLog:
     ) -> None:
         """See `create` and `resume`, which are the ways to get one."""
         self.recovery = recovery
+        self.live_state: LedgerState | None = None
         self._directory = directory
         self._lock_file = lock
         self._manifest = manifest
@@ -243,12 +248,14 @@ class DurableLog:
 
     def _write_if_due(self) -> None:
         every = self._policy.every_commits
-        if (every is not None and self._num_gathered >= every) or (
-            self._encoder.num_rows >= self._policy.max_gathered_rows
+        if (
+            (every is not None and self._num_gathered >= every)
+            or self._encoder.num_rows >= self._policy.max_gathered_rows
+            or (self._stream is not None and self._stream.size_bytes >= self._segment_bytes)
         ):
             self._write()
 
-    def _write(self) -> None:
+    def _write(self, may_close: bool = True) -> None:
         stream = self._stream
         if stream is None:
             raise MisuseError(f"the log {self._directory} is closed")
@@ -263,12 +270,18 @@ class DurableLog:
                 ) from error
             self._encoder.clear()
             self._num_gathered = 0
-        if stream.size_bytes >= self._segment_bytes and self._next_commit > self._manifest.next_commit:
+        grown = stream.size_bytes >= self._segment_bytes and self._next_commit > self._manifest.next_commit
+        if grown and may_close:
             self._close_segment(open_next=True)
 
     def _close_segment(self, open_next: bool) -> None:
         assert self._stream is not None
-        fold = self._fold or self._fold_from_log()
+        live = self.live_state
+        fold: SnapshotFold | LedgerState
+        if live is not None and live.next_sequence == self._next_commit:
+            fold = live
+        else:
+            fold = self._fold or self._fold_from_log()
         self._fold = None
         try:
             self._manifest, stream = close_segment(self._directory, self._manifest, self._next_commit, fold, open_next)
@@ -277,7 +290,7 @@ class DurableLog:
                 f"{self._stream.path}: every commit is written, but the segment could not be closed "
                 f"({error.strerror}); make room and flush again"
             ) from error
-        self._fold = fold
+        self._fold = fold if isinstance(fold, SnapshotFold) else None
         self._stream.close()
         self._stream = stream
 
@@ -297,7 +310,8 @@ class DurableLog:
             try:
                 with self._mutex:
                     if self._stream is not None and self._encoder.num_rows:
-                        self._write()
+                        # Not between two commands for certain, so this is no moment for a snapshot.
+                        self._write(may_close=False)
             except Exception as error:  # told to the next caller of apply, since nobody waits for this thread
                 self._failure = error
 

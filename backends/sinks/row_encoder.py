@@ -3,7 +3,7 @@
 import json
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,7 @@ from ...core.events import (
     BlocksUncached,
     CacheReset,
     Commit,
+    Event,
     IntColumn,
     PoolCreated,
     PrefixAdopted,
@@ -25,10 +26,12 @@ from ...core.events import (
     RowsReleased,
     TokensPlaced,
 )
+from .flat_arrays import binary_array, list_array, number_array, optional_number_array
 from .log_keys import encode_keys
 from .log_rows import LIST_COLUMNS, ROW_SCHEMA, Note, RequestArrived, RunEnded, pool_as_json
 
 _TYPECODE = {pa.int32(): "i", pa.int64(): "q"}
+_NAMES = {event: event.__name__.encode() for event in get_args(Event)}
 
 
 class RowEncoder:
@@ -55,13 +58,13 @@ class RowEncoder:
         """Forget the rows gathered so far."""
         self._commits = array("q")
         self._times: list[int | None] = []
-        self._names: list[str | None] = []
+        self._names: list[bytes | None] = []
         self._group: list[int | None] = []
-        self._reason: list[str | None] = []
+        self._reason: list[bytes | None] = []
         self._arrival_s: list[float | None] = []
-        self._detail: list[str | None] = []
+        self._detail: list[bytes | None] = []
         self._numbers = {name: array(_TYPECODE[each]) for name, each in LIST_COLUMNS.items() if each in _TYPECODE}
-        self._values: dict[str, list[Any]] = {name: [] for name in LIST_COLUMNS if name not in self._numbers}
+        self._values: dict[str, list[bytes | None]] = {name: [] for name in LIST_COLUMNS if name not in self._numbers}
         self._ends = {name: array("i", (0,)) for name in LIST_COLUMNS}
         self._pairs = [(values, self._ends[name]) for name, values in (self._numbers | self._values).items()]
 
@@ -85,7 +88,7 @@ class RowEncoder:
                 self._group.append(None)
                 self._reason.append(None)
                 self._handlers[type(event)](event)
-                self._end_row(commit.sequence, time_ns, type(event).__name__)
+                self._end_row(commit.sequence, time_ns, _NAMES[type(event)])
             if not commit.events:
                 self._add_scalars(None)
                 self._end_row(commit.sequence, time_ns, None)
@@ -95,6 +98,8 @@ class RowEncoder:
                 raise InputError(
                     f"commit {commit.sequence} holds a number that a log has no room for: {error}"
                 ) from error
+            if isinstance(error, UnicodeEncodeError):
+                raise InputError(f"commit {commit.sequence} names a request that is no text: {error}") from error
             raise
 
     def add_note(self, note: Note, time_ns: int | None, next_commit: int) -> None:
@@ -102,10 +107,10 @@ class RowEncoder:
         before = self.num_rows
         try:
             if isinstance(note, RunEnded):
-                self._add_scalars(json.dumps(note.facts))
+                self._add_scalars(json.dumps(note.facts).encode())
             else:
                 self._request_arrived(note)
-            self._end_row(next_commit, time_ns, type(note).__name__)
+            self._end_row(next_commit, time_ns, type(note).__name__.encode())
         except BaseException:
             self._cut(before)
             raise
@@ -113,32 +118,31 @@ class RowEncoder:
     def as_batch(self) -> pa.RecordBatch:
         """The rows so far as one batch, with memory of its own. They stay until `clear`."""
         columns: dict[str, pa.Array] = {
-            "commit": _numbers(pa.int64(), self._commits),
-            "time_ns": pa.array(self._times, pa.int64()),
-            "event": pa.array(self._names, pa.utf8()),
-            "group": pa.array(self._group, pa.int32()),
-            "reason": pa.array(self._reason, pa.utf8()),
-            "arrival_s": pa.array(self._arrival_s, pa.float64()),
-            "detail": pa.array(self._detail, pa.utf8()),
+            "commit": number_array(pa.int64(), self._commits),
+            "time_ns": optional_number_array(pa.int64(), "q", self._times),
+            "event": binary_array(pa.utf8(), self._names),
+            "group": optional_number_array(pa.int32(), "i", self._group),
+            "reason": binary_array(pa.utf8(), self._reason),
+            "arrival_s": optional_number_array(pa.float64(), "d", self._arrival_s),
+            "detail": binary_array(pa.utf8(), self._detail),
         }
         for name, entries in LIST_COLUMNS.items():
             if entries in _TYPECODE:
-                flat = _numbers(entries, self._numbers[name])
+                flat = number_array(entries, self._numbers[name])
             else:
-                flat = pa.array(self._values[name], entries)
-            ends = pa.py_buffer(self._ends[name].tobytes())
-            columns[name] = pa.Array.from_buffers(pa.list_(entries), self.num_rows, [None, ends], children=[flat])
+                flat = binary_array(entries, self._values[name])
+            columns[name] = list_array(entries, self._ends[name], flat)
         return pa.RecordBatch.from_arrays([columns[name] for name in ROW_SCHEMA.names], schema=ROW_SCHEMA)
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
-    def _add_scalars(self, detail: str | None, arrival_s: float | None = None) -> None:
+    def _add_scalars(self, detail: bytes | None, arrival_s: float | None = None) -> None:
         self._detail.append(detail)
         self._arrival_s.append(arrival_s)
         self._group.append(None)
         self._reason.append(None)
 
-    def _end_row(self, commit: int, time_ns: int | None, name: str | None) -> None:
+    def _end_row(self, commit: int, time_ns: int | None, name: bytes | None) -> None:
         for values, ends in self._pairs:
             ends.append(len(values))
         self._commits.append(commit)
@@ -170,10 +174,10 @@ class RowEncoder:
         pass
 
     def _pool_created(self, event: PoolCreated) -> None:
-        self._detail[-1] = pool_as_json(event)
+        self._detail[-1] = pool_as_json(event).encode()
 
     def _rows_assigned(self, event: RowsAssigned | RowsReleased) -> None:
-        self._values["requests"].extend(event.requests)
+        self._values["requests"].extend([name.encode() for name in event.requests])
         self._ints("rows", event.rows)
 
     def _prefix_adopted(self, event: PrefixAdopted) -> None:
@@ -219,7 +223,7 @@ class RowEncoder:
         self._ints("groups", (event.lost_group,))
 
     def _blocks_freed(self, event: BlocksFreed) -> None:
-        self._reason[-1] = event.reason.value
+        self._reason[-1] = event.reason.value.encode()
         self._ints("groups", event.groups)
         self._ints("rows", event.rows)
         self._ints("counts", event.counts)
@@ -232,12 +236,8 @@ class RowEncoder:
         self._ints("groups", event.groups)
 
     def _request_arrived(self, note: RequestArrived) -> None:
-        self._add_scalars(json.dumps(note.facts) if note.facts else None, note.arrival_s)
-        self._values["requests"].append(note.request_id)
+        self._add_scalars(json.dumps(note.facts).encode() if note.facts else None, note.arrival_s)
+        self._values["requests"].append(note.request_id.encode())
         outputs = () if note.num_output_tokens is None else (note.num_output_tokens,)
         self._ints("counts", (note.num_prompt_tokens, *outputs))
         self._values["keys"].extend(encode_keys(note.prompt_keys))
-
-
-def _numbers(entries: pa.DataType, values: "array[int]") -> pa.Array:
-    return pa.Array.from_buffers(entries, len(values), [None, pa.py_buffer(values.tobytes())])

@@ -55,9 +55,11 @@ class SnapshotFold:
 
 
 def close_segment(
-    directory: Path, manifest: Manifest, next_commit: int, fold: SnapshotFold, open_next: bool
+    directory: Path, manifest: Manifest, next_commit: int, fold: SnapshotFold | LedgerState, open_next: bool
 ) -> tuple[Manifest, StreamWriter | None]:
     """Turn the open segment into a closed one and, if wanted, open the next. Returns the new manifest.
+
+    `fold` is what leads to the state behind the segment, or that state.
 
     Raises:
         LogDamagedError: the open segment does not hold what was written to it. It stays as it is.
@@ -72,7 +74,8 @@ def close_segment(
         reader = StreamReader(source, manifest.next_commit)
         for stored in reader.batches():
             target.add(stored.batch)
-            fold.add(stored.batch)
+            if isinstance(fold, SnapshotFold):
+                fold.add(stored.batch)
         if not target.num_rows:
             target.abandon()
             return _without_open_segment(directory, manifest, source), None
@@ -82,8 +85,9 @@ def close_segment(
         raise
     sync_directory(directory)
     following = number + 1
-    if fold.state is not None and fold.is_possible:
-        save_snapshot(directory / snapshot_name(following), fold.state)
+    state = fold if isinstance(fold, LedgerState) else fold.state if fold.is_possible else None
+    if state is not None and can_be_restored(state.created):
+        save_snapshot(directory / snapshot_name(following), state)
     stream = None
     if open_next:
         stream = StreamWriter.create(directory / stream_name(following), following, next_commit)

@@ -17,6 +17,7 @@ from kvledger.backends.sinks.log_reader import LogReader
 from kvledger.backends.sinks.log_rows import LoggedCommit, LoggedNote, RequestArrived, RunEnded
 from kvledger.core import EventLog
 from kvledger.core.errors import InputError, MisuseError
+from kvledger.core.events import Commit, RowsAssigned
 
 EVERY_COMMIT = FlushPolicy(every_commits=1)
 NEVER_BY_ITSELF = FlushPolicy(every_commits=1 << 30)
@@ -379,3 +380,26 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LogWriteError, match="cannot start a log here"):
         DurableLog.create(tmp_path / "file" / "log", flush=EVERY_COMMIT)
+
+
+@pytest.mark.parametrize("flush", [EVERY_COMMIT, FlushPolicy(every_ms=1)], ids=["commits", "thread"])
+def test_snapshots_of_the_live_state_are_those_of_the_fold(tmp_path: Path, history_of: Callable, flush) -> None:
+    durable = DurableLog.create(tmp_path / "log", flush=flush, segment_bytes=30_000)
+    history = history_of(seed=5, num_commands=1, sinks=[durable])
+    durable.live_state = history.allocator.state
+    history.run(250)
+    durable.close()
+    reader = LogReader(tmp_path / "log")
+    assert len(reader.snapshots()) > 1
+    for commits, _ in reader.snapshots():
+        assert reader.state(commits).snapshot() == history.log.replay(commits).snapshot()
+    assert list(reader.commits()) == list(history.log)
+
+
+def test_a_request_whose_name_is_no_text_is_refused(tmp_path: Path, truth: EventLog) -> None:
+    durable = written(tmp_path / "log", EventLog(list(truth)[:3]))
+    with pytest.raises(InputError, match="commit 3 names a request that is no text"):
+        durable.apply(Commit(3, (RowsAssigned(("\ud800",), (0,)),)))
+    durable.apply(truth[3])
+    durable.close()
+    assert list(LogReader(tmp_path / "log").commits()) == list(truth)[:4]
