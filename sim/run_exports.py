@@ -78,7 +78,7 @@ class RunExports(AbstractContextManager["RunExports"]):
         self._openmetrics: OpenMetricsSeries | None = None
         self._labels = series_labels(facts)
         self._cache_config = cache_config_labels(allocator, facts)
-        self._taken = {Path(name).resolve(): "the trace that is read" for name in inputs}
+        self._taken = {Path(name).resolve(): "read by this run" for name in inputs}
         try:
             self._open_all(options)
         except InputError:

@@ -206,7 +206,7 @@ def replay(
         ),
         pool.allocator,
         pool.facts,
-        inputs=[*(trace or ()), *([latency_table] if latency_table else ())],
+        inputs=[*(trace or ()), *(name for name in (latency_table, model) if name is not None)],
     )
     bar, task = progress("Replaying", total=limit)
     with exports, bar:

@@ -313,7 +313,7 @@ def test_an_existing_file_is_replaced_and_keeps_its_permissions(tmp_path: Path) 
         ({"perfetto_out": "no/such/t.json"}, "create it first"),
         ({"prometheus_out": "."}, "something that is not a file"),
         ({"requests_out": "t.csv", "series_out": "t.csv"}, "is --requests-out's file as well"),
-        ({"requests_out": "r.csv", "perfetto_out": "in.csv"}, "is the trace that is read"),
+        ({"requests_out": "r.csv", "perfetto_out": "in.csv"}, "is read by this run"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path, options, message: str) -> None:
