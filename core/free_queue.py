@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from .errors import MisuseError
 from .events import Key
 
 # Below this many blocks a Python loop over array.array beats NumPy's fixed cost per call.
@@ -50,7 +51,13 @@ class FreeQueue:
         return live[live != 0].tolist()
 
     def peek(self, count: int) -> tuple[int, ...]:
-        """The `count` blocks that will be taken next, in order; nothing changes. The caller checked `len`."""
+        """The `count` blocks that will be taken next, in order; nothing changes.
+
+        Raises:
+            MisuseError: fewer are queued.
+        """
+        if count > self._num_queued:
+            raise MisuseError(f"{count} blocks are asked for, but {self._num_queued} are queued")
         head = self._head
         holes = self._tail - head - self._num_queued
         stop = head + count
