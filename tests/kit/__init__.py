@@ -24,7 +24,7 @@ from kvledger.testing.commands import (
 )
 from kvledger.testing.content_model import ContentModel
 from kvledger.testing.differential import Differential
-from kvledger.testing.explore import Played, explore
+from kvledger.testing.explore import Played, explore, survey
 from kvledger.testing.failure import History, KitFailure, load_history
 from kvledger.testing.invariants import INVARIANTS, Invariant, InvariantViolation, check, check_log, violations
 from kvledger.testing.ledger_adapter import LedgerAdapter, PrefixKeys, ledger_supports, make_ledger
@@ -117,6 +117,7 @@ __all__ = [
     "scenarios",
     "shorten",
     "supporting",
+    "survey",
     "view_of",
     "violations",
 ]

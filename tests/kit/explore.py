@@ -1,5 +1,6 @@
 """Random histories from a seed: fast enough for a thousand commands a second, and needs no Hypothesis."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 import attrs
@@ -38,6 +39,7 @@ def explore(
     eviction: str | None = None,
     shorten_s: float = 10.0,
     save_to: Path | None = None,
+    without: Collection[str] = (),
 ) -> Played:
     """Play random histories, a third of them of `num_rules` rules and the others of half and a quarter of that.
 
@@ -50,6 +52,7 @@ def explore(
         eviction: the eviction order, if not any that the factory supports.
         shorten_s: seconds to spend on making a failure short; 0 leaves it as it was found.
         save_to: a folder for the regression file.
+        without: names of rules that are not played.
 
     Raises:
         KitFailure: a promise is broken.
@@ -59,7 +62,8 @@ def explore(
         chooser = RandomChooser(seed + i)
         scenario = choose_scenario(chooser, supports_of(make), eviction)
         try:
-            _play_one(player_for(make, scenario, rival), chooser, max(num_rules >> i % 3, 4), played)
+            player = player_for(make, scenario, rival)
+            _play_one(player, chooser, max(num_rules >> i % 3, 4), played, without)
         except KitFailure as failure:
             raise reported(failure, make, rival, shorten_s, save_to) from None
     return played
@@ -76,9 +80,11 @@ def reported(
     return failure
 
 
-def _play_one(player: Trial | Differential, chooser: RandomChooser, num_rules: int, played: Played) -> None:
+def _play_one(
+    player: Trial | Differential, chooser: RandomChooser, num_rules: int, played: Played, without: Collection[str]
+) -> None:
     trial = player if isinstance(player, Trial) else player.trial
-    rules = [rule for rule in RULES if trial.capabilities.issuperset(rule.needs)]
+    rules = [rule for rule in RULES if trial.capabilities.issuperset(rule.needs) and rule.name not in without]
     tickets = [rule for rule in rules for _ in range(rule.weight)]
     played.histories += 1
 
@@ -89,3 +95,33 @@ def _play_one(player: Trial | Differential, chooser: RandomChooser, num_rules: i
     for _ in range(num_rules):
         tickets[chooser.integer(0, len(tickets) - 1)].act(trial, chooser, do)
     player.finish()
+
+
+def survey(
+    make: ManagerFactory,
+    num_histories: int = 100,
+    num_rules: int = 40,
+    seed: int = 0,
+    rival: ManagerFactory | None = None,
+    shorten_s: float = 10.0,
+    without: Collection[str] = (),
+) -> dict[tuple[str, str], KitFailure]:
+    """Every way in which histories break promises: (promise, kind of the last command) -> a short failure.
+
+    Where `explore` stops at the first failure, this notes it and plays the next history.
+    """
+    found: dict[tuple[str, str], KitFailure] = {}
+    for i in range(num_histories):
+        try:
+            explore(make, 1, num_rules, seed + i, rival, shorten_s=0, without=without)
+        except KitFailure as failure:
+            if _kind_of(failure) not in found:
+                short = reported(failure, make, rival, shorten_s, None)
+                found[_kind_of(failure)] = short
+                found.setdefault(_kind_of(short), short)
+    shortest = {_kind_of(failure): failure for failure in found.values()}
+    return dict(sorted(shortest.items()))
+
+
+def _kind_of(failure: KitFailure) -> tuple[str, str]:
+    return failure.violation.name, type(failure.history.commands[-1]).__name__

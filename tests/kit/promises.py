@@ -138,16 +138,27 @@ def check_taken_from_the_head(before: AllocatorView, after: AllocatorView, adopt
 
 
 def check_keys_stay(before: AllocatorView, after: AllocatorView, overwritten: set[int]) -> None:
-    """Blocks lose or change their key only by being taken (free before, held now) or overwritten."""
+    """Blocks lose or change their key only by being taken or overwritten."""
     if before.keyed is None or after.keyed is None:
         return
-    was_held, is_held = before.uses, after.uses
     for block, key in before.keyed.items():
-        taken = not was_held[block] and is_held[block] and after.keyed.get(block) != key
+        if after.keyed.get(block) == key or block in overwritten:
+            continue
         KEYS_STAY.require(
-            after.keyed.get(block) == key or taken or block in overwritten,
+            bool(_places(block, after) - _places(block, before)),
             f"block {block} was findable before the command and is not after it, though nobody took it",
         )
+
+
+def _places(block: int, view: AllocatorView) -> set[tuple[str, int, int]]:
+    """Where tables name the block; a new place means that it was taken."""
+    return {
+        (name, group, index)
+        for name, groups in view.tables.items()
+        for group, table in enumerate(groups)
+        for index, held in enumerate(table)
+        if held == block
+    }
 
 
 def check_headroom(before: AllocatorView, after: AllocatorView, reserved: int, watermark: int) -> None:
