@@ -1,4 +1,4 @@
-"""The requests that a command works on: trace files or a built-in workload, by the options all commands share."""
+"""The requests that a command works on, by the options all commands share: a file, a built-in or a fitted workload."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,12 +7,14 @@ from ..core.errors import InputError
 from .event_log_dir import open_logged_trace, the_event_log
 from .traces import Trace, open_trace
 from .workload import open_workload
+from .workload_fitting import open_fitted
 
 
 def open_trace_or_workload(
     trace: str | Sequence[str] | None,
     workload: str | None,
     *,
+    fit: str | None = None,
     trace_format: str | None = None,
     timestamp_unit: str | None = None,
     trace_block_size: int | None = None,
@@ -24,9 +26,16 @@ def open_trace_or_workload(
     limit: int | None = None,
     rate_scale: float = 1.0,
 ) -> Trace:
-    """Open exactly one of the two. None stands for an option that was not given; one without effect is refused."""
-    if (not trace) == (workload is None):
-        raise InputError("give a trace file or --workload NAME" + (", not both" if trace else ", such as conversation"))
+    """Open exactly one of a trace, a workload by name, and a workload fitted to a trace.
+
+    None stands for an option that was not given; one without effect is refused.
+    """
+    given = [source for source in (trace or None, workload, fit) if source is not None]
+    if len(given) != 1:
+        raise InputError(
+            "give a trace file, --workload NAME or --fit FILE"
+            + (", not more than one of them" if given else ", such as --workload conversation")
+        )
     if trace and (log := the_event_log(trace)) is not None:
         return open_logged_trace(
             log,
@@ -41,27 +50,25 @@ def open_trace_or_workload(
             rate_scale=None if rate_scale == 1.0 else rate_scale,
         )
     window: dict[str, Any] = {"skip_first": skip_first, "limit": limit, "rate_scale": rate_scale}
-    if trace:
-        return open_trace(
-            trace,
-            format=trace_format,
-            timestamp_unit=timestamp_unit,
-            trace_block_size=trace_block_size,
-            tokenizer=tokenizer,
-            request_rate=request_rate,
-            seed=seed,
-            on_bad_row=on_bad_row or "refuse",
-            **window,
-        )
-    of_files = {
-        "--format": trace_format,
-        "--timestamp-unit": timestamp_unit,
-        "--trace-block-size": trace_block_size,
-        "--tokenizer": tokenizer,
-        "--request-rate": request_rate,
-        "--on-bad-row": on_bad_row,
+    of_files: dict[str, Any] = {
+        "format": trace_format,
+        "timestamp_unit": timestamp_unit,
+        "trace_block_size": trace_block_size,
+        "tokenizer": tokenizer,
+        "request_rate": request_rate,
     }
-    for option, value in of_files.items():
+    if trace and (log := the_event_log(trace)) is not None:
+        changed = {name: value for name, value in window.items() if value not in (0, 1.0)}
+        return open_logged_trace(log, on_bad_row=on_bad_row, **of_files, **changed)
+    if workload is None:
+        of_files["on_bad_row"] = on_bad_row or "refuse"
+    if trace:
+        return open_trace(trace, seed=seed, **of_files, **window)
+    if fit is not None:
+        if request_rate is not None:
+            of_files["seed"] = seed
+        return open_fitted(open_trace(fit, **of_files), seed=seed or 0, **window)
+    for option, value in {**of_files, "on_bad_row": on_bad_row}.items():
         if value is not None:
-            raise InputError(f"{option} {value} has no effect on a built-in workload; leave it out")
+            raise InputError(f"--{option.replace('_', '-')} {value} has no effect on a built-in workload; leave it out")
     return open_workload(str(workload), seed=seed or 0, **window)

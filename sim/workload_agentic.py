@@ -6,11 +6,13 @@ do not say what they share with each other; here sessions of one client version 
 """
 
 from collections.abc import Iterator
+from itertools import count
 
 import attrs
 
 from .random_draws import Draws
-from .workload_sessions import BlockIds, SessionRequest, merge_sessions
+from .traces.sessions import TurnRecord
+from .workload_sessions import BlockIds, TurnRequest, merge_sessions
 
 
 @attrs.frozen
@@ -47,13 +49,15 @@ class AgenticParameters:
     tool_s: tuple[float, float] = (7.0, 0.6)
 
 
-def agentic_requests(parameters: AgenticParameters, seed: int) -> Iterator[SessionRequest]:
+def agentic_requests(parameters: AgenticParameters, seed: int) -> Iterator[TurnRequest]:
     """Requests for ever, in order of arrival from 0 s on."""
     draws, ids = Draws(seed), BlockIds()
     tool_ids = [ids.new(num_tokens // parameters.block_size) for num_tokens in parameters.tool_prompt_tokens]
 
-    def open_session(start: float) -> Iterator[SessionRequest]:
-        return _session(start, parameters, draws, ids, tool_ids)
+    names = count()
+
+    def open_session(start: float) -> Iterator[TurnRequest]:
+        return _session(start, parameters, draws, ids, tool_ids, next(names))
 
     for request in merge_sessions(_starts(parameters, draws), open_session):
         if request[0] >= 0:
@@ -68,8 +72,8 @@ def _starts(parameters: AgenticParameters, draws: Draws) -> Iterator[float]:
 
 
 def _session(
-    now: float, parameters: AgenticParameters, draws: Draws, block_ids: BlockIds, tool_ids: list[list[int]]
-) -> Iterator[SessionRequest]:
+    now: float, parameters: AgenticParameters, draws: Draws, block_ids: BlockIds, tool_ids: list[list[int]], name: int
+) -> Iterator[TurnRequest]:
     p = parameters
     version = int(draws.uniform() * len(tool_ids))
     shared = p.tool_prompt_tokens[version]
@@ -78,13 +82,17 @@ def _session(
     if draws.happens(p.resumed_share):
         num_tokens = min(num_tokens + round(draws.lognormal(*p.history_tokens)), p.max_input_length)
     ids = block_ids.grown(tool_ids[version], shared, num_tokens, p.block_size)
+    think_s: float | None = None
     while True:
         output = min(_at_least_one(draws.lognormal(*p.output_tokens)), p.max_output_length)
-        yield now, num_tokens, output, tuple(ids)
+        answered_s = p.serving_s + output * p.serving_s_per_output_token
+        turn = TurnRecord(key=name, after=(name,), think_s=think_s, answered_s=answered_s)
+        yield now, num_tokens, output, tuple(ids), turn
         if not draws.happens(p.go_on):
             return
         waits_for = p.human_s if draws.happens(p.human_share) else p.tool_s
-        now += p.serving_s + output * p.serving_s_per_output_token + draws.lognormal(*waits_for)
+        think_s = draws.lognormal(*waits_for)
+        now += answered_s + think_s
         shared = num_tokens
         num_tokens += output + _at_least_one(draws.lognormal(*p.tool_result_tokens))
         if num_tokens > p.max_input_length:

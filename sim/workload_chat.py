@@ -6,11 +6,13 @@ arrivals every three seconds, and its hit rate at every LRU capacity. No row of 
 
 import math
 from collections.abc import Iterator
+from itertools import count
 
 import attrs
 
 from .random_draws import Draws
-from .workload_sessions import BlockIds, SessionRequest, merge_sessions
+from .traces.sessions import TurnRecord
+from .workload_sessions import BlockIds, TurnRequest, merge_sessions
 
 
 @attrs.frozen
@@ -53,18 +55,20 @@ class ChatParameters:
     """All other answers: a Gaussian (mean, deviation)."""
 
 
-def chat_requests(parameters: ChatParameters, seed: int) -> Iterator[SessionRequest]:
+def chat_requests(parameters: ChatParameters, seed: int) -> Iterator[TurnRequest]:
     """Requests for ever, in order of arrival from 0 s on."""
     draws, ids = Draws(seed), BlockIds()
     system_ids = ids.new(parameters.system_prompt_tokens // parameters.block_size)
     tick = parameters.arrival_tick_s
 
-    def open_session(start: float) -> Iterator[SessionRequest]:
-        return _conversation(start, parameters, draws, ids, system_ids)
+    names = count()
 
-    for arrival, num_input, num_output, hash_ids in merge_sessions(_starts(parameters, draws), open_session):
+    def open_session(start: float) -> Iterator[TurnRequest]:
+        return _conversation(start, parameters, draws, ids, system_ids, next(names))
+
+    for arrival, num_input, num_output, hash_ids, turn in merge_sessions(_starts(parameters, draws), open_session):
         if arrival > -tick:
-            yield math.ceil(arrival / tick) * tick, num_input, num_output, hash_ids
+            yield math.ceil(arrival / tick) * tick, num_input, num_output, hash_ids, turn
 
 
 def _starts(parameters: ChatParameters, draws: Draws) -> Iterator[float]:
@@ -75,16 +79,18 @@ def _starts(parameters: ChatParameters, draws: Draws) -> Iterator[float]:
 
 
 def _conversation(
-    now: float, parameters: ChatParameters, draws: Draws, block_ids: BlockIds, system_ids: list[int]
-) -> Iterator[SessionRequest]:
+    now: float, parameters: ChatParameters, draws: Draws, block_ids: BlockIds, system_ids: list[int], name: int
+) -> Iterator[TurnRequest]:
     p = parameters
     go_on = draws.beta(*p.go_on)
     message = p.document_tokens if draws.happens(p.document_share) else p.question_tokens
     num_tokens = min(p.system_prompt_tokens + _at_least_one(draws.lognormal(*message)), p.max_input_length)
     ids = block_ids.grown(system_ids, p.system_prompt_tokens, num_tokens, p.block_size)
+    # Service and thinking are drawn as one time, so that only the gap between turns is known.
+    turn = TurnRecord(key=name, after=(name,), keeps_own_gap=True)
     while True:
         answer = _answer_length(p, draws)
-        yield now, num_tokens, answer, tuple(ids)
+        yield now, num_tokens, answer, tuple(ids), turn
         if not draws.happens(go_on):
             return
         now += max(p.min_time_between_turns_s, draws.lognormal(*p.time_between_turns_s))

@@ -2,16 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
+from typing import TypeVar
+
+from .traces.sessions import TurnRecord
 
 # (arrival in seconds, input_length, output_length, hash_ids or None)
 SessionRequest = tuple[float, int, int, tuple[int, ...] | None]
+# The same, and what is known of the session.
+TurnRequest = tuple[float, int, int, tuple[int, ...] | None, TurnRecord | None]
+AnyRequest = TypeVar("AnyRequest", SessionRequest, TurnRequest)
 
 
 def merge_sessions(
-    starts: Iterator[float], open_session: Callable[[float], Iterator[SessionRequest]]
-) -> Iterator[SessionRequest]:
+    starts: Iterator[float], open_session: Callable[[float], Iterator[AnyRequest]]
+) -> Iterator[AnyRequest]:
     """Requests of all sessions in order of arrival; sessions open at `starts` (s, rising), memory is the open ones."""
-    waiting: list[tuple[float, int, SessionRequest, Iterator[SessionRequest]]] = []
+    waiting: list[tuple[float, int, AnyRequest, Iterator[AnyRequest]]] = []
     for number, start in enumerate(starts):
         while waiting and waiting[0][0] <= start:
             yield from _serve_first(waiting)
@@ -21,14 +27,14 @@ def merge_sessions(
 
 
 def _serve_first(
-    waiting: list[tuple[float, int, SessionRequest, Iterator[SessionRequest]]],
-) -> Iterator[SessionRequest]:
+    waiting: list[tuple[float, int, AnyRequest, Iterator[AnyRequest]]],
+) -> Iterator[AnyRequest]:
     _, number, request, session = heappop(waiting)
     _push_next(waiting, number, session)
     yield request
 
 
-def _push_next(waiting: list, number: int, session: Iterator[SessionRequest]) -> None:
+def _push_next(waiting: list, number: int, session: Iterator[AnyRequest]) -> None:
     request = next(session, None)
     if request is not None:
         heappush(waiting, (request[0], number, request, session))

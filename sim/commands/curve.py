@@ -6,6 +6,7 @@ import typer
 
 from ...core.errors import InputError
 from .trace_options import (
+    FitTo,
     Limit,
     OnBadRow,
     RateScale,
@@ -30,6 +31,7 @@ DEFAULT_POLICIES = "lru,fifo,s3fifo,optimum"
 def curve(
     trace: TraceFiles = None,
     workload: WorkloadName = None,
+    fit: FitTo = None,
     capacities: Annotated[
         str | None, typer.Option(help="Sizes in blocks, such as 1000,5000,10000; unless given, a 1-2-5 series.")
     ] = None,
@@ -72,6 +74,7 @@ def curve(
     source = open_trace_or_workload(
         trace,
         workload,
+        fit=fit,
         trace_format=trace_format,
         timestamp_unit=timestamp_unit,
         trace_block_size=trace_block_size,

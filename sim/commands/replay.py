@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from .trace_options import (
+    FitTo,
     Limit,
     OnBadRow,
     RateScale,
@@ -23,6 +24,7 @@ from .trace_options import (
 def replay(
     trace: TraceFiles = None,
     workload: WorkloadName = None,
+    fit: FitTo = None,
     model: Annotated[
         str | None,
         typer.Option("--model", "--config", help="Model name or config.json: its groups, and a planned pool."),
@@ -165,6 +167,7 @@ def replay(
     source = open_trace_or_workload(
         trace,
         workload,
+        fit=fit,
         trace_format=trace_format,
         timestamp_unit=timestamp_unit,
         trace_block_size=trace_block_size,
@@ -188,7 +191,6 @@ def replay(
             swap_bytes_per_block=swap_bytes_per_block,
         ),
         pool,
-        max_num_seqs,
     )
     if (preemption_mode == "swap") != (swap_link_gb_s is not None):
         raise InputError("--preemption-mode swap and --swap-link-gb-s go together: copies take time")

@@ -15,6 +15,14 @@ TraceFiles = Annotated[
 WorkloadName = Annotated[
     str | None, typer.Option("--workload", help="Instead of a file: conversation, sharegpt, code or agentic.")
 ]
+FitTo = Annotated[
+    str | None,
+    typer.Option(
+        "--fit",
+        help="Instead of a file: a seeded workload fitted to this one; it says how close it is. --limit and "
+        "--rate-scale apply to the workload.",
+    ),
+]
 TraceFormatName = Annotated[
     str | None,
     typer.Option(

@@ -94,8 +94,9 @@ class TraceInfo:
     the end of a prompt. `links_turns` says whether requests may be turns of sessions, `records_think_times` whether
     turns know how long their client waited after the answer before. `workload` holds the seed and the parameters of a
     built-in workload, None for a file; `arrivals` says where times come from that the file does not record,
-    `tokenizer` who counted tokens. `num_rows_read` counts usable rows, those before the window too; `rows_skipped`
-    maps a reason to the rows left out for it; `remarks` maps what else is to be known to how often it happened.
+    `tokenizer` who counted tokens, `about` what else is to be said of the source. `num_rows_read` counts usable rows,
+    those before the window too; `rows_skipped` maps a reason to the rows left out for it; `remarks` maps what else is
+    to be known to how often it happened.
     """
 
     name: str
@@ -112,6 +113,7 @@ class TraceInfo:
     workload: dict[str, Any] | None = None
     arrivals: str | None = None
     tokenizer: str | None = None
+    about: str | None = None
     num_rows_read: int = 0
     num_requests: int = 0
     num_requests_without_hash_ids: int = 0
@@ -161,6 +163,8 @@ class TraceInfo:
                 f"the first: {rows.first_message}"
             )
         out.extend(f"{count:,} {text}" for text, count in self.remarks.items())
+        if self.about is not None:
+            out.append(self.about)
         if self.arrivals is not None:
             out.append(self.arrivals)
         if self.tokenizer is not None:

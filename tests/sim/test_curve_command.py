@@ -160,8 +160,8 @@ def test_a_trace_without_ids_claims_no_reuse(kvledger, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give a trace file or --workload NAME"),
-        (["TRACE", "--workload", "code"], "not both"),
+        ([], "give a trace file, --workload NAME or --fit FILE"),
+        (["TRACE", "--workload", "code"], "not more than one of them"),
         (["--workload", "chat"], "the built-in ones are"),
         (["--workload", "code", "--on-bad-row", "skip"], "--on-bad-row skip has no effect on a built-in workload"),
         (["--workload", "agentic", "--trace-block-size", "16"], "--trace-block-size 16 has no effect on a built-in"),
