@@ -65,7 +65,7 @@ def open_source(given: Mapping[str, Any], seed: int | None = None) -> Trace:
 
 def _latency(given: Mapping[str, Any], pool: Pool) -> LatencyModel:
     options = LatencyOptions(**{field.name: given[field.name] for field in attrs.fields(LatencyOptions)})
-    return make_latency(options, pool, given["max_num_seqs"])
+    return make_latency(options, pool)
 
 
 def _parts(given: Mapping[str, Any], pool: Pool, latency: LatencyModel) -> EngineParts:

@@ -7,7 +7,6 @@ from typing import Any
 import attrs
 
 from ..core.allocator_config import AllocatorConfig
-from ..core.allocator_groups import allocator_groups
 from ..core.cache_kinds import FullAttention
 from ..core.deployment import DEFAULT_BLOCK_SIZE, Deployment
 from ..core.deployment_plan import DeploymentPlan, plan_deployment
@@ -18,13 +17,11 @@ from ..core.types import LatencyModel
 from .devices import find_device
 from .latency import LinearLatency
 from .latency_table import TableLatency
-from .roofline import RooflineLatency
+from .planned_engine import allocator_of_plan, roofline_of_plan
 from .swap_latency import SwapLatency
 
 # No published model has a longer context; a pool without a model serves requests up to this length.
 LONGEST_CONTEXT_TOKENS = 1 << 20
-# vLLM's engine keeps, of windowed groups, only the window before a request's replay boundaries.
-ENGINE_RETENTION = 0
 
 
 @attrs.frozen(kw_only=True)
@@ -82,21 +79,7 @@ def make_pool(options: PoolOptions) -> Pool:
     plan = plan_deployment(_deployment(options))
     if plan.refusal is not None:
         raise plan.refusal
-    config = plan.pool.configs()[0]
-    allocator = AllocatorConfig(
-        num_blocks=plan.num_blocks,
-        groups=allocator_groups(config, plan.deployment.decode_context_parallel_size),
-        max_model_len=plan.pool.max_model_len,
-        max_num_reqs=options.max_num_seqs,
-        enable_caching=options.enable_prefix_caching,
-        retention_interval=ENGINE_RETENTION,
-        max_in_flight_tokens=options.max_num_batched_tokens,
-        watermark_blocks=options.watermark_blocks,
-        hash_block_size=plan.pool.hash_block_size,
-        scheduler_block_size=plan.pool.scheduler_block_size,
-        eviction=options.eviction,
-        key_algorithm="trace ids",
-    )
+    allocator = allocator_of_plan(plan, watermark_blocks=options.watermark_blocks, eviction=options.eviction)
     return Pool(allocator=allocator, plan=plan, gpu=options.gpu, facts=_facts(options, plan))
 
 
@@ -113,7 +96,7 @@ class LatencyOptions:
     swap_bytes_per_block: int | None = None
 
 
-def make_latency(options: LatencyOptions, pool: Pool, max_num_seqs: int) -> LatencyModel:
+def make_latency(options: LatencyOptions, pool: Pool) -> LatencyModel:
     """The latency model: `roofline` for a model on a device, else `linear`; `table` reads measured steps.
 
     Raises:
@@ -130,7 +113,7 @@ def make_latency(options: LatencyOptions, pool: Pool, max_num_seqs: int) -> Late
     if name != "table":
         _refuse_given({"--latency-table": options.latency_table}, f"--latency {name}")
     if name == "roofline":
-        model = _roofline(pool, max_num_seqs)
+        model = _roofline(pool)
     elif name == "linear":
         model = _linear(options)
     elif name == "table" and options.latency_table is not None:
@@ -151,19 +134,10 @@ def _linear(options: LatencyOptions) -> LatencyModel:
     )
 
 
-def _roofline(pool: Pool, max_num_seqs: int) -> LatencyModel:
+def _roofline(pool: Pool) -> LatencyModel:
     if pool.plan is None or pool.gpu is None:
         raise InputError("--latency roofline needs --model and --gpu: it is worked out from both")
-    deployment = pool.plan.deployment
-    return RooflineLatency.for_model(
-        deployment.geometry,
-        find_device(pool.gpu),
-        max_num_seqs=max_num_seqs,
-        tensor_parallel_size=deployment.tensor_parallel_size,
-        pipeline_parallel_size=deployment.pipeline_parallel_size,
-        kv_cache_dtype=deployment.kv_cache_dtype,
-        enforce_eager=deployment.enforce_eager,
-    )
+    return roofline_of_plan(pool.plan, find_device(pool.gpu))
 
 
 def _with_swapping(model: LatencyModel, options: LatencyOptions, pool: Pool) -> LatencyModel:

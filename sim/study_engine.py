@@ -5,11 +5,10 @@ from typing import Any
 import attrs
 
 from ..core.allocator_config import AllocatorConfig
-from ..core.allocator_groups import allocator_groups
 from ..core.deployment_plan import DeploymentPlan
 from ..core.scheduler_config import SchedulerConfig
 from .devices import Device
-from .replay_setup import ENGINE_RETENTION
+from .planned_engine import allocator_of_plan, roofline_of_plan
 from .roofline import RooflineLatency
 
 
@@ -34,32 +33,12 @@ def engine_of_plan(plan: DeploymentPlan, device: Device, weights_dtype: str) -> 
     Raises:
         InputError: what the model computes is not known, or a cache of it has no rules for the allocator.
     """
-    deployment, pool = plan.deployment, plan.pool
+    deployment = plan.deployment
     return EngineSetup(
-        allocator=AllocatorConfig(
-            num_blocks=plan.num_blocks,
-            groups=allocator_groups(pool.configs()[0], deployment.decode_context_parallel_size),
-            max_model_len=pool.max_model_len,
-            max_num_reqs=deployment.max_num_seqs,
-            enable_caching=deployment.enable_prefix_caching,
-            retention_interval=ENGINE_RETENTION,
-            max_in_flight_tokens=deployment.max_concurrent_batches * deployment.max_num_batched_tokens,
-            hash_block_size=pool.hash_block_size,
-            scheduler_block_size=pool.scheduler_block_size,
-            key_algorithm="trace ids",
-        ),
+        allocator=allocator_of_plan(plan),
         scheduler=SchedulerConfig(
             max_num_seqs=deployment.max_num_seqs, max_num_batched_tokens=deployment.max_num_batched_tokens
         ),
-        latency=RooflineLatency.for_model(
-            deployment.geometry,
-            device,
-            max_num_seqs=deployment.max_num_seqs,
-            tensor_parallel_size=deployment.tensor_parallel_size,
-            pipeline_parallel_size=deployment.pipeline_parallel_size,
-            weights_dtype=weights_dtype,
-            kv_cache_dtype=deployment.cache_dtype,
-            enforce_eager=deployment.enforce_eager,
-        ),
+        latency=roofline_of_plan(plan, device, weights_dtype),
         facts={"pool": "as planned (plan)", "engines": 1},
     )
