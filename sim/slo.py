@@ -73,6 +73,7 @@ class SloTally:
         self._ttft_s: list[float] = []
         self._tpot_s: list[float] = []
         self._num_good = 0
+        self._num_late = {"ttft_p99_s": 0, "tpot_p99_s": 0, "goodput_share": 0}
 
     def finished(self, record: RequestRecord) -> None:
         """A request finished."""
@@ -81,7 +82,40 @@ class SloTally:
         if record.tpot_s is not None:
             self._tpot_s.append(record.tpot_s)
         in_time = slo.ttft_s is None or record.ttft_s <= slo.ttft_s
-        self._num_good += in_time and (slo.tpot_s is None or record.tpot_s is None or record.tpot_s <= slo.tpot_s)
+        is_good = in_time and (slo.tpot_s is None or record.tpot_s is None or record.tpot_s <= slo.tpot_s)
+        self._num_good += is_good
+        late = self._num_late
+        late["goodput_share"] += not is_good
+        late["ttft_p99_s"] += slo.ttft_p99_s is not None and record.ttft_s > slo.ttft_p99_s
+        late["tpot_p99_s"] += slo.tpot_p99_s is not None and (record.tpot_s or 0.0) > slo.tpot_p99_s
+
+    def is_lost(self, num_requests: int) -> bool:
+        """Whether the promises are broken already, however the rest of `num_requests` requests fares."""
+        return any(count > room for count, room in self._rooms(num_requests).values())
+
+    def _rooms(self, num_requests: int) -> dict[str, tuple[int, int]]:
+        """For each promise: how many requests were late, and how many may be of `num_requests`.
+
+        Fewer requests have a TPOT than there are, so its room is an upper bound.
+        """
+        room = num_requests - max(1, -(-PERCENT * num_requests // 100))
+        rooms = {name: (self._num_late[name], room) for name in ("ttft_p99_s", "tpot_p99_s")}
+        if self._slo.goodput_share is not None:
+            good = math.ceil(self._slo.goodput_share * num_requests - 1e-9)
+            rooms["goodput_share"] = (self._num_late["goodput_share"], num_requests - good)
+        return rooms
+
+    def lost(self) -> Verdict:
+        """The run was ended because the SLO could not be met any more: no figure is final."""
+        limits = self._slo.as_dict()
+        named = [name for name in self._num_late if name in limits]
+        return Verdict(
+            met=False,
+            figures={
+                name: {"limit": limits[name], "value": None, "met": None, "num_late": self._num_late[name]}
+                for name in named
+            },
+        )
 
     def verdict(self, num_requests: int) -> Verdict:
         """The run of `num_requests` requests is over; those that did not finish never got a token."""

@@ -1,0 +1,74 @@
+"""`kvledger size`: how many GPUs, in what shape, keep an SLO on a trace."""
+
+from typing import Annotated, Any
+
+import typer
+
+from .fleet import NOT_OF_A_FLEET
+from .replay import replay
+from .shared_options import takes_options_of
+
+
+@takes_options_of(replay, leave_out=(*NOT_OF_A_FLEET, "tensor_parallel_size"))
+def size(
+    slo_ttft_p99: Annotated[float | None, typer.Option(help="Seconds: the 99th percentile of TTFT.")] = None,
+    slo_tpot_p99: Annotated[float | None, typer.Option(help="Seconds: the 99th percentile of TPOT.")] = None,
+    slo_goodput: Annotated[
+        float | None, typer.Option(help="Share of requests that keep --slo-ttft and --slo-tpot.")
+    ] = None,
+    slo_ttft: Annotated[float | None, typer.Option(help="Seconds: a request's TTFT, for the goodput.")] = None,
+    slo_tpot: Annotated[float | None, typer.Option(help="Seconds: a request's TPOT, for the goodput.")] = None,
+    tensor_parallel_sizes: Annotated[
+        str | None, typer.Option(help="GPUs of a replica to try, such as 2,4,8; with --model 1,2,4,8 unless given.")
+    ] = None,
+    data_parallel_size: Annotated[
+        int, typer.Option("--data-parallel-size", "-dp", help="Ranks of a replica, each with a ledger of its own.")
+    ] = 1,
+    routing: Annotated[
+        str, typer.Option(help="round-robin, least-outstanding-work, sticky or prefix-aware.")
+    ] = "prefix-aware",
+    routing_load_weight: Annotated[
+        float | None, typer.Option(help="Prefix-aware: weight of outstanding prompt tokens; 1 unless given.")
+    ] = None,
+    event_delay_ms: Annotated[float, typer.Option(help="From an engine's commit to the router's knowing of it.")] = 0.0,
+    max_replicas: Annotated[int, typer.Option(help="Where to give up.")] = 64,
+    seeds: Annotated[
+        int | None, typer.Option(help="A built-in workload: search with as many seeds; 1 unless given.")
+    ] = None,
+    tornado: Annotated[bool, typer.Option("--tornado", help="How the answer moves with each assumption.")] = False,
+    **given: Any,
+) -> None:
+    """How many replicas and GPUs keep a service-level objective on a trace: bisection over full replays.
+
+    Example: kvledger size trace.jsonl --model llama-3.1-70b --gpu H100 --slo-ttft-p99 2 --block-size 64
+    """
+    from ..cli import EXIT_DOES_NOT_FIT
+    from ..console import print_json
+    from ..size_report import SizeQuestion, print_size, size_document
+    from ..slo import Slo
+
+    question = SizeQuestion(
+        given=given,
+        slo=Slo(
+            ttft_p99_s=slo_ttft_p99,
+            tpot_p99_s=slo_tpot_p99,
+            goodput_share=slo_goodput,
+            ttft_s=slo_ttft,
+            tpot_s=slo_tpot,
+        ),
+        tensor_parallel_sizes=tensor_parallel_sizes,
+        data_parallel_size=data_parallel_size,
+        routing=routing,
+        routing_load_weight=routing_load_weight,
+        event_delay_s=event_delay_ms / 1e3,
+        max_replicas=max_replicas,
+        num_seeds=seeds,
+        with_tornado=tornado,
+    )
+    document = size_document(question)
+    if given["json"]:
+        print_json(document)
+    else:
+        print_size(document)
+    if document["answer"] is None:
+        raise typer.Exit(EXIT_DOES_NOT_FIT)

@@ -1,0 +1,197 @@
+"""How an answer moves with each assumption: one thing changed at a time, the search run again."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from ..core.errors import DoesNotFitError, InputError
+from .latency import LinearLatency
+from .roofline import RooflineLatency
+from .sizing import Setting, smallest_fleet, try_fleet
+from .traces.trace import Trace, TraceRequest
+
+Change = Callable[[Setting], Setting]
+
+
+@attrs.frozen(kw_only=True)
+class Assumption:
+    """Something that could be otherwise: how the setting looks at its low and its high end."""
+
+    name: str
+    low_label: str
+    high_label: str
+    low: Change
+    high: Change
+
+
+class _Faster:
+    """A trace whose arrivals come `factor` times as fast, or whose outputs are that much longer."""
+
+    def __init__(self, trace: Trace, rate: float = 1.0, output: float = 1.0) -> None:
+        self._trace, self._rate, self._output = trace, rate, output
+
+    @property
+    def info(self):
+        """That of the trace behind it."""
+        return self._trace.info
+
+    def __iter__(self):
+        for row in self._trace:
+            yield self._changed(row)
+
+    def _changed(self, row: TraceRequest) -> TraceRequest:
+        return attrs.evolve(
+            row, arrival_s=row.arrival_s / self._rate, output_length=max(1, round(row.output_length * self._output))
+        )
+
+
+def assumptions_of(setting: Setting) -> list[Assumption]:
+    """What is worth changing in a setting: traffic, latency model, pool, scheduler, router."""
+    out = [
+        Assumption(name="traffic", low_label="x 0.8", high_label="x 1.25", low=_rate(0.8), high=_rate(1.25)),
+        Assumption(name="output lengths", low_label="x 0.8", high_label="x 1.25", low=_output(0.8), high=_output(1.25)),
+        Assumption(name="blocks of the pool", low_label="x 0.8", high_label="x 1.25", low=_pool(0.8), high=_pool(1.25)),
+        Assumption(
+            name="max_num_batched_tokens", low_label="x 0.5", high_label="x 2", low=_batched(0.5), high=_batched(2.0)
+        ),
+        Assumption(
+            name="routing",
+            low_label="round-robin",
+            high_label="prefix-aware",
+            low=_routing("round-robin"),
+            high=_routing("prefix-aware"),
+        ),
+        Assumption(name="prefix caching", low_label="off", high_label="on", low=_caching(False), high=_caching(True)),
+    ]
+    return [*out, *_of_latency(setting)]
+
+
+def tornado(setting: Setting, answer: int, most: int, assumptions: Sequence[Assumption]) -> list[dict[str, Any]]:
+    """For each assumption the smallest fleet at both ends, and the SLO's figures of `answer` replicas there.
+
+    Rows come with the largest swing of the answer first, then the largest swing of the first SLO figure. An end whose
+    setting does not go together is named with its reason instead.
+    """
+    rows = [
+        {
+            "assumption": one.name,
+            "low": _end(one.low_label, setting, one.low, answer, most),
+            "high": _end(one.high_label, setting, one.high, answer, most),
+        }
+        for one in assumptions
+    ]
+    for row in rows:
+        row["swing_replicas"] = _swing(row, "replicas", most + 1)
+        row["swing_slo"] = _swing(row, "slo_value", None)
+    return sorted(rows, key=lambda row: (-row["swing_replicas"], -row["swing_slo"], row["assumption"]))
+
+
+def _end(label: str, setting: Setting, change: Change, answer: int, most: int) -> dict[str, Any]:
+    try:
+        changed = change(setting)
+        found = smallest_fleet(changed, start=answer, most=most, check_neighbours=False)
+        at_answer = found.trial(answer)
+        if "stopped_after_requests" in at_answer.figures:
+            at_answer = try_fleet(changed, answer)
+    except (InputError, DoesNotFitError) as error:
+        return {"value": label, "replicas": None, "slo_value": None, "reason": str(error)}
+    first = next(iter(at_answer.verdict.figures.values()))
+    return {
+        "value": label,
+        "replicas": None if found.answer is None else int(found.answer),
+        "slo_value": first["value"],
+        **({} if found.answer is not None else {"reason": f"more than {most} replicas"}),
+    }
+
+
+def _swing(row: dict[str, Any], figure: str, missing: float | None) -> float:
+    """How far apart the two ends are; `missing` stands for an end without a figure (None: the swing is unknown, 0)."""
+    low, high = (missing if row[end][figure] is None else row[end][figure] for end in ("low", "high"))
+    return 0.0 if low is None or high is None else abs(high - low)
+
+
+def _rate(factor: float) -> Change:
+    return lambda s: attrs.evolve(s, open_trace=lambda: _Faster(s.open_trace(), rate=factor))
+
+
+def _output(factor: float) -> Change:
+    return lambda s: attrs.evolve(s, open_trace=lambda: _Faster(s.open_trace(), output=factor))
+
+
+def _pool(factor: float) -> Change:
+    def change(setting: Setting) -> Setting:
+        config = setting.parts.allocator
+        allocator = attrs.evolve(config, num_blocks=max(2, round(config.num_blocks * factor)))
+        return attrs.evolve(setting, parts=attrs.evolve(setting.parts, allocator=allocator))
+
+    return change
+
+
+def _batched(factor: float) -> Change:
+    def change(setting: Setting) -> Setting:
+        config = setting.parts.scheduler
+        scheduler = attrs.evolve(config, max_num_batched_tokens=round(config.max_num_batched_tokens * factor))
+        return attrs.evolve(setting, parts=attrs.evolve(setting.parts, scheduler=scheduler))
+
+    return change
+
+
+def _routing(name: str) -> Change:
+    return lambda s: attrs.evolve(
+        s, routing=name, routing_load_weight=s.routing_load_weight if name == "prefix-aware" else None
+    )
+
+
+def _caching(on: bool) -> Change:
+    def change(setting: Setting) -> Setting:
+        allocator = attrs.evolve(setting.parts.allocator, enable_caching=on)
+        return attrs.evolve(setting, parts=attrs.evolve(setting.parts, allocator=allocator))
+
+    return change
+
+
+def _of_latency(setting: Setting) -> list[Assumption]:
+    latency = setting.parts.latency
+    if isinstance(latency, LinearLatency):
+        names = ("base_s", "prefill_token_s", "decode_seq_s")
+        return [_coefficient(f"latency: {name}", name, 0.8, 1.25) for name in names]
+    if isinstance(latency, RooflineLatency):
+        shares = ("compute_efficiency", "weights_bandwidth_efficiency", "kv_bandwidth_efficiency", "link_efficiency")
+        return [
+            *(_factor(f"latency: {name}", name, 0.85, 1.15) for name in shares),
+            _factor("latency: fixed cost of a step", "step_s", 0.5, 2.0),
+            _factor("latency: us per layer", "layer_s", 0.5, 2.0),
+            _factor("latency: us per all-reduce", "all_reduce_s", 0.5, 2.0),
+        ]
+    return []
+
+
+def _coefficient(title: str, name: str, low: float, high: float) -> Assumption:
+    def scaled(by: float) -> Change:
+        def change(setting: Setting) -> Setting:
+            latency = setting.parts.latency
+            if not isinstance(latency, LinearLatency):
+                raise InputError(f"{title} belongs to the linear latency model")
+            changed = attrs.evolve(latency, **{name: getattr(latency, name) * by})
+            return attrs.evolve(setting, parts=attrs.evolve(setting.parts, latency=changed))
+
+        return change
+
+    return Assumption(name=title, low_label=f"x {low:g}", high_label=f"x {high:g}", low=scaled(low), high=scaled(high))
+
+
+def _factor(title: str, name: str, low: float, high: float) -> Assumption:
+    def scaled(by: float) -> Change:
+        def change(setting: Setting) -> Setting:
+            latency = setting.parts.latency
+            if not isinstance(latency, RooflineLatency):
+                raise InputError(f"{title} belongs to the roofline")
+            value = getattr(latency.factors, name) * by
+            factors = attrs.evolve(latency.factors, **{name: min(value, 1.0) if "efficiency" in name else value})
+            changed = attrs.evolve(latency, factors=factors)
+            return attrs.evolve(setting, parts=attrs.evolve(setting.parts, latency=changed))
+
+        return change
+
+    return Assumption(name=title, low_label=f"x {low:g}", high_label=f"x {high:g}", low=scaled(low), high=scaled(high))

@@ -1,0 +1,118 @@
+"""`kvledger size`: the answer meets the SLO and one replica less does not, on three workloads."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BIN = Path(sys.executable).parent / "kvledger"
+POOL = ("--num-gpu-blocks-override", "3000", "--block-size", "64", "--max-num-seqs", "32")
+CODE = ("--workload", "code", "--limit", "150", "--rate-scale", "15")
+SHAREGPT = ("--workload", "sharegpt", "--limit", "250", "--rate-scale", "12")
+
+
+def kvledger(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([BIN, *arguments], capture_output=True, text=True, timeout=300)
+
+
+def size(*arguments: str, code: int = 0) -> dict:
+    done = kvledger("size", *arguments, "--json")
+    assert done.returncode == code, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        ("--workload", "conversation", "--limit", "120", "--rate-scale", "4", "--slo-ttft-p99", "4"),
+        (*SHAREGPT, "--slo-ttft-p99", "0.1", "--slo-tpot-p99", "0.012"),
+        (*CODE, "--slo-goodput", "0.98", "--slo-ttft", "0.3", "--slo-tpot", "0.02"),
+    ],
+    ids=["conversation", "sharegpt", "code"],
+)
+def test_the_answer_meets_the_slo_and_one_replica_less_does_not(question: tuple[str, ...]) -> None:
+    document = size(*question, *POOL)
+    replicas = document["answer"]["replicas"]
+    assert replicas > 1
+    (shape,) = document["shapes"]
+    (search,) = shape["searches"]
+    trials = {trial["value"]: trial for trial in search["trials"]}
+    assert trials[replicas]["met"]
+    assert not trials[replicas - 1]["met"]
+    assert replicas + 1 in trials
+    for count in (replicas, replicas - 1):  # both sides of the bracket are full replays
+        assert trials[count]["requests"]["finished"] == document["trace"]["num_requests"]
+        figures = trials[count]["slo"].values()
+        assert all(figure["value"] is not None for figure in figures)
+        assert trials[count]["met"] == all(figure["met"] for figure in figures)
+
+
+def test_several_seeds_give_an_interval_and_the_answer_of_the_worst() -> None:
+    document = size(*CODE, *POOL, "--slo-ttft-p99", "0.4", "--seeds", "3")
+    (shape,) = document["shapes"]
+    answers = [search["replicas"] for search in shape["searches"]]
+    assert [search["seed"] for search in shape["searches"]] == [0, 1, 2]
+    assert shape["replicas"] == document["answer"]["replicas"] == max(answers)
+    interval = shape["replicas_over_seeds"]
+    assert interval["num_samples"] == 3
+    assert interval["low"] <= interval["mean"] <= interval["high"]
+
+
+def test_a_model_is_tried_in_every_shape_and_the_fewest_gpus_win() -> None:
+    question = ("--workload", "code", "--limit", "80", "--rate-scale", "10", "--slo-ttft-p99", "1.5")
+    document = size(*question, "--model", "llama-3.1-70b", "--gpu", "H100", "--max-model-len", "16384")
+    by_size = {shape["tensor_parallel_size"]: shape for shape in document["shapes"]}
+    assert set(by_size) == {1, 2, 4, 8}
+    assert "GiB" in by_size[1]["reason"]
+    answers = [shape["gpus"] for shape in document["shapes"] if shape["gpus"] is not None]
+    assert document["answer"]["gpus"] == min(answers)
+    assert "x H100" in document["answer"]["sentence"]
+    best = by_size[document["answer"]["tensor_parallel_size"]]
+    assert best["assumptions"]["gpu_memory_utilization"] == 0.9
+    last = best["searches"][0]["trials"][-1]
+    assert last["assumptions"]["latency_model"].startswith("roofline")
+
+
+def test_the_tornado_names_the_two_assumptions_that_matter_most() -> None:
+    document = size(*CODE, *POOL, "--slo-ttft-p99", "0.4", "--tornado")
+    rows = document["tornado"]
+    assert len(rows) >= 8
+    swings = [(row["swing_replicas"], row["swing_slo"]) for row in rows]
+    assert swings == sorted(swings, reverse=True)
+    assert document["most_important"] == [row["assumption"] for row in rows[:2]]
+    assert swings[0] > (0, 0)
+    assert {row["assumption"] for row in rows} >= {"traffic", "routing", "latency: prefill_token_s"}
+
+
+def test_an_slo_that_no_fleet_keeps_exits_with_1_and_says_how_near_it_came() -> None:
+    document = size(*CODE, *POOL, "--slo-ttft-p99", "0.001", "--max-replicas", "3", code=1)
+    assert document["answer"] is None
+    assert document["shapes"][0]["reason"].startswith("more than 3 replicas: 3 gave ttft_p99_s missed (limit 0.001)")
+
+
+def test_the_answer_comes_first_on_the_terminal() -> None:
+    done = kvledger("size", *CODE, *POOL, "--slo-ttft-p99", "0.4")
+    assert done.returncode == 0
+    assert "each keep ttft_p99_s 0.4" in done.stdout.splitlines()[0]
+    assert "Assumptions" in done.stdout
+    assert "latency_model" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "what must the service keep?"),
+        (("--slo-goodput", "0.9"), "go together"),
+        (("--slo-ttft-p99", "1", "--tensor-parallel-sizes", "two"), "it must be whole numbers such as 2,4,8"),
+        (("--slo-ttft-p99", "1", "--seeds", "0"), "--seeds 0 has no effect"),
+        (("--slo-ttft-p99", "1", "--max-replicas", "0"), "--max-replicas is 0"),
+        (("--slo-ttft-p99", "1", "--routing", "luck"), "--routing is 'luck'"),
+    ],
+)
+def test_bad_input_exits_with_2(arguments: tuple[str, ...], message: str) -> None:
+    done = kvledger("size", *CODE, *POOL, *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
