@@ -74,25 +74,32 @@ class EvictionOrder(Protocol):
         ...
 
 
+_MAKERS: dict[str, Callable[[int], EvictionOrder]] = {
+    "lru": FreeQueue,
+    "fifo": FifoOrder,
+    "lfu": LfuOrder,
+    "s3fifo": S3FifoOrder,
+    "sieve": SieveOrder,
+    "length-aware": LengthAwareOrder,
+}
+
+
+def eviction_order_names() -> tuple[str, ...]:
+    """The orders that `make_eviction_order` makes by name, the default first. Belady's needs the future as well."""
+    return tuple(_MAKERS)
+
+
 def make_eviction_order(name: str, num_blocks: int) -> EvictionOrder:
     """An empty-pool order by the name that `PoolCreated.eviction` records.
 
     Raises:
         InputError: no order has this name, or it needs more than its name (Belady needs the future).
     """
-    makers: dict[str, Callable[[int], EvictionOrder]] = {
-        "lru": FreeQueue,
-        "fifo": FifoOrder,
-        "lfu": LfuOrder,
-        "s3fifo": S3FifoOrder,
-        "sieve": SieveOrder,
-        "length-aware": LengthAwareOrder,
-    }
     if name == BeladyOrder.name:
         raise InputError(
             "eviction order 'belady' needs the future, which a name does not tell: give "
             "eviction=BeladyOrder(num_blocks, next_use) to the allocator, and a new one like it to a replay of its log"
         )
-    if name not in makers:
-        raise InputError(f"no eviction order named {name!r}; there are {', '.join(makers)}, and belady with a future")
-    return makers[name](num_blocks)
+    if name not in _MAKERS:
+        raise InputError(f"no eviction order named {name!r}; there are {', '.join(_MAKERS)}, and belady with a future")
+    return _MAKERS[name](num_blocks)
