@@ -8,6 +8,7 @@ from .event_log_dir import open_logged_trace, the_event_log
 from .traces import Trace, open_trace
 from .workload import open_workload
 from .workload_fitting import open_fitted
+from .workload_mix import is_mix, open_mix
 
 
 def open_trace_or_workload(
@@ -71,4 +72,5 @@ def open_trace_or_workload(
     for option, value in {**of_files, "on_bad_row": on_bad_row}.items():
         if value is not None:
             raise InputError(f"--{option.replace('_', '-')} {value} has no effect on a built-in workload; leave it out")
-    return open_workload(str(workload), seed=seed or 0, **window)
+    name = str(workload)
+    return open_mix(name, seed=seed or 0, **window) if is_mix(name) else open_workload(name, seed=seed or 0, **window)

@@ -4,12 +4,13 @@ from ..core.errors import InputError
 from .workload_agentic import AgenticParameters, agentic_requests
 from .workload_chat import ChatParameters, chat_requests
 from .workload_lengths import CodeParameters, ShareGPTParameters, code_requests, sharegpt_requests
+from .workload_multi_turn import MultiTurnParameters, multi_turn_requests
 from .workload_stream import Workload, WorkloadModel, open_stream
 
 
 def workload_models() -> dict[str, WorkloadModel]:
     """The built-in workloads by name."""
-    chat, agentic = ChatParameters(), AgenticParameters()
+    chat, agentic, multi_turn = ChatParameters(), AgenticParameters(), MultiTurnParameters()
     models = (
         WorkloadModel(
             "conversation",
@@ -33,6 +34,14 @@ def workload_models() -> dict[str, WorkloadModel]:
             agentic.block_size,
             links_turns=True,
             records_think_times=True,
+        ),
+        WorkloadModel(
+            "multi-turn",
+            "chat sessions over shared system prompts at rates in stages, as load generators send them",
+            multi_turn,
+            multi_turn_requests,
+            multi_turn.duration_s,
+            multi_turn.block_size,
         ),
     )
     return {model.name: model for model in models}

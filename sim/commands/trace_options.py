@@ -13,7 +13,12 @@ TraceFiles = Annotated[
     ),
 ]
 WorkloadName = Annotated[
-    str | None, typer.Option("--workload", help="Instead of a file: conversation, sharegpt, code or agentic.")
+    str | None,
+    typer.Option(
+        "--workload",
+        help="Instead of a file: conversation, sharegpt, code, agentic or multi-turn; or a mix of them and of files, "
+        "such as conversation*0.5+code@2 (half its rate, 2 requests a second).",
+    ),
 ]
 FitTo = Annotated[
     str | None,

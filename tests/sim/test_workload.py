@@ -15,13 +15,14 @@ from kvledger.sim.random_draws import Draws
 from kvledger.sim.traces import Trace
 from kvledger.sim.workload import open_workload, workload_models
 
-NAMES = ("conversation", "sharegpt", "code", "agentic")
+NAMES = ("conversation", "sharegpt", "code", "agentic", "multi-turn")
 # SHA-256 of the first 500 requests at seed 0. They change only when a workload is changed on purpose.
 REFERENCE_DIGESTS = {
     "conversation": "83fffe0e586b96233f5b1dcae61329c213db907f45c02523c6d30343e99a952f",
     "sharegpt": "251cab1ade62ec6d1ac39805cb4b2e74bb4fe9e3b5259b85d8ad2fd3803f79d3",
     "code": "aa26446f41258f6bdbc842ffd81d1139362b67a88d98ed914dcaf3bfd552b22e",
     "agentic": "99c2e15376001b622fdcd00b38e26fbb26e5c157cc0392c8e03e9b13c87936e1",
+    "multi-turn": "f5f5eb28ae5b10c03b2bad467cc62f32f8c8b6572fb68a2d6a74bdf2cfff4692",
 }
 # The public conversation trace, by LRU share of blocks.
 CONVERSATION_CURVE = {1_000: 0.0445, 5_000: 0.1118, 10_000: 0.2116, 30_000: 0.3257, 50_000: 0.3546, None: 0.3664}
@@ -120,7 +121,7 @@ def test_a_duration_ends_the_stream():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "chat"}, "--workload is 'chat'; the built-in ones are conversation, sharegpt, code, agentic"),
+        ({"name": "chat"}, "--workload is 'chat'; the built-in ones are conversation, sharegpt, code, agentic, multi"),
         ({"name": "code", "limit": 0}, "--limit is 0"),
         ({"name": "code", "duration_s": 0.0}, "duration is 0.0 s; it must be above 0"),
     ],
