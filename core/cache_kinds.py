@@ -253,8 +253,9 @@ class ChunkedLocal:
         return -(-num_blocks * self.block_size // self.chunk_size) * self.chunk_size
 
     def admission_cap_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int | None:
-        """A chunk and what is in flight (rule 16)."""
-        return -(-min(self.chunk_size + max_in_flight_tokens, max_model_len) // self.block_size)
+        """A chunk and what is in flight (rule 16), plus one block where chunks do not start at a block's edge."""
+        straddles = self.chunk_size % self.block_size > 0
+        return -(-min(self.chunk_size + max_in_flight_tokens, max_model_len) // self.block_size) + straddles
 
     def retained(self, start: int, stop: int, boundaries: Iterable[int], drop_last: bool) -> Iterable[int]:
         """All of them: a hit may end anywhere inside a chunk."""
