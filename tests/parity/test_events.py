@@ -1,33 +1,46 @@
-"""Recorded cache events of vLLM 0.32 beside the op traces they belong to: ours say the same (golden/events)."""
+"""Recorded cache events of vLLM 0.32 beside the op traces they belong to: our encoder says the same (golden/events)."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kvledger.core.events import (
-    BlockCopied,
-    BlocksAllocated,
-    BlocksCached,
-    BlocksUncached,
-    CacheReset,
-    Commit,
+from kvledger.backends.sinks.kv_event_encoder import KVEventEncoder
+from kvledger.backends.sinks.kv_events import (
+    AllBlocksCleared,
+    BatchDecoder,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    KVEventBatch,
+    encode_batch,
 )
+from kvledger.backends.sinks.request_content import ListedTokens, RequestContent
 
 from tests.parity.golden import golden_dir
 from tests.parity.recorded import STREAM, Recorded, read_jsonl
 
 EVENTS_FILES = sorted((golden_dir() / "events").glob("*.jsonl.gz"))
-WIRE_KIND = {"full": "full_attention", "sliding": "sliding_window", "chunked": "chunked_local_attention"}
 
 
 class SmallInts:
-    """Numbers keys in first-seen order, as the recording did."""
+    """Numbers hashes in first-seen order, as the recording did: those of an event before its parent."""
 
     def __init__(self) -> None:
         self.seen: dict[Any, int] = {}
 
     def __call__(self, key: Any) -> int | None:
         return None if key is None else self.seen.setdefault(key, len(self.seen))
+
+
+class RecordedContents:
+    """The tokens and keys of the recorded requests."""
+
+    def __init__(self, recorded: Recorded) -> None:
+        self.recorded = recorded
+
+    def content_of(self, request_id: str) -> RequestContent:
+        keys = self.recorded.requests[int(request_id)].keys
+        return RequestContent(ListedTokens(keys.tokens), keys)
 
 
 def token_runs(tokens: list[int]) -> list[list[int]]:
@@ -42,41 +55,27 @@ def token_runs(tokens: list[int]) -> list[list[int]]:
     return runs
 
 
-def wire_events(commit: Commit, recorded: Recorded, number: SmallInts) -> list[dict[str, Any]]:
-    """What vLLM would publish for one commit."""
-    out: list[dict[str, Any]] = []
-    for event in commit.events:
-        if isinstance(event, BlocksAllocated):
-            groups = event.lost_groups or (0,) * len(event.lost_keys)
-            lost = [(key, group) for key, group in zip(event.lost_keys, groups, strict=True) if key is not None]
-            out += [{"t": "removed", "hashes": [number(key)], "group": group} for key, group in lost]
-        elif isinstance(event, BlockCopied) and event.lost_key is not None:
-            out.append({"t": "removed", "hashes": [number(event.lost_key)], "group": event.lost_group})
-        elif isinstance(event, BlocksUncached):
-            pairs = zip(event.keys, event.groups, strict=True)
-            out += [{"t": "removed", "hashes": [number(key)], "group": group} for key, group in pairs]
-        elif isinstance(event, CacheReset):
-            out.append({"t": "cleared"})
-        elif isinstance(event, BlocksCached):
-            out.append(stored(event, recorded, number))
-    return out
-
-
-def stored(event: BlocksCached, recorded: Recorded, number: SmallInts) -> dict[str, Any]:
-    (row,), (start,), (stop,), (parent,) = event.rows, event.starts, event.stops, event.parents
-    group = recorded.header["groups"][event.group]
-    size = group["block_size"]
-    request = recorded.requests[int(recorded.allocator.state.request_of[row])]
-    hashes = [number(key) for key in event.keys]
+def as_recorded(event: KVCacheEvent, number: SmallInts) -> dict[str, Any]:
+    """An event in the form of the recording, every field of it."""
+    if isinstance(event, AllBlocksCleared):
+        return {"t": "cleared"}
+    hashes = [number(each) for each in event.block_hashes]
+    if isinstance(event, BlockRemoved):
+        return {"t": "removed", "hashes": hashes, "group": event.group_idx, "medium": event.medium}
+    assert isinstance(event, BlockStored)
     return {
         "t": "stored",
         "hashes": hashes,
-        "parent": number(parent),
-        "tokens": token_runs(request.keys.tokens[start * size : stop * size]),
-        "block_size": size,
-        "group": event.group,
-        "kind": WIRE_KIND[group["kind"]],
-        "window": group.get("sliding_window"),
+        "parent": number(event.parent_block_hash),
+        "tokens": token_runs(event.token_ids),
+        "block_size": event.block_size,
+        "group": event.group_idx,
+        "kind": event.kv_cache_spec_kind,
+        "window": event.kv_cache_spec_sliding_window,
+        "medium": event.medium,
+        "extra_keys": event.extra_keys,
+        "lora_id": event.lora_id,
+        "lora_name": event.lora_name,
     }
 
 
@@ -86,14 +85,19 @@ def test_recorded_events_reproduce_event_for_event(path: Path, record_property) 
     expected = {line["i"]: line["events"] for line in lines}
     ops_header, *operations = read_jsonl(golden_dir() / "ops" / f"{header['for_ops']}.jsonl.gz")
     recorded = Recorded(ops_header)
-    number = SmallInts()
+    encoder = KVEventEncoder(RecordedContents(recorded), wire="vllm")
+    assert encoder.encode(recorded.log[0]) == []
+    number, decoder = SmallInts(), BatchDecoder()
     compared = 0
     for op in operations:
         before = len(recorded.log)
         recorded.run([op])
-        ours = [event for commit in list(recorded.log)[before:] for event in wire_events(commit, recorded, number)]
+        events = [event for commit in list(recorded.log)[before:] for event in encoder.encode(commit)]
+        batch = decoder.decode(encode_batch(KVEventBatch(0.0, events)))
+        assert batch.events == events
+        ours = [as_recorded(event, number) for event in batch.events]
         theirs = expected.pop(op["i"], [])
-        assert ours == [{key: event.get(key) for key in mine} for event, mine in zip(theirs, ours, strict=True)], op
+        assert ours == theirs, op
         compared += len(theirs)
     assert not expected
     record_property("events_compared", compared)
