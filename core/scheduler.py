@@ -12,7 +12,7 @@ from .prefix_match import PrefixMatch
 from .scheduler_config import SchedulerConfig
 from .scheduler_stats import SchedulerStats
 from .swap_space import SwapSpace
-from .types import Request, ScheduledStep, StepLoad, TokenBatch
+from .types import ExternalTokens, Request, ScheduledStep, StepLoad, TokenBatch
 from .waiting_queue import WaitingQueue, make_waiting_queue
 
 
@@ -42,13 +42,31 @@ class Scheduler:
     no request is preempted twice without progress in between (D02).
     """
 
-    def __init__(self, config: SchedulerConfig, allocator: KVCacheAllocator) -> None:
+    def __init__(
+        self, config: SchedulerConfig, allocator: KVCacheAllocator, external: ExternalTokens | None = None
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            config: batch limits and policies.
+            allocator: the ledger; no other scheduler writes in it.
+            external: where tokens behind a hit may be copied in from, besides the swap space.
+
+        Raises:
+            InputError: limits that contradict each other.
+        """
+        if external is not None and config.swap_space_blocks:
+            raise InputError(
+                f"swap_space_blocks {config.swap_space_blocks} and an external cache exclude each other: what a "
+                "preempted request loses is kept there already"
+            )
         if config.max_num_seqs > allocator.config.max_num_reqs:
             raise InputError(
                 f"max_num_seqs {config.max_num_seqs} exceeds the allocator's {allocator.config.max_num_reqs} rows "
                 "(max_num_reqs)"
             )
         self.config = config
+        self._external = external
         self.allocator = allocator
         self.stats = SchedulerStats()
         self.waiting: WaitingQueue = make_waiting_queue(config.policy)
@@ -419,6 +437,8 @@ class Scheduler:
             match = self.allocator.match_prefix(request)
             # What a swap kept beyond the hit is copied back, not computed.
             external = max(self._swap_space.num_tokens_of(request.request_id) - match.num_hit_tokens, 0)
+            if self._external is not None:
+                external = self._external.num_tokens_after(request, match.num_hit_tokens)
             found = match.num_hit_tokens + external
             num_new_tokens = self._first_chunk(request.num_tokens - found, budget)
             if not num_new_tokens or not self._try_to_admit(request, match, num_new_tokens, external):
@@ -483,13 +503,15 @@ class Scheduler:
             stats.readmission_queries_tokens += request.num_tokens
             stats.readmission_hits_tokens += match.num_hit_tokens
             stats.recomputed_tokens += max(lost - match.num_hit_tokens - external, 0)
-            stats.swapped_in_tokens += external
-            if external:
+            if self._external is None:
+                stats.swapped_in_tokens += external
+            if external and self._external is None:
                 self._swapped_blocks += sum([-(-external // table.block_size) for table in self.allocator.state.tables])
             self._swap_space.drop(request.request_id)
             stats.readmission_shared_tokens += max(match.num_hit_tokens - lost, 0)
         else:
-            request.num_cached_tokens = match.num_hit_tokens
+            request.num_cached_tokens = match.num_hit_tokens + external
+            stats.external_hits_tokens += external
             stats.prefix_queries_tokens += request.num_tokens
             stats.prefix_hits_tokens += match.num_hit_tokens
         return row

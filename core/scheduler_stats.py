@@ -16,6 +16,7 @@ class SchedulerStats:
         max_preemptions_per_request: the most of them that one request suffered.
         prefix_queries_tokens: tokens looked up at first admissions.
         prefix_hits_tokens: tokens found at first admissions (the headline hit rate's numerator).
+        external_hits_tokens: tokens copied in behind those at first admissions (host memory, disk, another engine).
         readmission_queries_tokens: tokens looked up when preempted requests came back.
         readmission_hits_tokens: tokens found then, mostly a request's own; never part of the hit rate (D04).
         readmission_shared_tokens: the part of them that the request had never computed itself.
@@ -35,6 +36,7 @@ class SchedulerStats:
     max_preemptions_per_request: int = 0
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
+    external_hits_tokens: int = 0
     readmission_queries_tokens: int = 0
     readmission_hits_tokens: int = 0
     readmission_shared_tokens: int = 0

@@ -194,6 +194,17 @@ class DraftModel(Protocol):
         ...
 
 
+class ExternalTokens(Protocol):
+    """Keys and values that are kept outside the pool (host memory, disk, another engine) and can be copied in."""
+
+    def num_tokens_after(self, request: Request, num_hit_tokens: int) -> int:
+        """How many tokens behind a hit of `num_hit_tokens` can be copied in; at least one token stays to compute.
+
+        Asked right before the request's allocation is tried; changes nothing.
+        """
+        ...
+
+
 class Backend(EventSink, Protocol):
     """Something that does what the events say, in simulated or in real memory."""
 

@@ -22,6 +22,7 @@ from .replay import OPEN_LOOP, ReplayReport, traced_request
 from .replica_view import ReplicaView
 from .request_record import RequestRecord
 from .routing import Routed, Router
+from .tiers import Tier, TieredLatency, TierStore
 from .traces.trace import TraceRequest
 
 
@@ -61,7 +62,8 @@ class EngineParts:
     """What every engine of the fleet is made of.
 
     `drafts_of` and `sinks_of` are asked with the engine's index; `on_finished` is given the record of each request of
-    any engine as it finishes.
+    any engine as it finishes. `tiers` stand behind every pool, each engine with its own; `tier_bytes_per_block` is what
+    a block's copy moves.
     """
 
     allocator: AllocatorConfig
@@ -72,6 +74,8 @@ class EngineParts:
     on_finished: Callable[[RequestRecord], None] | None = None
     async_scheduling: bool = False
     macro_steps: bool = True
+    tiers: tuple[Tier, ...] = ()
+    tier_bytes_per_block: float | None = None
 
 
 class Fleet:
@@ -101,12 +105,20 @@ class Fleet:
     def _add_engine(self, index: int) -> None:
         parts, env = self._parts, self.env
         recorder = Recorder(lambda: int(env.now), parts.allocator.max_num_reqs, on_finished=parts.on_finished)
-        backend = SimBackend(parts.latency, parts.drafts_of(index))
+        tiers: TierStore | None = None
+        latency = parts.latency
+        if parts.tiers:
+            tiers = TierStore(parts.tiers, parts.allocator, parts.tier_bytes_per_block)
+            latency = TieredLatency(latency, tiers)
+        backend = SimBackend(latency, parts.drafts_of(index))
         view = ReplicaView(lambda: int(env.now), round(self.shape.event_delay_s * NANOSECONDS))
-        ledger = KVCacheAllocator(parts.allocator, sinks=[backend, recorder, view, *parts.sinks_of(index)])
-        scheduler = Scheduler(parts.scheduler, ledger)
+        stores = [] if tiers is None else [tiers]
+        ledger = KVCacheAllocator(parts.allocator, sinks=[backend, recorder, view, *stores, *parts.sinks_of(index)])
+        scheduler = Scheduler(parts.scheduler, ledger, tiers)
+        # The copies of a macro-step's evictions would all be charged to the step after it.
+        macro_steps = parts.macro_steps and not (tiers is not None and tiers.takes_time)
         engine_class = AsyncSchedulingEngine if parts.async_scheduling else SimulatedEngine
-        engine = engine_class(env, scheduler, backend, recorder, parts.macro_steps, lambda: self._next_arrival_ns)
+        engine = engine_class(env, scheduler, backend, recorder, macro_steps, lambda: self._next_arrival_ns)
 
         def ended(request: Request) -> None:
             if not request.num_output_tokens:  # refused; that a request finished is for the events to tell
@@ -116,7 +128,7 @@ class Fleet:
         self.views.append(view)
         self._engines.append(engine)
         replica, rank = divmod(index, self.shape.data_parallel_size)
-        self.runs.append(ReplicaRun(replica, rank, scheduler, recorder, engine.rejections))
+        self.runs.append(ReplicaRun(replica, rank, scheduler, recorder, engine.rejections, tiers))
 
     def _arrivals(
         self, trace: Iterable[TraceRequest], on_progress: Callable[[int], None]
@@ -184,9 +196,29 @@ def replay_fleet(
         "data_parallel_size": shape.data_parallel_size,
         **router.assumptions(),
         "event_delay_s": shape.event_delay_s,
+        **_tier_assumptions(parts),
         "async_scheduling": parts.async_scheduling,
         "arrivals": OPEN_LOOP,
         **parts.latency.assumptions(),
         **(drafts.assumptions() if drafts is not None else {}),
     }
     return fleet_report(fleet.runs, assumptions, fleet.env.now / NANOSECONDS, wall_seconds)
+
+
+def _tier_assumptions(parts: EngineParts) -> dict[str, Any]:
+    if not parts.tiers:
+        return {}
+    return {
+        "tiers": [
+            f"{tier.name}: {tier.num_blocks:,} blocks, "
+            + (
+                "copies take no time"
+                if tier.bytes_per_s == float("inf")
+                else f"{tier.bytes_per_s / 1e9:g} GB/s each way"
+            )
+            for tier in parts.tiers
+        ],
+        "tier_bytes_per_block": parts.tier_bytes_per_block,
+        "tier_copies": "a step waits for what it promotes and for the write-back of what it overwrites, side by side; "
+        "copies between tiers delay nothing",
+    }

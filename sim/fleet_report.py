@@ -12,6 +12,7 @@ from .engine import NANOSECONDS
 from .metrics import Recorder
 from .quantile_sketch import QuantileSketch
 from .replay import MAX_REJECTIONS_SHOWN, ReplayReport, replay_report
+from .tiers import TierStore
 
 MAX_SERIES_POINTS = 1024
 
@@ -25,6 +26,7 @@ class ReplicaRun:
     scheduler: Scheduler
     recorder: Recorder
     rejections: list[str]
+    tiers: TierStore | None = None
 
 
 def fleet_report(
@@ -53,6 +55,7 @@ def fleet_report(
             "readmission_queries_tokens": stats.readmission_queries_tokens,
             "readmission_hits_tokens": stats.readmission_hits_tokens,
             "readmission_shared_tokens": stats.readmission_shared_tokens,
+            **_with_tiers(runs, stats),
         },
         preemptions={
             "total": stats.num_preemptions,
@@ -110,6 +113,18 @@ def _replica(run: ReplicaRun, simulated_seconds: float) -> dict[str, Any]:
         "steps": recorder.num_steps,
         "ttft_s": recorder.ttft_ns.summary(NANOSECONDS),
         "tpot_s": recorder.tpot_ns.summary(NANOSECONDS),
+        **({} if run.tiers is None else {"tiers": run.tiers.figures()}),
+    }
+
+
+def _with_tiers(runs: Sequence[ReplicaRun], stats: SchedulerStats) -> dict[str, Any]:
+    """What the tiers behind the pools add to the hits, where there are any."""
+    if all(run.tiers is None for run in runs):
+        return {}
+    found = stats.prefix_hits_tokens + stats.external_hits_tokens
+    return {
+        "external_hits_tokens": stats.external_hits_tokens,
+        "hit_rate_with_tiers": _share(found, stats.prefix_queries_tokens),
     }
 
 

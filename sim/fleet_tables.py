@@ -24,3 +24,21 @@ def print_fleet(document: dict[str, Any]) -> None:
     ]
     columns = ("engine", "finished", "hit rate", "busy", "KV usage", "TTFT", "p99", "TPOT p99")
     console().print(table("Engines", columns, rows))
+    if "hit_rate_with_tiers" in document["prefix_cache"]:
+        _print_tiers(document)
+
+
+def _print_tiers(document: dict[str, Any]) -> None:
+    out = console()
+    out.print(f"Hit rate with tiers: {percent(document['prefix_cache']['hit_rate_with_tiers'])}", soft_wrap=True)
+    rows = [
+        (
+            f"{one['replica']}.{one['data_parallel_rank']} {tier['tier']}",
+            *(tier[name] for name in ("num_blocks", "came_in", "promoted", "superseded", "moved_on", "held")),
+        )
+        for one in document["replicas"]
+        for tier in one["tiers"]
+    ]
+    out.print(
+        table("Tiers, in blocks", ("tier", "size", "came in", "promoted", "superseded", "moved on", "held"), rows)
+    )

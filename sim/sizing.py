@@ -97,7 +97,8 @@ def try_fleet(setting: Setting, num_replicas: int, num_requests: int | None = No
 def smallest_fleet(setting: Setting, *, start: int = 1, most: int, check_neighbours: bool = True) -> SearchResult:
     """The smallest number of replicas that keeps the SLO.
 
-    Runs that miss it end early, but for the one below the answer: both sides of the bracket are full replays.
+    Runs that miss it end early, but for the one below the answer (or the largest, where none keeps it): both sides of
+    the bracket are full replays.
     """
     num_requests = sum(1 for _ in setting.open_trace())
     found = smallest_meeting(
@@ -106,10 +107,10 @@ def smallest_fleet(setting: Setting, *, start: int = 1, most: int, check_neighbo
         most=most,
         check_neighbours=check_neighbours,
     )
-    if found.answer is None or found.answer == 1:
+    if found.answer == 1:
         return found
-    below = found.trial(found.answer - 1)
-    if "stopped_after_requests" not in below.figures:
+    nearest = found.trial(most if found.answer is None else found.answer - 1)
+    if "stopped_after_requests" not in nearest.figures:
         return found
-    full = try_fleet(setting, int(below.value))
-    return attrs.evolve(found, trials=tuple(full if one is below else one for one in found.trials))
+    full = try_fleet(setting, int(nearest.value))
+    return attrs.evolve(found, trials=tuple(full if one is nearest else one for one in found.trials))

@@ -23,6 +23,17 @@ def fleet(
         float | None, typer.Option(help="Prefix-aware: weight of outstanding prompt tokens; 1 unless given.")
     ] = None,
     event_delay_ms: Annotated[float, typer.Option(help="From an engine's commit to the router's knowing of it.")] = 0.0,
+    host_blocks: Annotated[
+        int | None, typer.Option(help="Host memory of each engine for evicted blocks, in blocks.")
+    ] = None,
+    host_gb_s: Annotated[
+        float | None, typer.Option(help="GB/s between a GPU and host memory, each way (inf: no time). Needed with it.")
+    ] = None,
+    ssd_blocks: Annotated[int | None, typer.Option(help="SSD behind the host memory, in blocks.")] = None,
+    ssd_gb_s: Annotated[float | None, typer.Option(help="GB/s from the SSD (inf: no time). Needed with it.")] = None,
+    tier_bytes_per_block: Annotated[
+        int | None, typer.Option(help="Bytes of a block on one GPU; the model's unless given.")
+    ] = None,
     **given: Any,
 ) -> None:
     """Route a trace to several engines: latency, hits and load of the fleet and of each engine in it.
@@ -35,10 +46,20 @@ def fleet(
     from ..fleet_tables import print_fleet
     from ..replay_report import trace_as_dict
     from ..routing import make_router
+    from ..tier_options import TierOptions, with_tiers
 
     shape = FleetShape(num_replicas=replicas, data_parallel_size=data_parallel_size, event_delay_s=event_delay_ms / 1e3)
     router = make_router(routing, routing_load_weight)
-    engine = read_engine(given)
+    engine = with_tiers(
+        read_engine(given),
+        TierOptions(
+            host_blocks=host_blocks,
+            host_gb_s=host_gb_s,
+            ssd_blocks=ssd_blocks,
+            ssd_gb_s=ssd_gb_s,
+            tier_bytes_per_block=tier_bytes_per_block,
+        ),
+    )
     source = open_source(given)
     bar, task = progress("Replaying", total=given["limit"])
     with bar:

@@ -61,6 +61,22 @@ def test_the_table_has_a_row_for_each_engine() -> None:
     assert [row.split()[0] for row in rows if row.strip()[:1].isdigit()] == ["0", "1", "2"]
 
 
+def test_tiers_behind_each_pool_find_more_and_are_accounted_for() -> None:
+    few = ("--workload", "conversation", "--limit", "150", "--rate-scale", "0.5", "--block-size", "512")
+    fleet = document(
+        "fleet", *few, "--num-gpu-blocks-override", "700", "--replicas", "2", "--host-blocks", "800", "--host-gb-s",
+        "25", "--ssd-blocks", "2000", "--ssd-gb-s", "inf", "--tier-bytes-per-block", "67108864",
+    )  # fmt: skip
+    cache = fleet["prefix_cache"]
+    assert cache["hit_rate_with_tiers"] > cache["hit_rate"]
+    promoted = sum(tier["promoted"] for one in fleet["replicas"] for tier in one["tiers"])
+    assert cache["external_hits_tokens"] == promoted * 512
+    assert fleet["assumptions"]["tiers"] == [
+        "host: 800 blocks, 25 GB/s each way",
+        "ssd: 2,000 blocks, copies take no time",
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -68,6 +84,10 @@ def test_the_table_has_a_row_for_each_engine() -> None:
         (("--routing", "luck"), "it is one of round-robin, least-outstanding-work, sticky, prefix-aware"),
         (("--routing", "sticky", "--routing-load-weight", "1"), "has no effect on --routing sticky"),
         (("--event-delay-ms", "-1"), "event_delay_s is -0.001"),
+        (("--host-blocks", "10"), "--host-blocks and --host-gb-s go together; neither has a default"),
+        (("--ssd-blocks", "10", "--ssd-gb-s", "3"), "--ssd-blocks needs --host-blocks"),
+        (("--host-blocks", "10", "--host-gb-s", "3"), "the bandwidth of the host tier needs the bytes of a block"),
+        (("--tier-bytes-per-block", "10"), "has no effect without --host-blocks"),
         (("--preemption-mode", "swap"), "--preemption-mode swap and --swap-link-gb-s go together"),
         (("--num-speculative-tokens", "2"), "go together; neither has a default"),
     ],
