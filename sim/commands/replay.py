@@ -95,6 +95,7 @@ def replay(
             "time. Unless given: closed where the trace has think times.",
         ),
     ] = None,
+    n: Annotated[int, typer.Option("--n", help="Parallel samples of each request, as n requests of one prompt.")] = 1,
     trace_format: TraceFormatName = None,
     timestamp_unit: TimestampUnit = None,
     tokenizer: TokenizerName = None,
@@ -142,6 +143,7 @@ def replay(
     from ..replay_setup import LatencyOptions, PoolOptions, make_latency, make_pool
     from ..run_exports import ExportOptions, RunExports
     from ..trace_source import open_trace_or_workload
+    from ..workload_samples import SampledTrace
 
     pool = make_pool(
         PoolOptions(
@@ -180,6 +182,8 @@ def replay(
         limit=limit,
         rate_scale=rate_scale,
     )
+    if n != 1:
+        source = SampledTrace(source, n)
     step_latency = make_latency(
         LatencyOptions(
             latency=latency,
@@ -210,7 +214,7 @@ def replay(
         pool.facts,
         inputs=[*(trace or ()), *(name for name in (latency_table, model) if name is not None)],
     )
-    bar, task = progress("Replaying", total=limit)
+    bar, task = progress("Replaying", total=None if limit is None else limit * n)
     with exports, bar:
         report = replay_trace(
             source,

@@ -3,6 +3,7 @@
 import csv
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 from .bad_rows import BadRow, RowError, shown
 from .trace_format import Row, TraceSource
@@ -15,7 +16,11 @@ CellParser = Callable[[int, list[str | None]], Row]
 def cells(line: bytes) -> list[str]:
     """The cells of one line; a quoted cell may hold commas."""
     text = line.decode("utf-8", "replace")
-    split = next(csv.reader([text])) if '"' in text else text.split(",")
+    split = text.split(",")
+    if '"' in text:
+        # A cell may be longer than the parser takes; then cells are cut at every comma.
+        with suppress(csv.Error):
+            split = next(csv.reader([text]))
     return [cell.strip() for cell in split]
 
 
@@ -38,6 +43,8 @@ def read_cells(
             source.info.unused_fields.update(set(header) - {*required, *optional})
             continue
         try:
+            if line.count(b'"') % 2:
+                raise RowError("broken_quote", "opens a quote that it does not close")
             if len(values) != len(header):
                 raise RowError("missing_field", f"has {len(values)} cells under a header of {len(header)}")
             yield parse(place, [None if i is None else values[i] for i in at])

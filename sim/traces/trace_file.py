@@ -155,7 +155,7 @@ class TraceFile:
                 f"{self._path}: every one of its {info.num_rows_skipped:,} rows is bad; the first: "
                 f"{first.first_message}"
             )
-        raise InputError(f"{self._path}: holds no requests, only a header")
+        raise InputError(f"{self._path}: holds no requests")
 
     def _describe(self, given: Sequence[Path], left_out: Sequence[str], first_lines: Sequence[bytes]) -> TraceInfo:
         """What is known before any row is read."""

@@ -69,6 +69,8 @@ def csv_cases():
     yield pytest.param("burstgpt", "5,s,-2,G,20,5,25,log", "negative", "Elapsed time", id="burstgpt-negative-elapsed")
     yield pytest.param("burstgpt", "5,s,x,G,20,5,25,log", "not_a_number", "Elapsed time", id="burstgpt-odd-elapsed")
     yield pytest.param("vidur", "5,20", "missing_field", "", id="vidur-cut-off")
+    yield pytest.param("vidur", '5,20,5,"a', "broken_quote", "", id="vidur-open-quote")
+    yield pytest.param("vidur", '5,20,5,"' + "a" * 200_000, "broken_quote", "", id="vidur-endless-quote")
 
 
 def qwen(**changes) -> str:
