@@ -382,7 +382,7 @@ class Trial:
             for index in range(total // size, len(table)):
                 is_known = (index + 1) * size <= len(request.tokens)
                 promises.DRAFTS_ARE_NOT_FOUND.require(
-                    is_known or table[index] not in keyed,
+                    is_known or keyed.get(table[index]) in (None, was_keyed.get(table[index])),
                     f"block {table[index]}, at {index} of request {request.name!r}, can be found; "
                     f"{len(request.tokens)} tokens are known",
                 )

@@ -63,8 +63,6 @@ from .event_log import EventLog
 from .types import Request
 """
 
-_WATERMARK = " - (self.config.watermark_blocks if use_watermark else 0)"
-
 MUTANTS = (
     # Block pool and free queue
     Mutant(
@@ -72,7 +70,7 @@ MUTANTS = (
         "block_pool.py",
         "self.free_queue.append(keyed)",
         "self.free_queue.prepend(keyed)",
-        ("B07",),
+        ("B09", "C04"),
     ),
     Mutant(
         "empty blocks are reused last",
@@ -91,17 +89,21 @@ MUTANTS = (
         "block_pool.py",
         "(unkeyed if key_of[block] is None else keyed).append(block)",
         "(self.uncache([block]), unkeyed)[1].append(block)",
-        ("B01", "B07"),
+        ("B01", "B02", "B03", "B07", "B08", "B09", "C04"),
     ),
     Mutant(
         "a taken block keeps its key",
         "block_pool.py",
         "keyed = [block for block in blocks if key_of[block] is not None]\n        if not keyed:",
         "keyed = [block for block in blocks if key_of[block] is not None]\n        if True:",
-        ("B08",),
+        ("B07", "B08"),
     ),
     Mutant(
-        "a double free is accepted", "block_pool.py", "            if left == 0:", "            if left <= 0:", ("C01",)
+        "a double free is accepted",
+        "block_pool.py",
+        "            if left == 0:",
+        "            if left <= 0:",
+        ("C01",),
     ),
     Mutant(
         "the newest duplicate is found",
@@ -120,23 +122,28 @@ MUTANTS = (
         "block_pool.py",
         "            self.free_queue.remove(queued)",
         "            pass",
-        ("B09",),
     ),
     Mutant(
         "adopting a block in use does not count",
         "block_pool.py",
         "        for block in live:\n            ref_cnt[block] += 1",
         "        for block in live:\n            ref_cnt[block] = 1",
-        ("C06",),
+        ("C02", "C06"),
     ),
     Mutant(
         "the index keeps a key that its block has lost",
         "block_pool.py",
         "            del index[key]\n            return",
         "            return",
-        ("B08",),
+        ("B07",),
     ),
-    Mutant("a reset leaves the index", "block_pool.py", "            index.clear()", "            pass", ("B10",)),
+    Mutant(
+        "a reset leaves the index",
+        "block_pool.py",
+        "            index.clear()",
+        "            pass",
+        ("B10",),
+    ),
     Mutant(
         "a removed block leaves no hole in the queue",
         "free_queue.py",
@@ -149,7 +156,7 @@ MUTANTS = (
         "prefix_match.py",
         "        max_length = request.num_tokens - 1",
         "        max_length = request.num_tokens",
-        ("B01",),
+        ("B01", "B03"),
     ),
     Mutant(
         "a stale match is trusted",
@@ -210,14 +217,14 @@ MUTANTS = (
     Mutant(
         "the watermark is ignored",
         "allocator.py",
-        "spare = len(state.pool.free_queue) - reserved_blocks" + _WATERMARK,
+        "spare = len(state.pool.free_queue) - reserved_blocks - (self.config.watermark_blocks if use_watermark else 0)",
         "spare = len(state.pool.free_queue) - reserved_blocks",
     ),
     Mutant(
         "reserved blocks are taken by an allocation",
         "allocator.py",
-        "spare = len(state.pool.free_queue) - reserved_blocks" + _WATERMARK,
-        "spare = len(state.pool.free_queue)" + _WATERMARK,
+        "spare = len(state.pool.free_queue) - reserved_blocks - (self.config.watermark_blocks if use_watermark else 0)",
+        "spare = len(state.pool.free_queue) - (self.config.watermark_blocks if use_watermark else 0)",
     ),
     Mutant(
         "reserved blocks are taken by a decode step",
@@ -228,7 +235,7 @@ MUTANTS = (
     Mutant(
         "the gate forgets the watermark",
         "allocator.py",
-        "spare = self.num_free_blocks - reserved_blocks" + _WATERMARK,
+        "spare = self.num_free_blocks - reserved_blocks - (self.config.watermark_blocks if use_watermark else 0)",
         "spare = self.num_free_blocks - reserved_blocks",
     ),
     Mutant(
@@ -243,7 +250,7 @@ MUTANTS = (
         "allocator.py",
         "if sum(needs) + copies > spare:",
         "if sum(needs) + copies >= spare:",
-        ("C03",),
+        ("B07", "B08", "B09", "C03", "C04"),
     ),
     Mutant(
         "what never fits waits for ever",
@@ -272,13 +279,14 @@ MUTANTS = (
         "allocator.py",
         "count = _ceil_div(num_slots, table.block_size) - table.count(row)",
         "count = num_slots // table.block_size + 1 - table.count(row)",
-        ("C05", "C03"),
+        ("B07", "B08", "B09", "C03", "C04", "C05", "D06"),
     ),
     Mutant(
         "a decode step that fills a block finds it missing",
         "block_table.py",
         "which = (short > 0).nonzero()[0]\n        return which, -(-short[which] // self.block_size)",
         "which = (short >= 0).nonzero()[0]\n        return which, short[which] // self.block_size + 1",
+        ("C05", "D06"),
     ),
     Mutant(
         "truncation drops the block that is kept in part",
@@ -291,14 +299,14 @@ MUTANTS = (
         "allocator.py",
         "segments.append((group, tuple(table.blocks(row, start)[::-1])))",
         "segments.append((group, tuple(table.blocks(row, start))))",
-        ("B07",),
+        ("B07", "C02"),
     ),
     Mutant(
         "a request keeps its first block when it ends",
         "allocator.py",
         "segments.append((group, tuple(table.blocks(row, start)[::-1])))",
         "segments.append((group, tuple(table.blocks(row, start + 1)[::-1])))",
-        ("C06",),
+        ("B08", "B09", "B10", "C02", "C04", "C06"),
     ),
     # Copy on write
     Mutant(
@@ -331,7 +339,7 @@ MUTANTS = (
         "registration.py",
         "return known_tokens // self._config.scheduler_block_size * self._config.scheduler_block_size",
         "return (known_tokens - 1) // self._config.scheduler_block_size * self._config.scheduler_block_size",
-        ("B01",),
+        ("B01", "B08", "B09", "C04"),
     ),
     Mutant(
         "what others share is registered again",
