@@ -41,11 +41,6 @@ class Shape:
             reuse_times(prompts) if has_ids else {},
         )
 
-    def hit_rate(self, num_blocks: int) -> float:
-        """Share of blocks that an LRU cache of so many blocks serves."""
-        assert self.curve is not None
-        return self.curve.at(num_blocks).hit_blocks / self.num_block_events
-
 
 def closeness(trace: Shape, workload: Shape) -> dict[str, Any]:
     """Figures of both and their distances.
@@ -64,7 +59,12 @@ def closeness(trace: Shape, workload: Shape) -> dict[str, Any]:
     if trace.curve is not None and workload.curve is not None:
         sizes = sorted({max(1, round(share * trace.num_distinct_blocks)) for share in CAPACITY_SHARES})
         rates = [
-            {"num_blocks": size, "trace": trace.hit_rate(size), "workload": workload.hit_rate(size)} for size in sizes
+            {
+                "num_blocks": size,
+                "trace": trace.curve.at(size).hit_blocks / trace.num_block_events,
+                "workload": workload.curve.at(size).hit_blocks / workload.num_block_events,
+            }
+            for size in sizes
         ]
         out["hit_rate"] = rates
         out["largest_hit_rate_difference"] = max(abs(rate["trace"] - rate["workload"]) for rate in rates)
