@@ -6,11 +6,11 @@ import attrs
 
 from ..core.errors import DoesNotFitError, InputError
 from .console import console, percent, progress, table
-from .engine_options import open_source, read_engine
+from .engine_options import EngineOptions, open_source, read_engine
 from .replay_report import seconds, shown, trace_as_dict
-from .sizing import Setting, smallest_fleet
+from .sizing import Setting, highest_rate, smallest_fleet
 from .slo import Slo
-from .slo_search import SearchResult, confidence_interval
+from .slo_search import SearchResult, Trial, confidence_interval
 from .tornado import assumptions_of, tornado
 
 SIZES_UNLESS_GIVEN = (1, 2, 4, 8)
@@ -27,6 +27,7 @@ class SizeQuestion:
     routing: str
     routing_load_weight: float | None
     event_delay_s: float
+    num_replicas: int | None
     max_replicas: int
     num_seeds: int | None
     with_tornado: bool
@@ -34,6 +35,10 @@ class SizeQuestion:
     def __attrs_post_init__(self) -> None:
         if self.max_replicas < 1:
             raise InputError(f"--max-replicas is {self.max_replicas}; it must be at least 1")
+        if self.num_replicas is not None and (self.num_replicas < 1 or self.with_tornado or self.num_seeds is not None):
+            raise InputError(
+                f"--replicas is {self.num_replicas}; it must be at least 1, and goes with neither --seeds nor --tornado"
+            )
         if self.num_seeds is not None and (self.num_seeds < 1 or self.given["workload"] is None):
             raise InputError(
                 f"--seeds {self.num_seeds} has no effect: it must be 1 or more, and only a --workload is drawn anew"
@@ -63,7 +68,12 @@ class SizeQuestion:
 
 
 def size_document(question: SizeQuestion) -> dict[str, Any]:
-    """The search over every shape: `answer` (None where nothing keeps the SLO), `shapes`, `tornado`, `trace`."""
+    """The search over every shape: `answer` (None where nothing keeps the SLO), `shapes`, `tornado`, `trace`.
+
+    With `num_replicas`, the highest rate of each shape, the highest of them first.
+    """
+    if question.num_replicas is not None:
+        return rate_document(question, question.num_replicas)
     shapes: list[dict[str, Any]] = []
     settings: dict[int, Setting] = {}
     fewest_gpus: int | None = None
@@ -94,6 +104,7 @@ def size_document(question: SizeQuestion) -> dict[str, Any]:
         "trace": trace_as_dict(source.info, source.info.trace_block_size),
         "slo": question.slo.as_dict(),
         "answer": None if best is None else _answer(question, best),
+        "assumptions": {} if best is None else _assumptions(best, best["replicas"]),
         "shapes": shapes,
         "tornado": rows,
         "most_important": [row["assumption"] for row in rows[:2]],
@@ -124,26 +135,85 @@ def _shape(question: SizeQuestion, size: int, gpus: int, most: int, settings: di
     answers: list[int] = []
     start = 1
     for seed in question.seeds:
-        setting = Setting(
-            open_trace=lambda seed=seed: open_source(question.given, seed),
-            parts=engine.parts,
-            slo=question.slo,
-            routing=question.routing,
-            routing_load_weight=question.routing_load_weight,
-            data_parallel_size=question.data_parallel_size,
-            event_delay_s=question.event_delay_s,
-        )
+        setting = _setting(question, engine, seed)
         settings.setdefault(size, setting)
         found = smallest_fleet(setting, start=min(start, most), most=most)
         row["searches"].append(_search(seed, found))
         if found.answer is None:
-            return {**row, "reason": f"more than {most:,} replicas" + _last_figures(found)}
+            return {**row, "reason": f"more than {most:,} replicas" + _last_figures(found.trials[-1], most)}
         answers.append(int(found.answer))
         start = answers[-1]
     row["replicas"] = max(answers)
     row["gpus"] = max(answers) * gpus
     row["replicas_over_seeds"] = confidence_interval([float(answer) for answer in answers]).as_dict()
     return row
+
+
+def _setting(question: SizeQuestion, engine: EngineOptions, seed: int | None) -> Setting:
+    return Setting(
+        open_trace=lambda: open_source(question.given, seed),
+        parts=engine.parts,
+        slo=question.slo,
+        routing=question.routing,
+        routing_load_weight=question.routing_load_weight,
+        data_parallel_size=question.data_parallel_size,
+        event_delay_s=question.event_delay_s,
+    )
+
+
+def rate_document(question: SizeQuestion, num_replicas: int) -> dict[str, Any]:
+    """The highest rate that a given number of replicas serves within the SLO, for each shape."""
+    shapes: list[dict[str, Any]] = []
+    for size in question.sizes:
+        gpus = size * question.given["pipeline_parallel_size"] * question.data_parallel_size
+        row: dict[str, Any] = {"tensor_parallel_size": size, "gpus_per_replica": gpus, "num_gpu_blocks": None}
+        row |= {"replicas": num_replicas, "gpus": gpus * num_replicas, "rate_scale": None, "reason": None}
+        row["searches"] = []
+        shapes.append(row)
+        try:
+            engine = read_engine({**question.given, "tensor_parallel_size": size})
+        except (DoesNotFitError, InputError) as error:
+            if question.given["model"] is None:
+                raise
+            row["reason"] = str(error)
+            continue
+        row["num_gpu_blocks"], row["assumptions"] = engine.pool.allocator.num_blocks, engine.pool.facts
+        found = highest_rate(_setting(question, engine, None), num_replicas)
+        row["rate_scale"] = found.answer
+        row["searches"].append({**_search(None, found), "replicas": num_replicas})
+        if found.answer is None:
+            row["reason"] = f"not even at {found.trials[0].value:g} times the rate" + _last_figures(found.trials[0])
+    source = open_source(question.given)
+    for _ in source:
+        pass
+    trace = trace_as_dict(source.info, source.info.trace_block_size)
+    best = max((row for row in shapes if row["rate_scale"]), key=lambda row: row["rate_scale"], default=None)
+    return {
+        "trace": trace,
+        "slo": question.slo.as_dict(),
+        "answer": None if best is None else _rate_answer(question, best, trace),
+        "assumptions": {} if best is None else _assumptions(best, best["rate_scale"]),
+        "shapes": shapes,
+        "tornado": [],
+        "most_important": [],
+    }
+
+
+def _rate_answer(question: SizeQuestion, best: dict[str, Any], trace: dict[str, Any]) -> dict[str, Any]:
+    window, scale = trace["window"], best["rate_scale"]
+    span_s = (window["end_s"] - window["start_s"]) / trace["rate_scale"]
+    per_s = trace["num_requests"] / span_s * scale if span_s else None
+    promises = ", ".join(f"{name} {value:g}" for name, value in question.slo.as_dict().items())
+    rate = "" if per_s is None else f", {per_s:,.3g} requests/s,"
+    return {
+        "sentence": f"{best['replicas']} replicas serve {scale:.3g} times the traffic{rate} and keep {promises}",
+        "gpu": question.given["gpu"],
+        "gpus": best["gpus"] if question.given["gpu"] else None,
+        "replicas": best["replicas"],
+        "tensor_parallel_size": best["tensor_parallel_size"],
+        "rate_scale": scale,
+        "requests_per_s": per_s,
+    }
 
 
 def _search(seed: int | None, found: SearchResult) -> dict[str, Any]:
@@ -156,14 +226,13 @@ def _search(seed: int | None, found: SearchResult) -> dict[str, Any]:
     }
 
 
-def _last_figures(found: SearchResult) -> str:
-    last = found.trials[-1]
+def _last_figures(trial: Trial, num_replicas: int | None = None) -> str:
     values = ", ".join(
-        f"{name} {figure['value'] if figure['value'] is not None else 'missed'} (limit {figure['limit']:g})"
-        for name, figure in last.verdict.figures.items()
+        f"{name} {'missed' if figure['value'] is None else format(figure['value'], '.4g')} (limit {figure['limit']:g})"
+        for name, figure in trial.verdict.figures.items()
         if not figure["met"]
     )
-    return f": {int(last.value)} gave {values}"
+    return f": {'it' if num_replicas is None else num_replicas} gave {values}"
 
 
 def _answer(question: SizeQuestion, best: dict[str, Any]) -> dict[str, Any]:
@@ -179,6 +248,13 @@ def _answer(question: SizeQuestion, best: dict[str, Any]) -> dict[str, Any]:
         "replicas": best["replicas"],
         "tensor_parallel_size": best["tensor_parallel_size"],
     }
+
+
+def _assumptions(best: dict[str, Any], value: float) -> dict[str, Any]:
+    """What the answer rests on: where the pool comes from, and those of the run that is the answer."""
+    trials = [trial for search in best["searches"] for trial in search["trials"]]
+    run = next(trial for trial in trials if trial["value"] == value and trial["met"])
+    return {**best["assumptions"], **run["assumptions"]}
 
 
 def print_size(document: dict[str, Any]) -> None:
@@ -201,19 +277,17 @@ def print_size(document: dict[str, Any]) -> None:
         _print_searches(shape)
     if document["tornado"]:
         _print_tornado(document)
-    best = next((shape for shape in document["shapes"] if answer and shape["replicas"] == answer["replicas"]), None)
-    full = [trial for trial in (best["searches"][0]["trials"] if best else []) if "assumptions" in trial]
-    if best is not None and full:
-        facts = {**best["assumptions"], **full[-1]["assumptions"]}
+    if document["assumptions"]:
         out.print("[bold]Assumptions[/bold] (change them with the options of the same names)")
-        out.print(table(None, ("assumption", "value"), [(k, shown(v)) for k, v in facts.items()], left=(0, 1)))
+        rows = [(name, shown(value)) for name, value in document["assumptions"].items()]
+        out.print(table(None, ("assumption", "value"), rows, left=(0, 1)))
 
 
 def _print_searches(shape: dict[str, Any]) -> None:
     for search in shape["searches"]:
         rows = [
             (
-                f"{int(trial['value']):,}",
+                f"{trial['value']:,.4g}",
                 "met" if trial["met"] else "missed",
                 seconds(trial["ttft_s"]["p99"]) if "ttft_s" in trial else "-",
                 seconds(trial["tpot_s"]["p99"]) if "tpot_s" in trial else "-",
@@ -223,9 +297,11 @@ def _print_searches(shape: dict[str, Any]) -> None:
             for trial in search["trials"]
         ]
         seed = "" if search["seed"] is None else f", seed {search['seed']}"
-        doubt = "" if search["is_monotone"] else " (NOT MONOTONE: a larger fleet did worse)"
+        worse = "lighter traffic" if "rate_scale" in shape else "a larger fleet"
+        doubt = "" if search["is_monotone"] else f" (NOT MONOTONE: {worse} did worse)"
         title = f"Runs with tensor parallel size {shape['tensor_parallel_size']}{seed}{doubt}"
-        console().print(table(title, ("replicas", "SLO", "TTFT p99", "TPOT p99", "hit rate", "busy"), rows))
+        tried = "times the rate" if "rate_scale" in shape else "replicas"
+        console().print(table(title, (tried, "SLO", "TTFT p99", "TPOT p99", "hit rate", "busy"), rows))
 
 
 def _stopped(trial: dict[str, Any]) -> str:

@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import attrs
 
+from .changed_trace import ChangedTrace
 from .fleet import EngineParts, FleetShape, replay_fleet
 from .request_record import RequestRecord
 from .routing import make_router
 from .slo import Slo, SloTally
-from .slo_search import SearchResult, Trial, smallest_meeting
+from .slo_search import SearchResult, Trial, highest_meeting, smallest_meeting
 from .traces import Trace
 
 
@@ -114,3 +115,17 @@ def smallest_fleet(setting: Setting, *, start: int = 1, most: int, check_neighbo
         return found
     full = try_fleet(setting, int(nearest.value))
     return attrs.evolve(found, trials=tuple(full if one is nearest else one for one in found.trials))
+
+
+def highest_rate(setting: Setting, num_replicas: int) -> SearchResult:
+    """How many times as fast as recorded the trace may come for `num_replicas` replicas to keep the SLO.
+
+    The answer is a full replay; runs that miss the SLO end early.
+    """
+    num_requests = sum(1 for _ in setting.open_trace())
+
+    def run(rate: float) -> Trial:
+        faster = attrs.evolve(setting, open_trace=lambda: ChangedTrace(setting.open_trace(), rate=rate))
+        return attrs.evolve(try_fleet(faster, num_replicas, num_requests), value=rate)
+
+    return highest_meeting(run)

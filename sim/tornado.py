@@ -6,10 +6,10 @@ from typing import Any
 import attrs
 
 from ..core.errors import DoesNotFitError, InputError
+from .changed_trace import ChangedTrace
 from .latency import LinearLatency
 from .roofline import RooflineLatency
 from .sizing import Setting, smallest_fleet, try_fleet
-from .traces.trace import Trace, TraceRequest
 
 Change = Callable[[Setting], Setting]
 
@@ -23,27 +23,6 @@ class Assumption:
     high_label: str
     low: Change
     high: Change
-
-
-class _Faster:
-    """A trace whose arrivals come `factor` times as fast, or whose outputs are that much longer."""
-
-    def __init__(self, trace: Trace, rate: float = 1.0, output: float = 1.0) -> None:
-        self._trace, self._rate, self._output = trace, rate, output
-
-    @property
-    def info(self):
-        """That of the trace behind it."""
-        return self._trace.info
-
-    def __iter__(self):
-        for row in self._trace:
-            yield self._changed(row)
-
-    def _changed(self, row: TraceRequest) -> TraceRequest:
-        return attrs.evolve(
-            row, arrival_s=row.arrival_s / self._rate, output_length=max(1, round(row.output_length * self._output))
-        )
 
 
 def assumptions_of(setting: Setting) -> list[Assumption]:
@@ -112,11 +91,11 @@ def _swing(row: dict[str, Any], figure: str, missing: float | None) -> float:
 
 
 def _rate(factor: float) -> Change:
-    return lambda s: attrs.evolve(s, open_trace=lambda: _Faster(s.open_trace(), rate=factor))
+    return lambda s: attrs.evolve(s, open_trace=lambda: ChangedTrace(s.open_trace(), rate=factor))
 
 
 def _output(factor: float) -> Change:
-    return lambda s: attrs.evolve(s, open_trace=lambda: _Faster(s.open_trace(), output=factor))
+    return lambda s: attrs.evolve(s, open_trace=lambda: ChangedTrace(s.open_trace(), output=factor))
 
 
 def _pool(factor: float) -> Change:

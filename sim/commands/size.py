@@ -31,6 +31,9 @@ def size(
         float | None, typer.Option(help="Prefix-aware: weight of outstanding prompt tokens; 1 unless given.")
     ] = None,
     event_delay_ms: Annotated[float, typer.Option(help="From an engine's commit to the router's knowing of it.")] = 0.0,
+    replicas: Annotated[
+        int | None, typer.Option(help="A fleet that is given: how much faster may the trace come?")
+    ] = None,
     max_replicas: Annotated[int, typer.Option(help="Where to give up.")] = 64,
     seeds: Annotated[
         int | None, typer.Option(help="A built-in workload: search with as many seeds; 1 unless given.")
@@ -39,6 +42,8 @@ def size(
     **given: Any,
 ) -> None:
     """How many replicas and GPUs keep a service-level objective on a trace: bisection over full replays.
+
+    With --replicas N: the highest request rate at which so many keep it.
 
     Example: kvledger size trace.jsonl --model llama-3.1-70b --gpu H100 --slo-ttft-p99 2 --block-size 64
     """
@@ -61,6 +66,7 @@ def size(
         routing=routing,
         routing_load_weight=routing_load_weight,
         event_delay_s=event_delay_ms / 1e3,
+        num_replicas=replicas,
         max_replicas=max_replicas,
         num_seeds=seeds,
         with_tornado=tornado,

@@ -72,8 +72,11 @@ def test_a_model_is_tried_in_every_shape_and_the_fewest_gpus_win() -> None:
     assert "x H100" in document["answer"]["sentence"]
     best = by_size[document["answer"]["tensor_parallel_size"]]
     assert best["assumptions"]["gpu_memory_utilization"] == 0.9
-    last = best["searches"][0]["trials"][-1]
-    assert last["assumptions"]["latency_model"].startswith("roofline")
+    assumptions = document["assumptions"]
+    assert assumptions["latency_model"].startswith("roofline")
+    assert assumptions["model"].startswith("llama-3.1-70b")
+    assert assumptions["num_replicas"] == document["answer"]["replicas"]
+    assert assumptions["gpu_memory_utilization"] == 0.9
 
 
 def test_the_tornado_names_the_two_assumptions_that_matter_most() -> None:
@@ -90,7 +93,29 @@ def test_the_tornado_names_the_two_assumptions_that_matter_most() -> None:
 def test_an_slo_that_no_fleet_keeps_exits_with_1_and_says_how_near_it_came() -> None:
     document = size(*CODE, *POOL, "--slo-ttft-p99", "0.001", "--max-replicas", "3", code=1)
     assert document["answer"] is None
-    assert document["shapes"][0]["reason"].startswith("more than 3 replicas: 3 gave ttft_p99_s missed (limit 0.001)")
+    (shape,) = document["shapes"]
+    last = shape["searches"][0]["trials"][-1]
+    assert last["requests"]["finished"] == 150  # a full replay says how near it came
+    assert (
+        shape["reason"]
+        == f"more than 3 replicas: 3 gave ttft_p99_s {last['slo']['ttft_p99_s']['value']:.4g} (limit 0.001)"
+    )
+
+
+def test_the_highest_rate_that_a_given_fleet_serves() -> None:
+    document = size(*CODE, *POOL, "--slo-ttft-p99", "0.4", "--replicas", "2")
+    answer, search = document["answer"], document["shapes"][0]["searches"][0]
+    trials = {trial["value"]: trial for trial in search["trials"]}
+    best = trials[answer["rate_scale"]]
+    assert best["met"]
+    assert best["requests"]["finished"] == 150
+    missed = min(value for value, trial in trials.items() if not trial["met"] and value > answer["rate_scale"])
+    assert missed <= answer["rate_scale"] * 1.0201
+    assert answer["replicas"] == 2
+    assert answer["requests_per_s"] == pytest.approx(
+        150 / document["trace"]["window"]["end_s"] * 15 * answer["rate_scale"]
+    )
+    assert "times the traffic" in answer["sentence"]
 
 
 def test_the_answer_comes_first_on_the_terminal() -> None:
