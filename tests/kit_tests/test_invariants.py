@@ -8,7 +8,9 @@ import attrs
 import numpy as np
 import pytest
 from kvledger.core import AllocatorConfig, CorruptLedgerError, EventLog, FullAttention, KVCacheAllocator, Request
-from kvledger.testing import INVARIANTS, AllocatorView, InvariantViolation, PrefixKeys, check, check_log, violations
+from kvledger.core.block_hash import block_hasher
+from kvledger.core.token_key_source import TokenKeySource
+from kvledger.testing import INVARIANTS, AllocatorView, InvariantViolation, check, check_log, violations
 from kvledger.testing.invariants import CONSERVATION
 
 GOOD = AllocatorView(
@@ -75,8 +77,8 @@ def played_allocator(num_blocks: int, sinks=()) -> KVCacheAllocator:
     config = AllocatorConfig(num_blocks=num_blocks, groups=[FullAttention(16)], max_model_len=4_096, max_num_reqs=64)
     allocator = KVCacheAllocator(config, sinks)
     for i in range(64):
-        keys = PrefixKeys([i, *range(1_000)], 16)
-        request = Request(str(i), 1_001, keys=keys)
+        source = TokenKeySource([i, *range(1_000)], block_hasher(), 16)
+        request = Request(str(i), 1_001, keys=source)
         if allocator.allocate(request, 1_001) is not None and i % 2:
             allocator.free(str(i))
     return allocator
