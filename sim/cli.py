@@ -12,7 +12,18 @@ EXIT_DOES_NOT_FIT = 1
 EXIT_BAD_INPUT = 2
 
 # name -> module in sim/commands that holds a function of the same name (dashes become underscores)
-COMMANDS: tuple[str, ...] = ("study", "plan", "curve", "replay", "fleet", "size", "compare", "sweep", "sampling")
+COMMANDS: tuple[str, ...] = (
+    "study",
+    "plan",
+    "curve",
+    "replay",
+    "fleet",
+    "size",
+    "compare",
+    "sweep",
+    "sampling",
+    "follow",
+)
 
 # name -> module in sim/commands whose `build_<name>_app` makes a group of sub-commands
 GROUPS: tuple[str, ...] = ("log",)
