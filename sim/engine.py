@@ -17,6 +17,8 @@ from ..core.types import Request, ScheduledStep, StepResult
 from .run_listener import EngineWatcher
 
 NANOSECONDS = 1_000_000_000
+# Refusals are counted without end, and told in words for the first few.
+MAX_REJECTIONS_KEPT = 5
 
 
 class SimulatedEngine:
@@ -75,7 +77,8 @@ class SimulatedEngine:
         try:
             self._scheduler.submit(request)
         except DoesNotFitError as error:
-            self.rejections.append(str(error))
+            if len(self.rejections) < MAX_REJECTIONS_KEPT:
+                self.rejections.append(str(error))
             if self.on_ended is not None:
                 self.on_ended(request)
             return False
