@@ -99,7 +99,7 @@ def _found_again_sooner(
         try:
             _play_one(player, chooser, most // 2 + 1, Played(), (), most)
         except KitFailure as found:
-            if found.violation.name == best.violation.name:
+            if _kind_of(found) == _kind_of(best):
                 best = shorten(found, make, rival, deadline - time.monotonic())
     return best
 
