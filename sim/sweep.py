@@ -78,9 +78,11 @@ def parse_axis(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def content_of(files: Iterable[str]) -> str:
-    """A digest of what the files hold. Raises `InputError` for one that cannot be read."""
+    """A digest of what the files, and those in folders, hold. Raises `InputError` for one that cannot be read."""
     digest = hashlib.sha256()
-    for name in files:
+    paths = [Path(name) for name in files]
+    inside = [sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path] for path in paths]
+    for name in (path for found in inside for path in found):
         try:
             with open(name, "rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())

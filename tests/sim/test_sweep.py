@@ -90,6 +90,13 @@ def test_points_are_kept_by_content_and_not_by_file_name(tmp_path: Path) -> None
     assert point(seed="1").key != point(seed="2").key != point("curve", seed="2").key
 
 
+def test_a_folder_is_known_by_what_is_in_it(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("one")
+    before = content_of([str(tmp_path)])
+    (tmp_path / "b.json").write_text("two")
+    assert content_of([str(tmp_path)]) != before
+
+
 def test_a_sweep_that_was_killed_finishes_the_rest_only(tmp_path: Path) -> None:
     """Two hundred points on two processes."""
     command = [BIN, "sweep", *BASE, *LARGE, "--jobs", "2", "--keep", str(tmp_path), "--json"]
