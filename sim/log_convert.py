@@ -1,4 +1,4 @@
-"""A log in other forms: one Parquet file, JSON lines, a trace of its requests."""
+"""A log in other forms: one Parquet file, JSON lines, a trace of its requests, the KV events that it would publish."""
 
 import json
 import os
@@ -14,24 +14,44 @@ from ..backends.sinks.log_rows import ROW_SCHEMA, RequestArrived
 from ..core.errors import InputError
 
 
-def convert_log(reader: LogReader, form: str, target: str | Path) -> int:
-    """Write a log to `target` in another form, whole or not at all. Returns the rows, lines or requests written.
+def convert_log(reader: LogReader, form: str, target: str | Path, wire: str | None = None) -> int:
+    """Write a log to `target` in another form, whole or not at all. Returns the rows, requests or batches written.
+
+    `wire` is how KV events are written, "vllm" unless given; it has no effect on another form.
 
     Raises:
         InputError: no such form, the target exists, or the log holds nothing of the kind.
     """
-    if form not in FORMS:
-        raise InputError(f"--to is {form!r}; it must be one of {', '.join(FORMS)}")
+    forms = {**FORMS, KV_EVENTS: _kv_events_as(wire)}
+    if form not in forms:
+        raise InputError(f"--to is {form!r}; it must be one of {', '.join(forms)}")
+    if wire is not None and form != KV_EVENTS:
+        raise InputError(f"--wire {wire} has no effect on --to {form}; leave it out")
     path = Path(target)
     if path.exists():
         raise InputError(f"{path} exists already; give a name that is free")
     temporary = path.with_name(path.name + ".tmp")
     try:
-        count = FORMS[form](reader, temporary)
+        count = forms[form](reader, temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     return count
+
+
+def _kv_events_as(wire: str | None) -> Callable[[LogReader, Path], int]:
+    def write(reader: LogReader, path: Path) -> int:
+        try:
+            from ..backends.sinks.kv_events import WIRES
+            from .log_kv_events import write_kv_events
+        except ModuleNotFoundError as error:
+            raise InputError(f"KV events need {error.name}: pip install 'kvledger[events]'") from None
+        for each in WIRES:
+            if each == (wire or "vllm"):
+                return write_kv_events(reader, path, each)
+        raise InputError(f"--wire is {wire!r}; it must be one of {', '.join(WIRES)}")
+
+    return write
 
 
 def _to_parquet(reader: LogReader, path: Path) -> int:
@@ -94,4 +114,5 @@ def _write_lines(file: IO[str], rows: Iterator[dict[str, Any]]) -> int:
     return count
 
 
+KV_EVENTS = "kv-events"
 FORMS: dict[str, Callable[[LogReader, Path], int]] = {"parquet": _to_parquet, "jsonl": _to_jsonl, "trace": _to_trace}

@@ -13,8 +13,8 @@ FIXED = "arrivals, prompt and output lengths, prompt block ids, priorities and t
 # What chose the requests when the run was recorded, of which the log holds the outcome, and where output went.
 NOT_OF_THE_RUN = frozenset(
     [
-        *("trace", "traces", "workload", "fit", "trace_format", "trace_block_size", "on_bad_row", "skip_first", "limit"),
-        *("rate_scale", "timestamp_unit", "tokenizer", "request_rate", "json", "log", "log_flush"),
+        *("trace", "traces", "workload", "fit", "trace_format", "trace_block_size", "timestamp_unit", "tokenizer"),
+        *("request_rate", "on_bad_row", "skip_first", "limit", "rate_scale", "json", "log", "log_flush"),
     ]
 )
 
@@ -47,8 +47,12 @@ def recorded_run(reader: LogReader) -> RecordedRun:
         )
     options = header["options"].items()
     return RecordedRun(
-        command, {name: value for name, value in options if name not in NOT_OF_THE_RUN and not name.endswith("_out")}
+        command, {name: value for name, value in options if name not in NOT_OF_THE_RUN and not _is_of_output(name)}
     )
+
+
+def _is_of_output(option: str) -> bool:
+    return option.endswith("_out") or option.startswith("openmetrics_")
 
 
 def run_again(reader: LogReader, given: list[str], as_json: bool) -> None:

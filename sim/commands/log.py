@@ -174,10 +174,14 @@ def stats(log: Directory, json: Json = False) -> None:
 def convert(
     log: Directory,
     output: Annotated[str, typer.Argument(help="File to write; it must not exist yet.")],
-    to: Annotated[str, typer.Option(help="parquet (one file), jsonl (a row a line) or trace (its requests).")],
+    to: Annotated[
+        str,
+        typer.Option(help="parquet (one file), jsonl (a row a line), trace (its requests) or kv-events (a stream)."),
+    ],
+    wire: Annotated[str | None, typer.Option(help="Of KV events: vllm (unless given) or strict.")] = None,
     json: Json = False,
 ) -> None:
-    """Write a log as one Parquet file, as JSON lines, or its requests as a trace.
+    """Write a log as one Parquet file, as JSON lines, its requests as a trace, or as the KV events of its run.
 
     Example: kvledger log convert run.log requests.jsonl --to trace
     """
@@ -185,11 +189,11 @@ def convert(
     from ..event_log_dir import open_event_log
     from ..log_convert import convert_log
 
-    count = convert_log(open_event_log(log), to, output)
+    count = convert_log(open_event_log(log), to, output, wire)
     if json:
         print_json({"log": log, "output": output, "to": to, "count": count})
     else:
-        print(f"{output}: {count:,} {'requests' if to == 'trace' else 'rows'}")
+        print(f"{output}: {count:,} {'requests' if to == 'trace' else 'batches' if to == 'kv-events' else 'rows'}")
 
 
 def replay(context: typer.Context, log: Directory, json: Json = False) -> None:

@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from kvledger.backends.sinks.durable_log import DurableLog
 from kvledger.backends.sinks.flush_policy import FlushPolicy
 from kvledger.backends.sinks.log_reader import LogReader
 from kvledger.backends.sinks.log_rows import LoggedCommit
+from kvledger.core import AllocatorConfig, FullAttention, KVCacheAllocator, Request
 from kvledger.core.events import BlocksAllocated, BlocksFreed, Commit, FreeReason
 from kvledger.sim.cli import build_app, main
+from kvledger.sim.log_verification import verify_log
 from kvledger.sim.run_log import RunLog
 from kvledger.sim.traces import open_trace
 
@@ -441,10 +444,27 @@ def test_converted_to_a_trace_a_log_gives_the_same_curve(kvledger, recorded, tra
     assert answers[0]["points"] == answers[1]["points"]
 
 
+@pytest.mark.parametrize("wire", ["vllm", "strict"])
+def test_converted_to_kv_events_a_log_can_be_followed(kvledger, recorded, tmp_path, wire) -> None:
+    log, report = recorded
+    stream = str(tmp_path / "run.kvevents")
+    code, out, _ = kvledger("log", "convert", log, stream, "--to", "kv-events", "--wire", wire, "--json")
+    assert code == 0
+    assert json.loads(out)["count"] > 50
+    code, out, _ = kvledger("follow", stream, "--num-gpu-blocks", "40", "--json")
+    seen = json.loads(out.splitlines()[-1])
+    state = LogReader(log).state()
+    assert seen["num_blocks"] == len(list(state.pool.keyed_blocks()))
+    assert seen["orphans"] == seen["unknown_removals"] == 0
+    assert 512 * seen["hit_blocks"] == report["prefix_cache"]["hits_tokens"], "every request stores its last block"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--to", "csv"], "must be one of parquet, jsonl, trace"),
+        (["--to", "csv"], "must be one of parquet, jsonl, trace, kv-events"),
+        (["--to", "kv-events", "--wire", "loose"], "--wire is 'loose'"),
+        (["--to", "trace", "--wire", "strict"], "--wire strict has no effect on --to trace"),
         (["--to", "parquet"], "exists already"),
     ],
 )
@@ -467,3 +487,23 @@ def test_what_is_no_log_is_refused_by_name(kvledger, tmp_path, command) -> None:
     code, _, err = kvledger("log", command, str(tmp_path / "empty"))
     assert code == 2
     assert "there is no manifest to read" in err
+
+
+def test_verification_holds_no_more_of_a_longer_log(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("kvledger.backends.sinks.parquet_segment.ROW_GROUP_ROWS", 500)
+    peaks = []
+    for num_requests in (200, 1600):
+        directory = tmp_path / str(num_requests)
+        with DurableLog.create(directory, flush=FLUSH) as log:
+            config = AllocatorConfig(num_blocks=100, groups=[FullAttention(16)], max_model_len=160)
+            allocator = KVCacheAllocator(config, [log])
+            for number in range(num_requests):
+                allocator.allocate(Request(str(number), 100), 100)
+                allocator.free(str(number))
+        verify_log(LogReader(directory))  # what is imported and cached is paid for before
+        tracemalloc.start()
+        found = verify_log(LogReader(directory))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert (found.is_sound, found.commits) == (True, 2 * num_requests + 1)
+    assert peaks[1] < 1.2 * peaks[0], peaks

@@ -117,10 +117,7 @@ class RandomHistory:
     def _fork(self) -> None:
         if self._requests:
             parent = self._random.choice(list(self._requests.values()))
-            placed = self.allocator.num_placed_tokens(parent.request_id) // 8 * 8
-            if not placed:
-                return
-            self._keep(parent, placed)
+            placed = self.allocator.num_placed_tokens(parent.request_id)
             child = self._new_request([7 for _ in range(placed)])
             child.keys.source = TokenKeySource(
                 parent.keys.source._tokens[:placed].tolist(), block_hasher(), self.allocator.config.hash_block_size
