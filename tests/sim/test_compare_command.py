@@ -122,7 +122,7 @@ def test_memory_may_be_given_in_blocks_or_in_bytes_of_a_model(run, trace: str) -
         ([*MEMORY, "--watermark", "1"], "watermark is 1"),
         ([*MEMORY, "--model", "gemma-3-27b"], "window or a state"),
         ([*MEMORY, "--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 has no effect without --model"),
-        ([*MEMORY, "--workload", "conversation"], "not both"),
+        ([*MEMORY, "--workload", "conversation"], "not more than one of them"),
         ([*MEMORY, "--seed", "3"], "--seed"),
         ([*MEMORY, "--on-bad-row", "ignore"], "ignore"),
     ],
