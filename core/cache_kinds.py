@@ -175,19 +175,14 @@ class SlidingWindow:
             if blocks is None:
                 run = 0
                 continue
-            if run == 0 and (i + 1) * self.block_size % alignment:
+            if run == 0 and (i + 1 - drop_last) * self.block_size % alignment:
                 continue
             for group_found, block in zip(found, blocks, strict=True):
                 group_found[i] = block
             run += 1
             if run >= need:
-                found = _cut(found, i + run)
-                break
-        else:
-            found = _cut_to_alignment(_cut(found, run), self.block_size, alignment)
-        if drop_last and found[0]:
-            found = _cut(found, len(found[0]) - 1)
-        return found
+                return _cut(found, i + run - drop_last)
+        return _cut_to_alignment(_cut(found, max(run - drop_last, 0)), self.block_size, alignment)
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """All but the `window - 1` tokens that the next one attends to (rule 17)."""

@@ -85,14 +85,15 @@ class PrefixMatcher:
         length = max_length
         longest = 0
         found: list[list[int]] = [[] for _ in range(self._num_groups)]
-        keys_of = [self.block_keys(request, kind, 0, max_length // kind.block_size) for kind, _ in self._kinds]
+        # Under EAGLE a hit is found with one more block behind it, which `find_hit` then gives back; without that room
+        # a second pass would shrink the hit again and again. That block may be the last one of the request.
+        known = request.num_tokens if self._use_eagle else max_length
+        keys_of = [self.block_keys(request, kind, 0, known // kind.block_size) for kind, _ in self._kinds]
         while True:
             start_length = length
             for (kind, group_ids), keys in zip(self._kinds, keys_of, strict=True):
                 block_size = kind.block_size
-                # Under EAGLE a hit is found with one more block behind it, which `find_hit` then gives back; without
-                # that room a second pass would shrink the hit again and again.
-                room = min(length + block_size, max_length) if self._use_eagle else length
+                room = length + block_size if self._use_eagle else length
                 indexes = [pool.index(group) for group in group_ids]
                 hits = kind.find_hit(keys[: room // block_size], indexes, self._alignment, self._use_eagle)
                 for group, hit in zip(group_ids, hits, strict=True):
