@@ -18,7 +18,7 @@ from ..core.snapshot import can_be_restored, restore_snapshot, take_snapshot
 
 # A check of all promises looks at every block; done once for so many blocks' worth of commits it costs as little as
 # the replay itself.
-BLOCKS_PER_COMMIT = 64
+BLOCKS_PER_COMMIT = 8
 
 
 @attrs.frozen
@@ -99,7 +99,7 @@ class LogVerifier:
     def __init__(
         self, reader: LogReader, checked_every: int | None = None, on_progress: Callable[[int], None] | None = None
     ) -> None:
-        """`checked_every` None: one commit for every 64 blocks of the pool."""
+        """`checked_every` None: one commit for every 8 blocks of the pool."""
         self._reader = reader
         self._wanted_every = checked_every
         self._on_progress = on_progress

@@ -66,7 +66,7 @@ def verify(
     log: Directory,
     checked_every: Annotated[
         int | None,
-        typer.Option(help="Check the invariants after every n-th commit; unless given, n is 1/64 of the blocks."),
+        typer.Option(help="Check the invariants after every n-th commit; unless given, n is an eighth of the blocks."),
     ] = None,
     json: Json = False,
 ) -> None:
