@@ -39,7 +39,8 @@ class Match:
 class Allocate:
     """Slots for the next tokens of one request; tokens behind the known ones are drafts.
 
-    `adopt` hands in what the last `Match` found; `back` goes on that many tokens before the last valid one.
+    `adopt` hands in what the last `Match` found; `back` goes on that many tokens before the last valid one; the content
+    of `external` tokens behind the hit comes from elsewhere.
     """
 
     request: str
@@ -49,6 +50,7 @@ class Allocate:
     lookahead: int = 0
     reserved: int = 0
     use_watermark: bool = False
+    external: int = 0
 
 
 @attrs.frozen

@@ -56,11 +56,17 @@ class ContentModel:
 
     # -- what commands do --------------------------------------------------------------------------------------------
 
-    def write(self, name: str, tokens: Sequence[int], start: int, view: AllocatorView) -> str | None:
-        """Place `tokens[start:]` through the request's tables. Says which token has no slot, or None."""
+    def write(
+        self, name: str, tokens: Sequence[int], start: int, view: AllocatorView, computed_from: int | None = None
+    ) -> str | None:
+        """Place `tokens[start:]` through the request's tables. Says which token has no slot, or None.
+
+        Tokens before `computed_from` come from elsewhere; those that no computed token attends to need no slot.
+        """
         numbers = self._contents.of(tokens)
         for group, shape in enumerate(self._groups):
             table, size = view.tables[name][group], shape.block_size
+            needed_from = start if computed_from is None else shape.attends_from(computed_from)
             if len(table) * size < len(tokens):
                 return (
                     f"request {name!r} has {len(tokens)} tokens placed, but group {group} holds {len(table)} blocks of "
@@ -69,6 +75,8 @@ class ContentModel:
             for position in range(start, len(tokens)):
                 block = table[position // size]
                 if block == view.null_block:
+                    if position < needed_from:
+                        continue
                     return f"position {position} of request {name!r} is written to the null block of group {group}"
                 self._slots_to_write(block, group)[position % size] = numbers[position]
         return None

@@ -14,6 +14,7 @@ from kvledger.testing.view import AllocatorView, view_of
 
 EVERY_OPTION = (
     "eagle",
+    "external",
     "retention",
     "lookahead",
     "drafts",
@@ -92,6 +93,7 @@ class LedgerAdapter:
                 placement.num_new_tokens,
                 found.handle if found else None,
                 num_computed_tokens=None if goes_on else placement.start,
+                num_external_tokens=placement.num_external_tokens,
                 num_lookahead_tokens=limits.num_lookahead_tokens,
                 reserved_blocks=limits.reserved_blocks,
                 use_watermark=limits.use_watermark,

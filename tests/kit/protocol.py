@@ -45,12 +45,15 @@ class Placement:
         start: the position of the first new token; below the placed ones after rejected drafts or a crop.
         num_new_tokens: tokens that need slots from `start` on (behind a hit, if one is adopted). Those behind the
             known tokens are drafts: they must never be found by anybody.
+        num_external_tokens: tokens before the new ones, behind the hit, whose content is copied in from elsewhere; they
+            need slots as well.
     """
 
     request_id: str
     tokens: Sequence[int]
     start: int
     num_new_tokens: int
+    num_external_tokens: int = 0
 
 
 @attrs.frozen
@@ -120,9 +123,9 @@ class Supports:
         kinds: group kinds.
         max_groups: groups that share the pool.
         block_sizes: block sizes that it can have; empty: any.
-        options: of "eagle", "retention", "lookahead", "drafts", "rollback", "reserved", "watermark", "deferred",
-            "drop_orphans", "no_caching", "ordered" (`view().free` is in eviction order), "refuses_for_good"
-            (`NeverFitsError` from `allocate`): what else it understands.
+        options: of "eagle", "external" (tokens), "retention", "lookahead", "drafts", "rollback", "reserved",
+            "watermark", "deferred", "drop_orphans", "no_caching", "ordered" (`view().free` is in eviction order),
+            "refuses_for_good" (`NeverFitsError` from `allocate`): what else it understands.
         evictions: names of eviction orders.
         waived: names of invariants that the manager does not promise; say why beside it.
     """

@@ -84,7 +84,8 @@ def _allocate(trial: Trial, chooser: Chooser, do: Do, request: TrialRequest, ado
     new = chooser.integer(1, left) if chance(chooser, 3) else left
     watermark = _has(trial, "watermark") and chance(chooser, 2)
     lookahead, reserved = _lookahead(trial, chooser), _reserved(trial, chooser)
-    do(Allocate(request.name, new, adopt and request.found is not None, 0, lookahead, reserved, watermark))
+    external = chooser.integer(1, 20) if _has(trial, "external") and chance(chooser, 6) else 0
+    do(Allocate(request.name, new, adopt and request.found is not None, 0, lookahead, reserved, watermark, external))
 
 
 def admit(trial: Trial, chooser: Chooser, do: Do) -> None:
@@ -103,7 +104,7 @@ def admit_the_same_again(trial: Trial, chooser: Chooser, do: Do) -> None:
     if twin is not None and len(trial.requests) < MOST_REQUESTS:
         name = f"r{len(trial.requests)}"
         do(New(name, [(token, len(list(run))) for token, run in groupby(twin.tokens)]))
-        adopt = "match" in trial.capabilities and chance(chooser, 2)
+        adopt = "match" in trial.capabilities and chance(chooser, 3)
         if adopt:
             do(Match(name))
         if name in trial.requests:
@@ -253,11 +254,11 @@ def misuse_the_pool(trial: Trial, chooser: Chooser, do: Do) -> None:
 
 RULES = (
     Rule("admit", admit, 8),
-    Rule("admit_the_same_again", admit_the_same_again, 4),
+    Rule("admit_the_same_again", admit_the_same_again, 5),
     Rule("decode", decode, 6),
     Rule("decode_for_a_while", decode_for_a_while, 3),
     Rule("finish", finish, 5),
-    Rule("go_on", go_on, 3),
+    Rule("go_on", go_on, 4),
     Rule("admit_later", admit_later, 3),
     Rule("look_up", look_up, 2, ("match",)),
     Rule("arrive_and_look_up", arrive_and_look_up, 2, ("match",)),

@@ -270,18 +270,20 @@ class Trial:
         found = request.found if command.adopt else None
         start = max(request.num_valid - command.back, 0) if request.is_live else 0
         hit = found.num_hit_tokens if found else 0
-        new = min(command.num_new_tokens, self.scenario.max_model_len - start - hit)
+        external = 0 if request.is_live else max(min(command.external, len(request.tokens) - 1 - hit), 0)
+        new = min(command.num_new_tokens, self.scenario.max_model_len - start - hit - external)
         if new < 1:
             return
-        placement = Placement(request.name, list(request.tokens), start, new)
+        placement = Placement(request.name, list(request.tokens), start, new, external)
         watermark = self.scenario.watermark_blocks if command.use_watermark else 0
         limits = Limits(command.lookahead, command.reserved, command.use_watermark)
         answer = self._ask(lambda: self.manager.allocate(placement, found, limits))
         if answer is True:
-            self._placed([(request, start + hit, new)], limits, found)
+            self._placed([(request, start + hit, external + new)], limits, found, start + hit + external)
             promises.check_headroom(self._earlier(), self.view, command.reserved, watermark)
             return
-        self._check_refusal(answer, [(request, start + hit, new)], limits, command.reserved + watermark, found)
+        steps = [(request, start + hit, external + new)]
+        self._check_refusal(answer, steps, limits, command.reserved + watermark, found)
 
     def _append(self, command: Append) -> None:
         chosen = [self.requests[name] for name in command.requests]
@@ -323,7 +325,13 @@ class Trial:
         start = request.num_valid
         return start, min(len(request.tokens) - start + drafts, self.scenario.max_model_len - start)
 
-    def _placed(self, steps: Sequence[Step], limits: Limits, found: FoundPrefix | None) -> None:
+    def _placed(
+        self,
+        steps: Sequence[Step],
+        limits: Limits,
+        found: FoundPrefix | None,
+        computed_from: int | None = None,
+    ) -> None:
         """Blocks were given: write the new tokens where the tables say, then read as the next tokens would."""
         before = self._earlier()
         self.num_changes += 1
@@ -339,10 +347,11 @@ class Trial:
             request.is_live = True
             request.slots_asked = max(request.slots_asked, self._slots(total + new, limits))
             self._check_slots(request)
-            problem = self.model.write(request.name, request.placed, total, self.view)
+            problem = self.model.write(request.name, request.placed, total, self.view, computed_from)
             promises.SLOTS_EXIST.require(problem is None, str(problem))
         for request, total, _ in steps:
-            problem = self.model.misread(request.name, request.placed, total, self.view)
+            first = total if computed_from is None else computed_from
+            problem = self.model.misread(request.name, request.placed, first, self.view)
             promises.OWN_CONTENT.require(problem is None, str(problem))
             self._check_registered(before, request, total)
 
@@ -450,7 +459,8 @@ class Trial:
             free = len(self._earlier().free)
             in_all = needed + sum([self._num_held(request) for request, *_ in steps])
             promises.REFUSED_FOR_GOOD.require(
-                isinstance(self.commands[-1], Append)
+                not isinstance(self.commands[-1], Allocate)
+                or self.commands[-1].external > 0  # a windowed group needs no blocks for what it skips
                 or "refuses_for_good" not in self.supports.options
                 or in_all <= self.scenario.num_usable_blocks,
                 f"told to wait, though it needs {in_all} blocks in all of {self.scenario.num_usable_blocks}",

@@ -104,7 +104,8 @@ class ListManager:
         if name not in self.tables and len(self.tables) == self.scenario.max_num_reqs:
             raise RefusedError("max_num_reqs requests hold blocks already")
         start = placement.start + len(hits) * self.size
-        slots = self.slots(start + placement.num_new_tokens, limits)
+        end = start + placement.num_external_tokens + placement.num_new_tokens
+        slots = self.slots(end, limits)
         missing, copies = self.missing(name, slots, hits), self.copies(name, start, slots, Counter())
         watermark = self.scenario.watermark_blocks if limits.use_watermark else 0
         if missing + len(copies) > len(self.free_queue) - limits.reserved_blocks - watermark:
@@ -121,7 +122,7 @@ class ListManager:
         self.copy(name, copies)
         self.overwrite(name, start, slots)
         self.extend(name, slots)
-        self.register(placement, start)
+        self.register(placement, end)
         return True
 
     def append(self, placements: Sequence[Placement], limits: Limits) -> bool:
@@ -142,7 +143,7 @@ class ListManager:
         for name, end in zip(names, slots, strict=True):
             self.extend(name, end)
         for placement in placements:
-            self.register(placement, placement.start)
+            self.register(placement, placement.start + placement.num_new_tokens)
         return True
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
@@ -186,7 +187,7 @@ class ListManager:
             self.unregister(block)
 
     def reset(self) -> None:
-        if self.tables:
+        if any(self.ref_cnt):
             raise RefusedError("blocks are in use")
         self.registered = []
 
@@ -236,8 +237,8 @@ class ListManager:
         while len(self.tables[name]) * self.size < slots:
             self.tables[name].append(self.take())
 
-    def register(self, placement: Placement, start: int) -> None:
-        name, end = placement.request_id, start + placement.num_new_tokens
+    def register(self, placement: Placement, end: int) -> None:
+        name = placement.request_id
         self.placed[name] = end
         complete = min(end, len(placement.tokens)) // self.size
         if not self.scenario.enable_caching:
@@ -253,6 +254,7 @@ class ListManager:
     Supports(
         options=[
             "eagle",
+            "external",
             "lookahead",
             "drafts",
             "rollback",
