@@ -128,10 +128,14 @@ class DurableLog:
             path.mkdir(parents=True, exist_ok=True)
             _check_is_empty(path)
             lock = WriterLock(path)
+        except OSError as error:
+            raise LogWriteError(f"{path}: cannot start a log here: {error.strerror}") from error
+        try:
             manifest = Manifest(header, clock.name if clock else None, open_segment=0)
             stream = StreamWriter.create(path / stream_name(0), 0, 0)
             manifest.save(path)
         except OSError as error:
+            lock.release()
             raise LogWriteError(f"{path}: cannot start a log here: {error.strerror}") from error
         return cls(path, lock, manifest, stream, Recovery(0), flush, clock, segment_bytes)
 

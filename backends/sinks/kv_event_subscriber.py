@@ -31,7 +31,7 @@ class Endpoints:
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
-    replay_timeout_s: float = 2.0
+    replay_timeout_s: float = 5.0
     offers_snapshots: bool = False
     receive_hwm: int = 100_000
 

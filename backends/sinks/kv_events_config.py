@@ -8,8 +8,18 @@ import attrs
 from ...core.errors import InputError
 
 
+def _is_text(_: object, attribute: "attrs.Attribute[str]", value: object) -> None:
+    if not isinstance(value, str):
+        raise InputError(f"{attribute.name} must be a text, not {value!r}")
+
+
+def _is_flag(_: object, attribute: "attrs.Attribute[bool]", value: object) -> None:
+    if not isinstance(value, bool):
+        raise InputError(f"{attribute.name} must be true or false, not {value!r}")
+
+
 def _at_least_one(_: object, attribute: "attrs.Attribute[int]", value: int) -> None:
-    if value < 1:
+    if not isinstance(value, int) or value < 1:
         raise InputError(f"{attribute.name} must be at least 1, not {value}")
 
 
@@ -30,15 +40,15 @@ class KVEventsConfig:
             (ours: vLLM's does not), for readers that replay cannot reach. Keeps the token ids of every block.
     """
 
-    enable_kv_cache_events: bool = True
+    enable_kv_cache_events: bool = attrs.field(default=True, validator=_is_flag)
     publisher: str | None = None
-    endpoint: str = "tcp://*:5557"
-    replay_endpoint: str | None = None
+    endpoint: str = attrs.field(default="tcp://*:5557", validator=_is_text)
+    replay_endpoint: str | None = attrs.field(default=None, validator=attrs.validators.optional(_is_text))
     buffer_steps: int = attrs.field(default=10_000, validator=_at_least_one)
     hwm: int = attrs.field(default=100_000, validator=_at_least_one)
     max_queue_size: int = attrs.field(default=100_000, validator=_at_least_one)
-    topic: str = ""
-    describes_itself: bool = False
+    topic: str = attrs.field(default="", validator=_is_text)
+    describes_itself: bool = attrs.field(default=False, validator=_is_flag)
 
     def __attrs_post_init__(self) -> None:
         if self.publisher not in (None, "null", "zmq"):
@@ -66,7 +76,4 @@ class KVEventsConfig:
         unknown = sorted(set(given) - names)
         if unknown:
             raise InputError(f"--kv-events-config has no {unknown[0]!r}; it has {', '.join(sorted(names))}")
-        try:
-            return cls(**given)
-        except TypeError as error:
-            raise InputError(f"--kv-events-config {text}: {error}") from None
+        return cls(**given)

@@ -42,7 +42,7 @@ def check(results: list[dict[str, Any]], num_cases: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "operations", [OPERATIONS[::6], pytest.param(OPERATIONS, marks=pytest.mark.slow)], ids=["some", "all"]
+    "operations", [OPERATIONS[::3], pytest.param(OPERATIONS, marks=pytest.mark.slow)], ids=["some", "all"]
 )
 def test_a_writer_killed_at_any_operation_leaves_whole_commits(
     tmp_path: Path, history_of: Callable, operations: range
@@ -58,7 +58,7 @@ def test_a_writer_killed_at_any_operation_leaves_whole_commits(
     assert sum(result["torn"] for result in results) > len(cases) // 4
 
 
-@pytest.mark.parametrize("num_runs", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_runs", [10, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", [{"every_commits": 1}, {"every_commits": 8}, {"every_ms": 2}], ids=str)
 def test_a_writer_killed_at_a_random_time_loses_what_was_not_flushed_at_most(
     tmp_path: Path, history_of: Callable, policy: dict[str, Any], num_runs: int
