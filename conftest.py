@@ -18,3 +18,12 @@ def pytest_configure() -> None:
     for name, folder in FOLDERS.items():
         (package / name).symlink_to(ROOT / folder, target_is_directory=True)
     sys.path.insert(0, str(package.parent))
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Say how many recorded operations and events the parity tests compared."""
+    for name in ("ops_compared", "events_compared"):
+        passed = terminalreporter.stats.get("passed", ())
+        counts = [value for report in passed for key, value in report.user_properties if key == name]
+        if counts:
+            terminalreporter.write_line(f"golden: {sum(counts):,} {name.replace('_', ' ')} in {len(counts)} recorded runs")
