@@ -26,4 +26,5 @@ def pytest_terminal_summary(terminalreporter) -> None:
         passed = terminalreporter.stats.get("passed", ())
         counts = [value for report in passed for key, value in report.user_properties if key == name]
         if counts:
-            terminalreporter.write_line(f"golden: {sum(counts):,} {name.replace('_', ' ')} in {len(counts)} recorded runs")
+            what = name.replace("_", " ")
+            terminalreporter.write_line(f"golden: {sum(counts):,} {what} in {len(counts)} recorded runs")
