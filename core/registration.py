@@ -106,15 +106,18 @@ class Registrar:
             stop = start - before + len(range_keys)  # a source may withhold keys: those blocks are never found
             if stop <= start:
                 continue
-            parent = range_keys[0] if before else None
             offset = start - before
             held = table.blocks(row, start, stop)
+            first_new = self._num_registered(held, seen)
+            if 0 < first_new < len(held):
+                start, held = start + first_new, held[first_new:]
+            parent = range_keys[start - 1 - offset] if start else None
             if whole and not self._state.pool.keys_of(held) and seen.isdisjoint(held):
                 live: Sequence[int] = range(start, stop)
                 blocks += held
-                keys += range_keys[before:]
+                keys += range_keys[start - offset :]
             else:
-                stranded = self._strands(group, parent)
+                stranded = self._strands(group, parent) and parent not in keys
                 chosen = () if stranded else self._retained(group, start, stop, request)
                 live = [i for i in chosen if held[i - start] and not self._is_registered(held[i - start], seen)]
                 blocks += [held[i - start] for i in live]
@@ -140,6 +143,16 @@ class Registrar:
             tuple(keys),
             tuple(parents),
         )
+
+    def _num_registered(self, held: Sequence[int], seen: set[int]) -> int:
+        """How many blocks at the start were registered by the other side of a fork: those behind them follow on these,
+        not on what the row itself registered last.
+        """
+        key_of = self._state.pool.key_of
+        count = 0
+        while count < len(held) and held[count] and (held[count] in seen or key_of(held[count]) is not None):
+            count += 1
+        return count
 
     def _is_registered(self, block: int, seen: set[int]) -> bool:
         """Of a fork's shared blocks, the other request may have registered some already, before or in this command."""

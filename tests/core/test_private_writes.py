@@ -82,6 +82,20 @@ def test_blocks_that_a_fork_shares_are_registered_once() -> None:
     assert copies == [1, 2]
 
 
+def test_what_a_fork_registers_behind_shared_blocks_is_dropped_with_them() -> None:
+    """Its links run through blocks that the other side registered in the same command."""
+    allocator = allocator_of(24, groups=[FullAttention(4), FullAttention(16)], orphans="drop")
+    parent, child = request_of("parent", range(16)), request_of("child", [*range(15), 99])
+    allocator.allocate(parent, 15)
+    allocator.fork("parent", child)
+    rows = np.array([allocator.row_of("parent"), allocator.row_of("child")])
+    assert allocator.append(rows, 1)
+    shared, own = allocator.block_ids("child")[0][1], allocator.block_ids("child")[0][3]
+    assert allocator.pool.key_of(own) is not None
+    allocator.evict([shared])
+    assert allocator.pool.key_of(own) is None
+
+
 def test_a_match_is_stale_when_its_block_carries_the_same_key_for_another_group() -> None:
     allocator = allocator_of(4, groups=[FullAttention(4)] * 2)
     allocator.allocate(request_of("a", range(5)), 5)
