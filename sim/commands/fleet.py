@@ -7,7 +7,18 @@ import typer
 from .replay import replay
 from .shared_options import takes_options_of
 
-NOT_OF_A_FLEET = ("closed_loop", "requests_out", "series_out", "prometheus_out", "perfetto_out")
+NOT_OF_A_FLEET = (
+    "closed_loop",
+    "n",
+    "requests_out",
+    "series_out",
+    "prometheus_out",
+    "openmetrics_out",
+    "openmetrics_start",
+    "perfetto_out",
+    "log",
+    "log_flush",
+)
 
 
 @takes_options_of(replay, leave_out=NOT_OF_A_FLEET)

@@ -1,6 +1,6 @@
 """`kvledger replay`: what happens to a trace on given hardware."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,10 @@ from .trace_options import (
     TraceFormatName,
     WorkloadName,
 )
+
+if TYPE_CHECKING:
+    from ..run_log import RunLog
+    from ..traces import Trace
 
 
 def replay(
@@ -126,6 +130,12 @@ def replay(
     perfetto_out: Annotated[
         str | None, typer.Option(help="Engine steps and requests for ui.perfetto.dev, to FILE.json or .json.gz.")
     ] = None,
+    log: Annotated[
+        str | None, typer.Option(help="Record every commit in this folder: see kvledger log and kvledger log replay.")
+    ] = None,
+    log_flush: Annotated[
+        str | None, typer.Option(help="When commits reach the disk: commit, 100commits or 50ms (unless given).")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the tables.")] = False,
 ) -> None:
     """Replay a trace through allocator, scheduler and latency model: latency, hits, preemptions, occupancy.
@@ -133,6 +143,10 @@ def replay(
     Example: kvledger replay --workload conversation --num-gpu-blocks-override 50000 --block-size 512
     Example: kvledger replay --workload conversation --model llama-3.1-8b --gpu H100
     """
+    options = dict(locals())
+
+    from contextlib import ExitStack
+
     from ...core.errors import InputError
     from ...core.quantities import parse_bytes
     from ...core.scheduler_config import SchedulerConfig
@@ -214,10 +228,15 @@ def replay(
         pool.facts,
         inputs=[*(trace or ()), *(name for name in (latency_table, model) if name is not None)],
     )
+    if log is None and log_flush is not None:
+        raise InputError(f"--log-flush {log_flush} has no effect without --log; leave it out")
+    recorder = None if log is None else start_log(log, log_flush or "50ms", options, source)
     bar, task = progress("Replaying", total=None if limit is None else limit * n)
-    with exports, bar:
+    with ExitStack() as opened:
+        for part in (exports, bar, *([] if recorder is None else [recorder])):
+            opened.enter_context(part)
         report = replay_trace(
-            source,
+            source if recorder is None else recorder.trace,
             allocator=pool.allocator,
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
@@ -235,7 +254,7 @@ def replay(
             async_scheduling=async_scheduling,
             trace_block_size=source.info.trace_block_size,
             closed_loop=closed_loop,
-            listeners=exports.listeners,
+            listeners=[*exports.listeners, *([] if recorder is None else [recorder])],
             on_finished=exports.on_finished,
             macro_steps=exports.macro_steps,
             on_progress=lambda count: bar.update(task, completed=count),
@@ -247,3 +266,14 @@ def replay(
         print_json(document)
     else:
         print_replay(document)
+
+
+def start_log(directory: str, flush: str, options: dict[str, Any], source: "Trace") -> "RunLog":
+    """The log that a replay writes: a listener, and the trace that it notes as it is read."""
+    from ..event_log_dir import need_log_libraries
+
+    need_log_libraries()
+    from ...backends.sinks.flush_policy import FlushPolicy
+    from ..run_log import RunLog
+
+    return RunLog(directory, command="replay", options=options, trace=source, flush=FlushPolicy.parse(flush))

@@ -1,6 +1,5 @@
 """`kvledger log`: what each sub-command says of a log of a real run, of a damaged one and of a wrong one."""
 
-import importlib
 import json
 import sys
 import tracemalloc
@@ -71,21 +70,10 @@ def record(trace: str) -> Callable[..., dict[str, Any]]:
     """Run `kvledger replay` in-process with a log of the run; returns the JSON that it prints."""
 
     def run(directory: Path, *arguments: str) -> dict[str, Any]:
-        given = [trace, *(arguments or POOL), "--json"]
-        options = options_of(given)
+        given = [trace, *(arguments or POOL), "--log", str(directory), "--log-flush", "50ms", "--json"]
         command = typer.main.get_command(build_app()).commands["replay"]  # pyright: ignore[reportAttributeAccessIssue]
-        replay_module = importlib.import_module("kvledger.sim.replay")
-        real = replay_module.replay
-
-        def recorded(rows: Any, **settings: Any) -> Any:
-            settings["listeners"] = list(settings.get("listeners", ()))
-            with RunLog(directory, command="replay", options=options, trace=rows, flush=FLUSH) as log:
-                settings["listeners"].append(log)
-                return real(log.trace, **settings)
-
         printed: list[dict[str, Any]] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(replay_module, "replay", recorded)
             patch.setattr("kvledger.sim.console.print_json", printed.append)
             with command.make_context("replay", given) as context:
                 command.invoke(context)
