@@ -109,10 +109,10 @@ class Registrar:
             offset = start - before
             held = table.blocks(row, start, stop)
             first_new = self._num_registered(held, seen)
-            if 0 < first_new < len(held):
+            if first_new:
                 start, held = start + first_new, held[first_new:]
             parent = range_keys[start - 1 - offset] if start else None
-            if whole and not self._state.pool.keys_of(held) and seen.isdisjoint(held):
+            if whole:
                 live: Sequence[int] = range(start, stop)
                 blocks += held
                 keys += range_keys[start - offset :]
@@ -148,17 +148,14 @@ class Registrar:
         """How many blocks at the start were registered by the other side of a fork: those behind them follow on these,
         not on what the row itself registered last.
         """
-        key_of = self._state.pool.key_of
         count = 0
-        while count < len(held) and held[count] and (held[count] in seen or key_of(held[count]) is not None):
+        while count < len(held) and held[count] and self._is_registered(held[count], seen):
             count += 1
         return count
 
     def _is_registered(self, block: int, seen: set[int]) -> bool:
-        """Of a fork's shared blocks, the other request may have registered some already, before or in this command."""
-        known = block in seen or self._state.pool.key_of(block) is not None
-        seen.add(block)
-        return known
+        """By another request, before or in this command."""
+        return block in seen or self._state.pool.key_of(block) is not None
 
     def _strands(self, group: int, parent: Key | None) -> bool:
         """Whether no lookup could reach the block behind `parent`, which was evicted by id while it was held."""

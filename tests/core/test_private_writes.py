@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from kvledger.core import AllocatorConfig, FullAttention, KVCacheAllocator, MisuseError, Request
+from kvledger.core import AllocatorConfig, FullAttention, KVCacheAllocator, MisuseError, Request, SlidingWindow
 
 
 class Prefixes:
@@ -80,6 +80,21 @@ def test_blocks_that_a_fork_shares_are_registered_once() -> None:
     assert allocator.append(rows, 2)
     copies = [len(allocator.pool.copies(key, 1)) for key in parent.keys.keys(0, 2)]
     assert copies == [1, 2]
+
+
+def test_a_shared_block_behind_null_blocks_is_registered_once() -> None:
+    groups = [SlidingWindow(4, 5), FullAttention(16)]
+    allocator = allocator_of(32, groups=groups, retention_interval=None)
+    parent, child = request_of("parent", range(16)), request_of("child", range(16))
+    allocator.allocate(parent, 13)
+    allocator.release_out_of_window("parent")
+    allocator.fork("parent", child)
+    assert allocator.block_ids("child")[0][:2] == [0, 0]
+    rows = np.array([allocator.row_of("parent"), allocator.row_of("child")])
+    assert allocator.append(rows, 3)
+    shared = allocator.block_ids("child")[0][2]
+    assert allocator.block_ids("parent")[0][2] == shared
+    assert allocator.pool.copies(allocator.pool.key_of(shared), 0) == (shared,)
 
 
 def test_what_a_fork_registers_behind_shared_blocks_is_dropped_with_them() -> None:

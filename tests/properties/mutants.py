@@ -344,8 +344,8 @@ MUTANTS = (
     Mutant(
         "what others share is registered again",
         "registration.py",
-        "known = block in seen or self._state.pool.key_of(block) is not None",
-        "known = False",
+        "return block in seen or self._state.pool.key_of(block) is not None",
+        "return False",
     ),
     Mutant(
         "a block is registered behind an evicted one although orphans are dropped",
