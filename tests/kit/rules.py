@@ -27,7 +27,8 @@ from kvledger.testing.commands import (
     Reset,
     Truncate,
 )
-from kvledger.testing.trial import Trial, TrialRequest
+from kvledger.testing.trial import Trial
+from kvledger.testing.trial_state import TrialRequest
 
 MOST_REQUESTS = 16
 

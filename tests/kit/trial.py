@@ -10,9 +10,8 @@ The trial knows the tokens of every request and what each slot must hold; it ask
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-import attrs
 from kvledger.testing import promises
 from kvledger.testing.commands import (
     Abort,
@@ -31,21 +30,17 @@ from kvledger.testing.commands import (
     Reset,
     Truncate,
 )
-from kvledger.testing.content_model import ContentModel
-from kvledger.testing.failure import History, KitFailure, load_history
+from kvledger.testing.failure import History, load_history
 from kvledger.testing.invariants import INVARIANTS, InvariantViolation
 from kvledger.testing.protocol import (
     FoundPrefix,
     Limits,
     ManagerFactory,
-    NeverFitsError,
     Placement,
-    RefusedError,
-    capabilities_of,
-    name_of,
-    supports_of,
 )
+from kvledger.testing.refusals import Refusals
 from kvledger.testing.scenario import Scenario
+from kvledger.testing.trial_state import Step, TrialRequest
 from kvledger.testing.view import AllocatorView
 
 # Tokens of the kit's own: drafts, and the request that fills the pool at the end.
@@ -53,69 +48,11 @@ _FIRST_DRAFT_TOKEN = 1_000
 _LAST_REQUEST_TOKEN = 999
 
 
-@attrs.define
-class TrialRequest:
-    """What the trial knows of a request.
-
-    Attributes:
-        tokens: every known token.
-        placed: the tokens that have slots, drafts included; empty while it holds nothing.
-        is_live: whether it holds blocks.
-        slots_asked: the most slots asked for since it holds blocks (or was truncated).
-        found: what its last lookup returned, and after how many changes that was.
-        lost_a_key: whether a block of it was evicted by id while it held it.
-    """
-
-    name: str
-    tokens: list[int]
-    placed: list[int] = attrs.field(factory=list[int])
-    is_live: bool = False
-    slots_asked: int = 0
-    found: FoundPrefix | None = None
-    found_after: int = 0
-    lost_a_key: bool = False
-
-    @property
-    def num_valid(self) -> int:
-        """Placed tokens that are known ones: where it goes on."""
-        for position, (placed, known) in enumerate(zip(self.placed, self.tokens, strict=False)):
-            if placed != known:
-                return position
-        return min(len(self.placed), len(self.tokens))
-
-    def end(self) -> None:
-        """It holds nothing any more."""
-        self.placed, self.is_live, self.slots_asked, self.lost_a_key = [], False, 0, False
-
-
-# A request, the position of its first new token, and how many there are.
-Step: TypeAlias = tuple[TrialRequest, int, int]
-
-
-class Trial:
-    """One history on one manager.
-
-    Attributes:
-        view: the state after the last command.
-        requests: every request that has arrived, by name.
-        stopped_by: the name of a waived promise that broke; the rest of the history is not played.
-    """
+class Trial(Refusals):
+    """One history on one manager. What it knows is `TrialState`; when a refusal is fair is in `Refusals`."""
 
     def __init__(self, make: ManagerFactory, scenario: Scenario, checks_state: bool = True) -> None:
-        self.scenario = scenario
-        self.supports = supports_of(make)
-        self._checks_state = checks_state
-        self.factory = name_of(make)
-        self.manager: Any = make(scenario)
-        self.capabilities = capabilities_of(self.manager)
-        self.commands: list[Command] = []
-        self.requests: dict[str, TrialRequest] = {}
-        self.model = ContentModel(scenario)
-        self.view: AllocatorView = self.manager.view()
-        self.num_changes = 0
-        self.stopped_by: str | None = None
-        self._before: AllocatorView | None = None
-        self._num_drafts = 0
+        super().__init__(make, scenario, checks_state)
         self._play: dict[type[Any], Callable[[Any], None]] = {
             New: self._new,
             Match: self._match,
@@ -167,15 +104,6 @@ class Trial:
             if not self.stopped_by and not self.requests[last].is_live:
                 raise self.failure(promises.PROGRESS.broken(f"{longest} tokens find no place in an idle pool"))
 
-    def failure(self, violation: InvariantViolation) -> KitFailure:
-        """The broken promise with the history that broke it."""
-        history = History(self.scenario, tuple(self.commands), violation.name)
-        return KitFailure(history, violation, self.factory, self._before, self.view)
-
-    def live(self) -> list[str]:
-        """Requests that hold blocks."""
-        return [name for name, request in self.requests.items() if request.is_live]
-
     def _longest_request(self) -> int:
         """Tokens of the longest request that an idle pool can hold, all at once."""
         usable = self.scenario.num_usable_blocks
@@ -183,36 +111,6 @@ class Trial:
             if sum([-(-num_tokens // group.block_size) for group in self.scenario.groups]) <= usable:
                 return num_tokens
         return 0
-
-    # -- the answer of the manager -----------------------------------------------------------------------------------
-
-    def _ask(self, action: Callable[[], Any]) -> Any:
-        """The manager's answer, with `RefusedError` and `NeverFitsError` as values."""
-        try:
-            answer = action()
-        except (RefusedError, NeverFitsError) as refusal:
-            answer = refusal
-        except Exception as error:
-            self.view = self._view()
-            raise promises.NO_CRASH.broken(f"{type(error).__name__}: {error}") from error
-        self.view = self._view()
-        return answer
-
-    def _view(self) -> AllocatorView:
-        try:
-            return self.manager.view()
-        except Exception as error:
-            raise promises.NO_CRASH.broken(f"its state cannot be read: {type(error).__name__}: {error}") from error
-
-    def _unchanged(self, promise: promises.Promise = promises.REFUSAL_CHANGES_NOTHING) -> None:
-        assert self._before is not None
-        difference = promises.first_difference(self._before, self.view)
-        promise.require(difference is None, str(difference))
-
-    def _misuse(self, action: Callable[[], Any]) -> None:
-        """Refused or ignored, but never carried out."""
-        self._ask(action)
-        self._unchanged()
 
     # -- commands that ask -------------------------------------------------------------------------------------------
 
@@ -407,98 +305,6 @@ class Trial:
                 not orphans, f"block {orphans[0][0] if orphans else ''} became findable behind one that is not"
             )
 
-    # -- refusals ----------------------------------------------------------------------------------------------------
-
-    def _slots(self, end: int, limits: Limits) -> int:
-        return min(end + limits.num_lookahead_tokens, self.scenario.max_model_len)
-
-    def _blocks_needed(self, request: TrialRequest, num_slots: int, found: FoundPrefix | None) -> int:
-        """Blocks that must be free at most: the missing ones, and hit blocks that leave the free queue."""
-        free = set(self._earlier().free.tolist())
-        tables = self._earlier().tables.get(request.name, [[] for _ in self.scenario.groups])
-        needed = 0
-        for group, shape in enumerate(self.scenario.groups):
-            num_hits = found.num_hit_tokens // shape.block_size if found else 0
-            needed += max(-(-num_slots // shape.block_size) - len(tables[group]) - num_hits, 0)
-            if found is not None:
-                needed += num_hits if found.blocks is None else sum([block in free for block in found.blocks[group]])
-        return needed
-
-    def _copies_needed(self, request: TrialRequest, start: int, num_slots: int) -> int:
-        """Blocks that the new tokens would be written into although others read them."""
-        uses, tables = self._earlier().uses, self._earlier().tables.get(request.name, ())
-        return sum(
-            [
-                int(uses[block]) > 1
-                for shape, table in zip(self.scenario.groups, tables, strict=False)
-                for block in table[start // shape.block_size : -(-num_slots // shape.block_size)]
-            ]
-        )
-
-    def _check_refusal(
-        self, answer: Any, steps: Sequence[Step], limits: Limits, kept_free: int, found: FoundPrefix | None
-    ) -> None:
-        """Whether there is a reason for a refusal that the trial can see."""
-        self._unchanged()
-        needed = copies = 0
-        for request, total, new in steps:
-            num_slots = self._slots(total + new, limits)
-            needed += self._blocks_needed(request, num_slots, found)
-            copies += self._copies_needed(request, total, num_slots)
-        if isinstance(answer, RefusedError):
-            promises.JUSTIFIED_REFUSAL.require(
-                self._breaks_a_rule(steps, found), f"refused, though no rule is broken: {answer}"
-            )
-        elif isinstance(answer, NeverFitsError):
-            in_all = needed + sum([self._num_held(request) for request, *_ in steps])
-            promises.JUSTIFIED_REFUSAL.require(
-                in_all > self.scenario.num_usable_blocks,
-                f"refused for good, though {in_all} blocks in all fit into {self.scenario.num_usable_blocks}: {answer}",
-            )
-        else:
-            free = len(self._earlier().free)
-            in_all = needed + sum([self._num_held(request) for request, *_ in steps])
-            promises.REFUSED_FOR_GOOD.require(
-                not isinstance(self.commands[-1], Allocate)
-                or self.commands[-1].external > 0  # a windowed group needs no blocks for what it skips
-                or "refuses_for_good" not in self.supports.options
-                or in_all <= self.scenario.num_usable_blocks,
-                f"told to wait, though it needs {in_all} blocks in all of {self.scenario.num_usable_blocks}",
-            )
-            promises.JUSTIFIED_REFUSAL.require(
-                needed + copies > free - kept_free,
-                f"not carried out, though {needed + copies} blocks are needed, {free} are free and {kept_free} of them "
-                "must stay free",
-            )
-
-    def _breaks_a_rule(self, steps: Sequence[Step], found: FoundPrefix | None) -> bool:
-        request = steps[0][0]
-        names = [step[0].name for step in steps]
-        is_append = isinstance(self.commands[-1], Append)
-        return (
-            len(set(names)) < len(names)
-            or (is_append and not all(step[0].is_live for step in steps))
-            or (found is not None and (request.is_live or not self._is_fresh(request)))
-            or (not request.is_live and len(self.live()) >= self.scenario.max_num_reqs)
-            or any(self._has_lost(step[0], step[1]) for step in steps)
-        )
-
-    def _num_held(self, request: TrialRequest) -> int:
-        view = self._earlier()
-        return sum([block != view.null_block for table in view.tables.get(request.name, ()) for block in table])
-
-    def _has_lost(self, request: TrialRequest, start: int) -> bool:
-        """Whether something that the token at `start` attends to has been given back."""
-        tables = self._earlier().tables.get(request.name, ())
-        for shape, table in zip(self.scenario.groups, tables, strict=False):
-            index = shape.attends_from(start) // shape.block_size
-            if index < len(table) and table[index] == self._earlier().null_block:
-                return True
-        return False
-
-    def _is_fresh(self, request: TrialRequest) -> bool:
-        return request.found is not None and request.found_after == self.num_changes
-
     # -- commands that give back -------------------------------------------------------------------------------------
 
     def _release_out_of_window(self, command: ReleaseOutOfWindow) -> None:
@@ -608,10 +414,6 @@ class Trial:
         self.num_changes += 1
 
     # -- after every command -----------------------------------------------------------------------------------------
-
-    def _earlier(self) -> AllocatorView:
-        assert self._before is not None
-        return self._before
 
     def _checks_orphans(self) -> bool:
         """Managers that can drop orphans are not told off for keeping them when the scenario says so."""

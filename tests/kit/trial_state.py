@@ -1,0 +1,135 @@
+"""What a trial knows while it plays: the manager, its view, the requests, and what the last command found."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import attrs
+from kvledger.testing import promises
+from kvledger.testing.commands import Command
+from kvledger.testing.content_model import ContentModel
+from kvledger.testing.failure import History, KitFailure
+from kvledger.testing.invariants import InvariantViolation
+from kvledger.testing.protocol import (
+    FoundPrefix,
+    Limits,
+    ManagerFactory,
+    NeverFitsError,
+    RefusedError,
+    capabilities_of,
+    name_of,
+    supports_of,
+)
+from kvledger.testing.scenario import Scenario
+from kvledger.testing.view import AllocatorView
+
+
+@attrs.define
+class TrialRequest:
+    """What the trial knows of a request.
+
+    Attributes:
+        tokens: every known token.
+        placed: the tokens that have slots, drafts included; empty while it holds nothing.
+        is_live: whether it holds blocks.
+        slots_asked: the most slots asked for since it holds blocks (or was truncated).
+        found: what its last lookup returned, and after how many changes that was.
+        lost_a_key: whether a block of it was evicted by id while it held it.
+    """
+
+    name: str
+    tokens: list[int]
+    placed: list[int] = attrs.field(factory=list[int])
+    is_live: bool = False
+    slots_asked: int = 0
+    found: FoundPrefix | None = None
+    found_after: int = 0
+    lost_a_key: bool = False
+
+    @property
+    def num_valid(self) -> int:
+        """Placed tokens that are known ones: where it goes on."""
+        for position, (placed, known) in enumerate(zip(self.placed, self.tokens, strict=False)):
+            if placed != known:
+                return position
+        return min(len(self.placed), len(self.tokens))
+
+    def end(self) -> None:
+        """It holds nothing any more."""
+        self.placed, self.is_live, self.slots_asked, self.lost_a_key = [], False, 0, False
+
+
+# A request, the position of its first new token, and how many there are.
+Step: TypeAlias = tuple[TrialRequest, int, int]
+
+
+class TrialState:
+    """The state of a trial, and how it asks the manager.
+
+    Attributes:
+        view: the state after the last command.
+        requests: every request that has arrived, by name.
+        stopped_by: the name of a waived promise that broke; the rest of the history is not played.
+    """
+
+    def __init__(self, make: ManagerFactory, scenario: Scenario, checks_state: bool = True) -> None:
+        self.scenario = scenario
+        self.supports = supports_of(make)
+        self._checks_state = checks_state
+        self.factory = name_of(make)
+        self.manager: Any = make(scenario)
+        self.capabilities = capabilities_of(self.manager)
+        self.commands: list[Command] = []
+        self.requests: dict[str, TrialRequest] = {}
+        self.model = ContentModel(scenario)
+        self.view: AllocatorView = self.manager.view()
+        self.num_changes = 0
+        self.stopped_by: str | None = None
+        self._before: AllocatorView | None = None
+        self._num_drafts = 0
+
+    def failure(self, violation: InvariantViolation) -> KitFailure:
+        """The broken promise with the history that broke it."""
+        history = History(self.scenario, tuple(self.commands), violation.name)
+        return KitFailure(history, violation, self.factory, self._before, self.view)
+
+    def live(self) -> list[str]:
+        """Requests that hold blocks."""
+        return [name for name, request in self.requests.items() if request.is_live]
+
+    def _ask(self, action: Callable[[], Any]) -> Any:
+        """The manager's answer, with `RefusedError` and `NeverFitsError` as values."""
+        try:
+            answer = action()
+        except (RefusedError, NeverFitsError) as refusal:
+            answer = refusal
+        except Exception as error:
+            self.view = self._view()
+            raise promises.NO_CRASH.broken(f"{type(error).__name__}: {error}") from error
+        self.view = self._view()
+        return answer
+
+    def _view(self) -> AllocatorView:
+        try:
+            return self.manager.view()
+        except Exception as error:
+            raise promises.NO_CRASH.broken(f"its state cannot be read: {type(error).__name__}: {error}") from error
+
+    def _unchanged(self, promise: promises.Promise = promises.REFUSAL_CHANGES_NOTHING) -> None:
+        assert self._before is not None
+        difference = promises.first_difference(self._before, self.view)
+        promise.require(difference is None, str(difference))
+
+    def _misuse(self, action: Callable[[], Any]) -> None:
+        """Refused or ignored, but never carried out."""
+        self._ask(action)
+        self._unchanged()
+
+    def _earlier(self) -> AllocatorView:
+        assert self._before is not None
+        return self._before
+
+    def _slots(self, end: int, limits: Limits) -> int:
+        return min(end + limits.num_lookahead_tokens, self.scenario.max_model_len)
+
+    def _is_fresh(self, request: TrialRequest) -> bool:
+        return request.found is not None and request.found_after == self.num_changes
