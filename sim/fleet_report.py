@@ -12,6 +12,14 @@ from .engine import NANOSECONDS
 from .metrics import Recorder
 from .quantile_sketch import QuantileSketch
 from .replay import MAX_REJECTIONS_SHOWN, ReplayReport, replay_report
+from .stats_figures import (
+    preemption_figures,
+    prefix_cache_figures,
+    request_figures,
+    share,
+    throughput_figures,
+    timing_figures,
+)
 from .tiers import TierStore
 
 MAX_SERIES_POINTS = 1024
@@ -47,24 +55,9 @@ def fleet_report(
     held_block_ns = sum(run.recorder.held_block_ns for run in runs)
     return attrs.evolve(
         first,
-        requests=_requests(stats),
-        prefix_cache={
-            "queries_tokens": stats.prefix_queries_tokens,
-            "hits_tokens": stats.prefix_hits_tokens,
-            "hit_rate": _share(stats.prefix_hits_tokens, stats.prefix_queries_tokens),
-            "readmission_queries_tokens": stats.readmission_queries_tokens,
-            "readmission_hits_tokens": stats.readmission_hits_tokens,
-            "readmission_shared_tokens": stats.readmission_shared_tokens,
-            **_with_tiers(runs, stats),
-        },
-        preemptions={
-            "total": stats.num_preemptions,
-            "max_per_request": stats.max_preemptions_per_request,
-            "recompute_tax": _share(stats.recomputed_tokens, stats.computed_tokens),
-            "recomputed_tokens": stats.recomputed_tokens,
-            "swapped_out_tokens": stats.swapped_out_tokens,
-            "swapped_in_tokens": stats.swapped_in_tokens,
-        },
+        requests=request_figures(stats),
+        prefix_cache={**prefix_cache_figures(stats), **_with_tiers(runs, stats)},
+        preemptions=preemption_figures(stats),
         kv_cache_usage={
             "mean": held_block_ns / (span * NANOSECONDS * usable_blocks * len(runs)),
             "max": max(run.recorder.max_held_blocks for run in runs) / usable_blocks,
@@ -75,19 +68,12 @@ def fleet_report(
             "itl_s": _merged(runs, lambda recorder: recorder.itl_ns),
             "e2e_s": _merged(runs, lambda recorder: recorder.e2e_ns),
         },
-        throughput={
-            "requests_per_s": stats.num_finished / span,
-            "output_tokens_per_s": sum(run.recorder.num_output_tokens for run in runs) / span,
-            "computed_tokens_per_s": stats.computed_tokens / span,
-        },
+        throughput=throughput_figures(stats, sum(run.recorder.num_output_tokens for run in runs), span),
         steps=num_steps,
         rejections=[reason for run in runs for reason in run.rejections][:MAX_REJECTIONS_SHOWN],
         series=_series(runs),
         replicas=[_replica(run, simulated_seconds) for run in runs],
-        timing={
-            "wall_seconds": wall_seconds,
-            "us_per_step": wall_seconds / num_steps * 1e6 if num_steps else 0.0,
-        },
+        timing=timing_figures(wall_seconds, num_steps),
     )
 
 
@@ -99,8 +85,8 @@ def _replica(run: ReplicaRun, simulated_seconds: float) -> dict[str, Any]:
     return {
         "replica": run.replica,
         "data_parallel_rank": run.data_parallel_rank,
-        "requests": _requests(stats),
-        "prefix_cache_hit_rate": _share(stats.prefix_hits_tokens, stats.prefix_queries_tokens),
+        "requests": request_figures(stats),
+        "prefix_cache_hit_rate": share(stats.prefix_hits_tokens, stats.prefix_queries_tokens),
         "queries_tokens": stats.prefix_queries_tokens,
         "hits_tokens": stats.prefix_hits_tokens,
         "preemptions": stats.num_preemptions,
@@ -124,16 +110,7 @@ def _with_tiers(runs: Sequence[ReplicaRun], stats: SchedulerStats) -> dict[str, 
     found = stats.prefix_hits_tokens + stats.external_hits_tokens
     return {
         "external_hits_tokens": stats.external_hits_tokens,
-        "hit_rate_with_tiers": _share(found, stats.prefix_queries_tokens),
-    }
-
-
-def _requests(stats: SchedulerStats) -> dict[str, int]:
-    return {
-        "total": stats.num_submitted + stats.num_rejected,
-        "finished": stats.num_finished,
-        "rejected": stats.num_rejected,
-        "aborted": stats.num_aborted,
+        "hit_rate_with_tiers": share(found, stats.prefix_queries_tokens),
     }
 
 
@@ -169,7 +146,3 @@ def _at(times: Sequence[float], values: Sequence[float], time: float) -> float:
     """The value of a step function at a time; 0 before its first sample."""
     place = bisect_right(times, time)
     return values[place - 1] if place else 0.0
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0

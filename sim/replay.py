@@ -22,6 +22,7 @@ from .request_record import RequestRecord
 from .run_histograms import RunHistograms
 from .run_listener import Broadcast, RunListener
 from .session_arrivals import SessionArrivals
+from .stats_figures import preemption_figures, prefix_cache_figures, request_figures, throughput_figures, timing_figures
 from .trace_keys import TraceKeySource
 from .traces.trace import Trace, TraceRequest
 from .vllm_metrics import Snapshot, take_snapshot
@@ -205,28 +206,9 @@ def replay_report(
     stats, config = scheduler.stats, scheduler.allocator.config
     span = simulated_seconds or 1.0
     return ReplayReport(
-        requests={
-            "total": stats.num_submitted + stats.num_rejected,
-            "finished": stats.num_finished,
-            "rejected": stats.num_rejected,
-            "aborted": stats.num_aborted,
-        },
-        prefix_cache={
-            "queries_tokens": stats.prefix_queries_tokens,
-            "hits_tokens": stats.prefix_hits_tokens,
-            "hit_rate": _share(stats.prefix_hits_tokens, stats.prefix_queries_tokens),
-            "readmission_queries_tokens": stats.readmission_queries_tokens,
-            "readmission_hits_tokens": stats.readmission_hits_tokens,
-            "readmission_shared_tokens": stats.readmission_shared_tokens,
-        },
-        preemptions={
-            "total": stats.num_preemptions,
-            "max_per_request": stats.max_preemptions_per_request,
-            "recompute_tax": _share(stats.recomputed_tokens, stats.computed_tokens),
-            "recomputed_tokens": stats.recomputed_tokens,
-            "swapped_out_tokens": stats.swapped_out_tokens,
-            "swapped_in_tokens": stats.swapped_in_tokens,
-        },
+        requests=request_figures(stats),
+        prefix_cache=prefix_cache_figures(stats),
+        preemptions=preemption_figures(stats),
         kv_cache_usage={
             "mean": recorder.mean_held_blocks() / (config.num_blocks - 1),
             "max": recorder.max_held_blocks / (config.num_blocks - 1),
@@ -237,11 +219,7 @@ def replay_report(
             "itl_s": recorder.itl_ns.summary(NANOSECONDS),
             "e2e_s": recorder.e2e_ns.summary(NANOSECONDS),
         },
-        throughput={
-            "requests_per_s": stats.num_finished / span,
-            "output_tokens_per_s": recorder.num_output_tokens / span,
-            "computed_tokens_per_s": stats.computed_tokens / span,
-        },
+        throughput=throughput_figures(stats, recorder.num_output_tokens, span),
         simulated_seconds=simulated_seconds,
         steps=recorder.num_steps,
         assumptions={
@@ -259,12 +237,5 @@ def replay_report(
         rejections=rejections[:MAX_REJECTIONS_SHOWN],
         series=recorder.series.columns(),
         snapshot=take_snapshot(scheduler, recorder) if recorder.histograms is not None else None,
-        timing={
-            "wall_seconds": wall_seconds,
-            "us_per_step": wall_seconds / recorder.num_steps * 1e6 if recorder.num_steps else 0.0,
-        },
+        timing=timing_figures(wall_seconds, recorder.num_steps),
     )
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
