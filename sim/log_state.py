@@ -41,25 +41,6 @@ def state_as_dict(state: LedgerState) -> dict[str, Any]:
     }
 
 
-def differences(one: LedgerState, other: LedgerState) -> list[str]:
-    """Which parts of two states differ, and how, one line each; empty for equal states."""
-    mine, theirs = one.snapshot(), other.snapshot()
-    return [f"{name}: {_first_difference(mine[name], theirs[name])}" for name in mine if mine[name] != theirs[name]]
-
-
-def _first_difference(mine: Any, theirs: Any) -> str:
-    if isinstance(mine, dict) and isinstance(theirs, dict):
-        for key in [*mine, *(key for key in theirs if key not in mine)]:
-            if mine.get(key) != theirs.get(key):
-                return f"{key}: {_first_difference(mine.get(key), theirs.get(key))}"
-    if isinstance(mine, list) and isinstance(theirs, list):
-        for place, (a, b) in enumerate(zip(mine, theirs, strict=False)):
-            if a != b:
-                return f"[{place}]: {_first_difference(a, b)}"
-        return f"{len(mine)} entries and {len(theirs)}"
-    return f"{mine!r} and {theirs!r}"
-
-
 def print_state(commit: int, state: dict[str, Any]) -> None:
     """The tables of `kvledger log at` (`state` is what `state_as_dict` returned)."""
     from .console import console, percent, table

@@ -70,11 +70,6 @@ class Recorder:
         """A request was accepted; its `arrival` (seconds) starts its clock."""
         self._arrival_ns[request.request_id] = round(request.arrival * 1e9)
 
-    def aborted(self, request_id: str) -> None:
-        """A request will not come back."""
-        self._arrival_ns.pop(request_id, None)
-        self._away.pop(request_id, None)
-
     def apply(self, commit: Commit) -> None:
         """Follow requests into and out of rows; a preempted one keeps its times."""
         for event in commit.events:
