@@ -231,3 +231,15 @@ def test_auto_is_the_dtype_of_the_model() -> None:
     assert cache_format("auto", "bfloat16").dtype == "bf16"
     with pytest.raises(InputError, match="no model dtype was given"):
         cache_format("auto")
+
+
+@pytest.mark.parametrize(
+    ("spec", "max_memory_bytes"),
+    [
+        (FULL, 8192 // 16 * 65_536),  # a block for every 16 tokens
+        (SLIDING, (-(-(127 + 2048) // 16) + 1) * 32_768),  # a window and what is in flight, and one block astride
+    ],
+)
+def test_the_worst_case_of_a_request_is_whole_blocks(spec: KVCacheSpec, max_memory_bytes: int) -> None:
+    limits = ServingLimits(max_model_len=8192, max_in_flight_tokens=2048)
+    assert spec.max_memory_usage_bytes(limits) == max_memory_bytes
