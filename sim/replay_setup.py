@@ -14,6 +14,7 @@ from ..core.errors import InputError
 from ..core.hybrid_waste import hybrid_waste
 from ..core.model_geometry import load_geometry
 from ..core.types import LatencyModel
+from ..core.weight_quantization import scheme_by_name
 from .devices import find_device
 from .latency import LinearLatency
 from .latency_table import TableLatency
@@ -37,6 +38,7 @@ class PoolOptions:
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    quantization: str | None = None
     kv_cache_dtype: str = "auto"
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
@@ -58,6 +60,7 @@ class Pool:
         allocator: sizes, groups and rules.
         plan: how the planner came to it; None without a model.
         gpu: the device preset; None without a model.
+        weights_dtype: as given, `auto`: what the model's config says.
         facts: what goes into the report's assumptions.
     """
 
@@ -65,6 +68,7 @@ class Pool:
     plan: DeploymentPlan | None
     gpu: str | None
     facts: dict[str, Any]
+    weights_dtype: str = "auto"
 
 
 def make_pool(options: PoolOptions) -> Pool:
@@ -80,7 +84,13 @@ def make_pool(options: PoolOptions) -> Pool:
     if plan.refusal is not None:
         raise plan.refusal
     allocator = allocator_of_plan(plan, watermark_blocks=options.watermark_blocks, eviction=options.eviction)
-    return Pool(allocator=allocator, plan=plan, gpu=options.gpu, facts=_facts(options, plan))
+    return Pool(
+        allocator=allocator,
+        plan=plan,
+        gpu=options.gpu,
+        facts=_facts(options, plan),
+        weights_dtype=options.quantization or "auto",
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -137,7 +147,7 @@ def _linear(options: LatencyOptions) -> LatencyModel:
 def _roofline(pool: Pool) -> LatencyModel:
     if pool.plan is None or pool.gpu is None:
         raise InputError("--latency roofline needs --model and --gpu: it is worked out from both")
-    return roofline_of_plan(pool.plan, find_device(pool.gpu))
+    return roofline_of_plan(pool.plan, find_device(pool.gpu), pool.weights_dtype)
 
 
 def _with_swapping(model: LatencyModel, options: LatencyOptions, pool: Pool) -> LatencyModel:
@@ -164,8 +174,11 @@ def _pool_of_given_size(options: PoolOptions) -> Pool:
             "how large is the pool? Give --model and --gpu to have it planned, or --num-gpu-blocks-override N (blocks "
             "of --block-size tokens)"
         )
-    if options.kv_cache_dtype != "auto" or options.tensor_parallel_size != 1 or options.pipeline_parallel_size != 1:
-        raise InputError("--kv-cache-dtype and the parallel sizes have no effect without --model; leave them out")
+    of_a_model = options.kv_cache_dtype != "auto" or options.quantization is not None
+    if of_a_model or options.tensor_parallel_size != 1 or options.pipeline_parallel_size != 1:
+        raise InputError(
+            "--kv-cache-dtype, --quantization and the parallel sizes have no effect without --model; leave them out"
+        )
     block_size = options.block_size or DEFAULT_BLOCK_SIZE
     held_tokens = (options.num_gpu_blocks_override - 1) * block_size
     allocator = AllocatorConfig(
@@ -199,6 +212,8 @@ def _deployment(options: PoolOptions) -> Deployment:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_concurrent_batches=options.pipeline_parallel_size,
+        quantization=None if options.quantization is None else scheme_by_name(options.quantization),
+        ignore_config_quantization=options.quantization == "none",
         kv_cache_dtype=options.kv_cache_dtype,
         block_size=options.block_size,
         state_cache_mode="align" if geometry.has_states and options.enable_prefix_caching else None,

@@ -129,11 +129,14 @@ def weights_format(geometry: ModelGeometry, weights_dtype: str) -> tuple[int, Qu
 
     Args:
         geometry: the model.
-        weights_dtype: a dtype (`bf16`), a scheme (`fp8`, `int4`, `mxfp4`, ...), or `auto`: what the config says.
+        weights_dtype: a dtype (`bf16`), a scheme (`fp8`, `int4`, `mxfp4`, ...; `none`), or `auto`: what the config
+            says.
 
     Raises:
         InputError: neither, or `auto` where the config names no dtype.
     """
+    if weights_dtype == "none":  # unquantised, whatever the config says
+        return _model_bits(geometry), None
     if weights_dtype in quantization_schemes():
         return _model_bits(geometry), quantization_schemes()[weights_dtype]
     if weights_dtype != "auto":

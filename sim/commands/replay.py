@@ -45,6 +45,9 @@ def replay(
     ] = 0.9,
     tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "-tp", help="GPUs a layer.")] = 1,
     pipeline_parallel_size: Annotated[int, typer.Option("--pipeline-parallel-size", "-pp", help="Stages.")] = 1,
+    quantization: Annotated[
+        str | None, typer.Option(help="Weights: none, fp8, int8, int4, ...; the model's own unless given.")
+    ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="Storage of keys and values.")] = "auto",
     kv_cache_memory_bytes: Annotated[
         str | None, typer.Option(help="Bytes for the KV cache per GPU, instead of the utilization.")
@@ -166,6 +169,7 @@ def replay(
             gpu_memory_utilization=gpu_memory_utilization,
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
+            quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
             kv_cache_memory_bytes=None
             if kv_cache_memory_bytes is None

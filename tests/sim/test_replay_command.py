@@ -110,3 +110,13 @@ def test_the_tables_fit_80_columns() -> None:
     assert done.returncode == 0
     assert "TTFT" in done.stdout
     assert "prefix-cache hit rate" in done.stdout
+
+
+def test_quantized_weights_leave_more_blocks_and_shorten_the_prompts() -> None:
+    options = ("--workload", "conversation", "--limit", "20", "--rate-scale", "0.1", "--block-size", "64")
+    model = ("--model", "llama-3.1-70b", "--gpu", "H100", "--tensor-parallel-size", "4")
+    plain, fp8 = (document(*options, *model, "--quantization", scheme) for scheme in ("none", "fp8"))
+    assert fp8["assumptions"]["num_blocks"] > plain["assumptions"]["num_blocks"]
+    assert fp8["ttft_s"]["p50"] < plain["ttft_s"]["p50"]
+    assert fp8["assumptions"]["model"] == "llama-3.1-70b, weights fp8, KV cache auto"
+    assert document(*options, *model)["ttft_s"] == plain["ttft_s"]
