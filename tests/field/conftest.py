@@ -1,4 +1,4 @@
-"""What the allocator's field reports share: a ledger of a given number of usable blocks, driven by token lists."""
+"""What field reports share: a ledger, a scheduler and a simulated engine of a given size, driven by hand."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +7,11 @@ import pytest
 from kvledger.core import AllocatorConfig, CacheKind, EventLog, FullAttention, KVCacheAllocator, PrefixMatch, Request
 from kvledger.core.block_hash import block_hasher
 from kvledger.core.extra_keys import ExtraKeys
+from kvledger.core.scheduler import Scheduler
+from kvledger.core.scheduler_config import SchedulerConfig
 from kvledger.core.token_key_source import TokenKeySource
+from kvledger.core.types import StepLoad
+from kvledger.sim.trace_keys import TraceKeySource
 
 
 class DrivenLedger:
@@ -54,3 +58,82 @@ class DrivenLedger:
 @pytest.fixture
 def ledger_of() -> Callable[..., DrivenLedger]:
     return DrivenLedger
+
+
+class DrivenScheduler(Scheduler):
+    """A scheduler over a pool of `num_blocks`, the null block among them, and requests made from lengths."""
+
+    def __init__(self, num_blocks: int, *, caching: bool = True, **limits: Any) -> None:
+        allocator = KVCacheAllocator(
+            AllocatorConfig(
+                num_blocks=num_blocks,
+                groups=[FullAttention(16)],
+                max_model_len=1 << 16,
+                max_num_reqs=64,
+                enable_caching=caching,
+            )
+        )
+        super().__init__(SchedulerConfig(**{"max_num_seqs": 64, **limits}), allocator)
+
+    def submit_new(self, name: str, prompt: int, output: int, ordinal: int | None = None, **more: Any) -> None:
+        """A request of so many tokens; with an ordinal it has keys, and shares no content with any other ordinal."""
+        keys = None if ordinal is None else TraceKeySource(None, prompt, ordinal, 16, None)
+        self.submit(Request(name, prompt, output, keys, **more))
+
+    def run_to_the_end(self, max_steps: int = 10_000) -> int:
+        """Steps until nothing is left; every step computes something, or the scheduler is stuck."""
+        steps = 0
+        while self.has_unfinished:
+            step = self.schedule()
+            assert step is not None and step.batch.num_tokens > 0
+            self.complete(step)
+            steps += 1
+            assert steps < max_steps
+        return steps
+
+
+@pytest.fixture
+def scheduler_of() -> Callable[..., DrivenScheduler]:
+    return DrivenScheduler
+
+
+class Scripted:
+    """Steps that take the seconds they are told to, one after the other, then 0.1."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds = list(seconds)
+
+    def step_seconds(self, load: StepLoad) -> float:
+        return self.seconds.pop(0) if self.seconds else 0.1
+
+    def assumptions(self) -> dict[str, Any]:
+        return {}
+
+
+def simulate(
+    *requests: tuple[float, int, int],
+    num_blocks: int = 100,
+    step_seconds: Sequence[float] | None = None,
+    macro_steps: bool = True,
+) -> dict[str, Any]:
+    """The report of a replay of (arrival in seconds, prompt tokens, output tokens); a step takes 0.1 s unless told."""
+    from kvledger.sim.latency import LinearLatency
+    from kvledger.sim.replay import replay
+    from kvledger.sim.traces import TraceRequest
+
+    trace = [TraceRequest(*request, None, place) for place, request in enumerate(requests, 1)]
+    return replay(
+        trace,
+        allocator=AllocatorConfig(
+            num_blocks=num_blocks, groups=[FullAttention(16)], max_model_len=4096, max_num_reqs=16, retention_interval=0
+        ),
+        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256),
+        latency=LinearLatency(0.1, 0.0, 0.0) if step_seconds is None else Scripted(*step_seconds),
+        trace_block_size=32,
+        macro_steps=macro_steps,
+    ).to_json()
+
+
+@pytest.fixture
+def simulated() -> Callable[..., dict[str, Any]]:
+    return simulate

@@ -1,4 +1,4 @@
-"""Field reports on where the memory went: A02, A10 to A15, A17 and D05, by their exact integers."""
+"""Field reports on where the memory went: A02, A10 to A15 and A17, by their exact integers."""
 
 from fractions import Fraction
 from typing import Any
@@ -8,7 +8,6 @@ import pytest
 from kvledger.core.deployment import Deployment, GivenMemory
 from kvledger.core.deployment_plan import DeploymentPlan, plan_deployment
 from kvledger.core.diagnosis import one_request_does_not_fit
-from kvledger.core.errors import InputError
 from kvledger.core.largest_fitting import fitting_values
 from kvledger.core.memory_budget import (
     BudgetSemantics,
@@ -24,7 +23,6 @@ from kvledger.core.memory_probe import MemoryProfile, MemorySnapshot
 from kvledger.core.memory_sizing import SizingOptions, determine_available_memory, graph_utilizations, largest_fitting
 from kvledger.core.model_geometry import builtin_geometry, geometry_from_description
 from kvledger.core.remedies import minimum_tensor_parallel_size
-from kvledger.core.weight_quantization import quantization_schemes
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -360,75 +358,6 @@ def test_a17_one_gpu_is_62_gib_short_and_two_are_the_fewest() -> None:
     diagnosis = one_request_does_not_fit(plan_deployment(estimated))
     assert diagnosis.row == "weights"
     assert any("smallest --tensor-parallel-size that fits: 2" in finding for finding in diagnosis.findings)
-
-
-# D05: simulators derived capacity without activations, and defaults stood in for what was not given.
-
-
-def d05(activation: str | None) -> DeploymentPlan:
-    rest = GivenMemory(
-        weights_bytes=gib("14.9585"),
-        non_torch_bytes=0,
-        activation_bytes=0 if activation is None else gib(activation),
-    )
-    return plan_deployment(deployment(24 * GIB, rest))
-
-
-def test_d05_a_pool_without_the_activation_line_is_31_percent_too_large() -> None:
-    assert d05(None).num_blocks == 3_400
-    assert d05("1.586").num_blocks == 2_588
-    assert d05("1.586").pool.kv_cache_size_tokens == 41_408
-    assert round((3_400 / 2_588 - 1) * 100, 1) == 31.4
-
-
-def test_d05_the_activation_line_is_estimated_and_shown_where_it_is_not_given() -> None:
-    plan = plan_deployment(
-        Deployment(
-            geometry=builtin_geometry("llama-3.1-8b"),
-            total_bytes=24 * GIB,
-            free_bytes=24 * GIB,
-            utilization=0.9,
-            max_model_len=8192,
-            max_num_seqs=256,
-            max_num_batched_tokens=8192,
-        )
-    )
-    row = plan.stages[0].ledger.row("peak activation")
-    assert row.source.value == "estimate"
-    assert row.low_bytes < row.num_bytes < row.high_bytes
-    assert "256 requests x 128,256 vocabulary" in row.formula
-
-
-@pytest.mark.parametrize(("block_size", "num_blocks"), [(16, 17_600), (64, 4_400)])
-def test_d05_the_same_memory_is_fewer_blocks_of_more_tokens(block_size: int, num_blocks: int) -> None:
-    given = GivenMemory(weights_bytes=15 * GIB, non_torch_bytes=0, activation_bytes=0)
-    asked = deployment(80 * GIB, given, kv_cache_memory_bytes=17_600 * 2 * MIB, block_size=block_size)
-    plan = plan_deployment(asked)
-    assert (plan.num_blocks, plan.pool.kv_cache_size_tokens) == (num_blocks, 281_600)
-
-
-def test_d05_nothing_given_is_an_error_and_no_million_blocks() -> None:
-    with pytest.raises(InputError, match="--weights-bytes"):
-        plan_deployment(deployment(24 * GIB, GivenMemory()))
-
-
-def test_d05_a_model_too_large_for_its_gpus_names_the_fewest_that_do() -> None:
-    asked = Deployment(
-        geometry=builtin_geometry("llama-3.1-405b"),
-        total_bytes=gib("79.19"),
-        free_bytes=gib("79.19"),
-        utilization=0.9,
-        tensor_parallel_size=8,
-        max_model_len=8192,
-        max_num_seqs=128,
-        max_num_batched_tokens=8192,
-    )
-    diagnosis = one_request_does_not_fit(plan_deployment(asked))
-    fewest = {remedy.option: remedy.value for remedy in diagnosis.remedies}["--tensor-parallel-size"]
-    assert plan_deployment(attrs.evolve(asked, tensor_parallel_size=int(fewest))).fits
-    assert not plan_deployment(attrs.evolve(asked, tensor_parallel_size=int(fewest) // 2)).fits
-    quantised = attrs.evolve(asked, quantization=quantization_schemes()["fp8"])
-    assert plan_deployment(quantised).fits
 
 
 def test_a10_the_largest_utilization_is_floored_to_three_places() -> None:

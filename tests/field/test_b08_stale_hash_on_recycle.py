@@ -1,5 +1,8 @@
 """B08: a block that is taken for new content loses its old key, and says so before it gets a new one."""
 
+from kvledger.backends.sinks.kv_event_encoder import KVEventEncoder
+from kvledger.backends.sinks.kv_events import BlockRemoved, BlockStored
+from kvledger.backends.sinks.request_content import ContentRegistry, ListedTokens, RequestContent
 from kvledger.core.events import BlocksAllocated, BlocksCached
 
 
@@ -24,3 +27,20 @@ def test_b08_a_recycled_block_is_found_by_its_new_content_alone(ledger_of) -> No
     assert kinds.index(BlocksAllocated) < kinds.index(BlocksCached)
     assert sorted(taken.lost_keys) == sorted(old_keys)
     assert list(cached.keys) == new_keys
+
+
+def test_b08_two_removals_precede_the_store_on_the_wire(ledger_of) -> None:
+    ledger = ledger_of(num_usable_blocks=2, block_size=4)
+    contents = ContentRegistry()
+    keys = {}
+    for name, tokens in (("a", range(8)), ("b", range(50, 58))):
+        request = ledger.request(name, tokens)
+        contents.add(name, RequestContent(ListedTokens(list(tokens)), request.keys))
+        keys[name] = request.keys.keys(0, 2)
+        ledger.admit(request)
+        ledger.allocator.free(name)
+    encoder = KVEventEncoder(contents)
+    events = [event for commit in ledger.log for event in encoder.encode(commit)]
+    assert [type(event) for event in events] == [BlockStored, BlockRemoved, BlockRemoved, BlockStored]
+    assert {hashed for event in events[1:3] for hashed in event.block_hashes} == set(keys["a"])
+    assert events[3].block_hashes == keys["b"]
