@@ -138,7 +138,8 @@ class KVCacheAllocator(LedgerWriter):
 
         Args:
             request: whose tokens; `num_tokens` bounds what is registered.
-            num_new_tokens: tokens to be computed, drafts included.
+            num_new_tokens: tokens to be computed, drafts included. 0 where external tokens are to be waited for: then
+                no block of the request becomes findable before its next command.
             match: what `match_prefix` found, for a request that holds nothing yet; its blocks are adopted first.
             num_computed_tokens: where the new tokens start, if not behind the last ones (rejected drafts).
             num_external_tokens: tokens behind the hit whose keys and values come from elsewhere (host memory, another
@@ -160,8 +161,8 @@ class KVCacheAllocator(LedgerWriter):
         state = self.state
         row = state.row_of.get(request.request_id)
         hits = self._checks.match(request, row, match)
-        self._checks.counts(num_new_tokens, 0, num_lookahead_tokens, reserved_blocks)
         self._checks.external(request, match, num_external_tokens)
+        self._checks.counts(num_new_tokens or min(num_external_tokens, 1), 0, num_lookahead_tokens, reserved_blocks)
         start = (0 if row is None else state.placed[row]) if num_computed_tokens is None else num_computed_tokens
         self._checks.start(row, request.request_id, start)
         found = (match.num_hit_tokens if match else 0) + num_external_tokens
@@ -179,7 +180,9 @@ class KVCacheAllocator(LedgerWriter):
             self._admission.check_can_ever_hold(request, row, sum(needs))
             return None
 
-        if self.config.enable_caching:
+        # What is still to be copied in must not be found: another request would read it too early.
+        registers = self.config.enable_caching and num_new_tokens > 0
+        if registers:
             self._registrar.ask_for_keys(request, row, hits, total, min(end, request.num_tokens))
         events: list[Event] = []
         if row is None:
@@ -203,11 +206,12 @@ class KVCacheAllocator(LedgerWriter):
                 taken.append(blocks)
             else:
                 taken.append(())
-        if self.config.enable_caching:
+        if registers:
             self._register([row], [min(end, request.num_tokens)], events)
         if num_external_tokens:
             events.append(self._emit(TokensPlaced((row,), (written_from,), (num_external_tokens,))))
-        events.append(self._emit(TokensPlaced((row,), (total,), (end - total,))))
+        if num_new_tokens:
+            events.append(self._emit(TokensPlaced((row,), (total,), (end - total,))))
         self._commit(events)
         return tuple(taken)
 

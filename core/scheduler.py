@@ -1,6 +1,6 @@
 """Which requests compute how many tokens in the next step: continuous batching as vLLM V1 does it. Knows no clock."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import attrs
 import numpy as np
@@ -8,11 +8,12 @@ from numpy.typing import NDArray
 
 from .allocator import KVCacheAllocator, Rows
 from .errors import DoesNotFitError, InputError, MisuseError
+from .kv_transfers import IncomingTransfer, IncomingTransfers
 from .prefix_match import PrefixMatch
 from .scheduler_config import SchedulerConfig
 from .scheduler_stats import SchedulerStats
 from .swap_space import SwapSpace
-from .types import ExternalTokens, Request, ScheduledStep, StepLoad, TokenBatch
+from .types import ExternalTokens, RemoteTokens, Request, ScheduledStep, StepLoad, TokenBatch
 from .waiting_queue import WaitingQueue, make_waiting_queue
 
 
@@ -43,7 +44,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, allocator: KVCacheAllocator, external: ExternalTokens | None = None
+        self,
+        config: SchedulerConfig,
+        allocator: KVCacheAllocator,
+        external: ExternalTokens | None = None,
+        remote: RemoteTokens | None = None,
+        keeps_blocks_of: Callable[[Request], bool] | None = None,
     ) -> None:
         """Start without requests.
 
@@ -51,6 +57,9 @@ class Scheduler:
             config: batch limits and policies.
             allocator: the ledger; no other scheduler writes in it.
             external: where tokens behind a hit may be copied in from, besides the swap space.
+            remote: whose tokens a request waits for before its first step. It holds its blocks and its row meanwhile
+                and cannot be preempted; `received` ends the wait.
+            keeps_blocks_of: asked of each request that finishes: whether its blocks stay until they are `sent`.
 
         Raises:
             InputError: limits that contradict each other.
@@ -65,8 +74,13 @@ class Scheduler:
                 f"max_num_seqs {config.max_num_seqs} exceeds the allocator's {allocator.config.max_num_reqs} rows "
                 "(max_num_reqs)"
             )
+        if external is not None and remote is not None:
+            raise InputError("tokens come from an external cache or from another engine, not from both")
         self.config = config
         self._external = external
+        self._remote = remote
+        self._incoming = IncomingTransfers()
+        self._keeps_blocks_of = keeps_blocks_of
         self.allocator = allocator
         self.stats = SchedulerStats()
         self.waiting: WaitingQueue = make_waiting_queue(config.policy)
@@ -108,7 +122,7 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         """Whether any submitted request is still to end."""
-        return bool(self._num_running or len(self.waiting))
+        return bool(self._num_running or len(self.waiting) or len(self._incoming))
 
     def request_in(self, row: int) -> Request:
         """The running request in a row."""
@@ -131,7 +145,7 @@ class Scheduler:
             DoesNotFitError: its prompt and `max_tokens` can never be held; it is counted as rejected (D01).
             MisuseError: a request of this id is still there.
         """
-        if request.request_id in self._requests:
+        if request.request_id in self._requests or request.request_id in self._incoming:
             raise MisuseError(f"a request {request.request_id!r} is still being served")
         try:
             # The last output token is never computed, so it needs no slot.
@@ -160,18 +174,32 @@ class Scheduler:
         if self.allocator.holds(request_id):
             row = self.allocator.row_of(request_id)
             self._leave_running([row])
-            self.allocator.abort(request_id)
+            if not self._incoming.abort(request_id):
+                self.allocator.abort(request_id)
         else:
             self.waiting.remove(request)
         self._forget(request_id)
         self.stats.num_aborted += 1
         return True
 
+    def received(self, request_id: str) -> None:
+        """The copy that `RemoteTokens.begin` was asked for has ended: the request runs as soon as there is a place."""
+        if not self._incoming.end(request_id):
+            self.allocator.abort(request_id)
+
+    def sent(self, request_id: str) -> None:
+        """The blocks that a finished request kept were read by another engine: give them back."""
+        self.allocator.free(request_id)
+
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep | None:
         """Decide and allocate the next step; None when nothing can be computed now."""
         self._swapped_blocks = 0
+        while self._incoming.are_there and self._num_running < self.config.max_num_seqs:
+            transfer = self._incoming.next_there()
+            self._enter_running(transfer.request, transfer.row)
+            self._computed[transfer.row] = transfer.num_found_tokens
         rows, firsts, counts, preempted = self._schedule_running()
         self._preempted_in_step = preempted
         if not preempted and len(self.waiting):
@@ -432,9 +460,17 @@ class Scheduler:
         """Admit waiting requests in order until tokens, sequences or blocks run out, and add them to the batch."""
         budget = self.config.max_num_batched_tokens - int(counts.sum())
         admitted: list[tuple[int, int, int]] = []
-        while budget > 0 and len(self.waiting) and self._num_running < self.config.max_num_seqs:
+        free_rows = self.allocator.state.free_rows
+        while budget > 0 and len(self.waiting) and self._num_running < self.config.max_num_seqs and free_rows:
             request = self.waiting.head()
             match = self.allocator.match_prefix(request)
+            remote = self._num_remote_tokens(request, match)
+            if remote:
+                if not self._try_to_admit(request, match, 0, remote):
+                    break
+                self.waiting.pop()
+                self._begin_transfer(request, match, remote)
+                continue
             # What a swap kept beyond the hit is copied back, not computed.
             external = max(self._swap_space.num_tokens_of(request.request_id) - match.num_hit_tokens, 0)
             if self._external is not None:
@@ -444,7 +480,9 @@ class Scheduler:
             if not num_new_tokens or not self._try_to_admit(request, match, num_new_tokens, external):
                 break
             self.waiting.pop()
-            row = self._enter_running(request, match, external)
+            row = self.allocator.row_of(request.request_id)
+            self._enter_running(request, row)
+            self._note_admission(request, row, match, external)
             admitted.append((row, found, num_new_tokens))
             budget -= num_new_tokens
         if not admitted:
@@ -455,6 +493,19 @@ class Scheduler:
             np.concatenate([firsts, more[:, 1]]),
             np.concatenate([counts, more[:, 2]]),
         )
+
+    def _num_remote_tokens(self, request: Request, match: PrefixMatch) -> int:
+        """What a new request waits for; one that was preempted computes anew what its engine does not find."""
+        if self._remote is None or request.request_id in self._lost_tokens:
+            return 0
+        return self._remote.num_tokens_after(request, match.num_hit_tokens)
+
+    def _begin_transfer(self, request: Request, match: PrefixMatch, num_tokens: int) -> None:
+        row = self.allocator.row_of(request.request_id)
+        self._note_admission(request, row, match, num_tokens)
+        self._incoming.begin(IncomingTransfer(request, row, match.num_hit_tokens + num_tokens))
+        if self._remote is not None:
+            self._remote.begin(request, num_tokens)
 
     def _first_chunk(self, wanted: int, budget: int) -> int:
         """Tokens of a new request in this step; 0 if it must wait for a step with more room."""
@@ -489,13 +540,14 @@ class Scheduler:
         )
         return taken is not None
 
-    def _enter_running(self, request: Request, match: PrefixMatch, external: int) -> int:
-        row = self.allocator.row_of(request.request_id)
+    def _enter_running(self, request: Request, row: int) -> None:
         self._running[self._num_running] = row
         self._num_running += 1
         self._request_in[row] = request
         self._known[row] = request.num_tokens
         self._remaining[row] = request.max_tokens - request.num_output_tokens
+
+    def _note_admission(self, request: Request, row: int, match: PrefixMatch, external: int) -> None:
         stats = self.stats
         lost = self._lost_tokens.pop(request.request_id, None)
         if lost is not None:
@@ -514,7 +566,6 @@ class Scheduler:
             stats.external_hits_tokens += external
             stats.prefix_queries_tokens += request.num_tokens
             stats.prefix_hits_tokens += match.num_hit_tokens
-        return row
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------
 
@@ -532,7 +583,8 @@ class Scheduler:
     def _finish(self, row: int) -> Request:
         request = self.request_in(row)
         request.num_output_tokens = int(self._known[row]) - request.num_prompt_tokens
-        self.allocator.free(request.request_id)
+        if self._keeps_blocks_of is None or not self._keeps_blocks_of(request):
+            self.allocator.free(request.request_id)
         del self._requests[request.request_id]
         self._forget(request.request_id)
         self.stats.num_finished += 1

@@ -205,6 +205,23 @@ class ExternalTokens(Protocol):
         ...
 
 
+class RemoteTokens(Protocol):
+    """Keys and values that another engine has computed. They are copied in while the request waits, its blocks held."""
+
+    def num_tokens_after(self, request: Request, num_hit_tokens: int) -> int:
+        """How many tokens behind a hit of `num_hit_tokens` the other engine holds; at least one stays to compute.
+
+        Asked right before the request's allocation is tried; changes nothing.
+        """
+        ...
+
+    def begin(self, request: Request, num_tokens: int) -> None:
+        """The request holds blocks for so many of them: copy. At the end, and not before this call has returned, tell
+        the scheduler that they were `received`.
+        """
+        ...
+
+
 class Backend(EventSink, Protocol):
     """Something that does what the events say, in simulated or in real memory."""
 
