@@ -1,0 +1,203 @@
+"""Reads keys and values back by block table: the inverse of the write. The twin of the Triton kernel."""
+
+import attrs
+import torch
+from torch import Tensor
+
+from .checks import MAX_LISTED, check, check_scale, check_vector, describe
+from .concat_and_cache_mla import check_mla_cache
+from .fp8 import dequantize
+from .reshape_and_cache import classic_pair, flash_pair
+from .scales import warn_of_missing_scale
+
+
+@attrs.frozen(eq=False)
+class BlockTableRows:
+    """Which tokens are read: rows of one group's block table, and the size of its entries.
+
+    Attributes:
+        block_table: int32 `[max_num_reqs, max_num_blocks_per_req]`.
+        rows: int32 `[num_seqs]`; -1 is a padding sequence.
+        block_size: tokens of one table entry, a multiple of the cache's own block size.
+    """
+
+    block_table: Tensor
+    rows: Tensor
+    block_size: int
+
+
+def check_table(
+    block_table: Tensor, rows: Tensor, block_size: int | None, cache: Tensor, num_dims_before: int = 1
+) -> BlockTableRows:
+    """Check the table against a cache with the slot's dimensions first."""
+    device, kernel_block_size = cache.device, cache.shape[num_dims_before]
+    block_size = kernel_block_size if block_size is None else block_size
+    check(
+        block_table.dim() == 2
+        and block_table.dtype == torch.int32
+        and block_table.device == device
+        and block_table.numel() > 0
+        and (block_table.stride(1) == 1 or block_table.shape[1] == 1),
+        f"block_table must be int32 [max_num_reqs, max_num_blocks_per_req] with dense rows on {device}, and not empty: "
+        f"{describe(block_table)}",
+    )
+    check_vector(rows, torch.int32, "rows", device)
+    check(
+        block_size > 0 and block_size % kernel_block_size == 0,
+        f"a table entry of {block_size} tokens is not a multiple of the cache's blocks of {kernel_block_size}",
+    )
+    return BlockTableRows(block_table, rows, block_size)
+
+
+def check_gather(
+    table: BlockTableRows,
+    cu_seqlens: Tensor,
+    first_positions: Tensor | None,
+    num_tokens: int,
+    checked: bool,
+) -> None:
+    """Check one call; in checked mode also that all positions are inside the table, which waits for the device."""
+    device, num_seqs = table.rows.device, len(table.rows)
+    check_vector(cu_seqlens, torch.int32, "cu_seqlens", device)
+    check(len(cu_seqlens) == num_seqs + 1, f"{num_seqs} rows need {num_seqs + 1} cu_seqlens, not {len(cu_seqlens)}")
+    check(num_tokens >= 0, f"num_tokens is {num_tokens}; it is what cu_seqlens ends with")
+    if first_positions is not None:
+        check_vector(first_positions, torch.int64, "first_positions", device)
+        check(len(first_positions) == num_seqs, f"{num_seqs} rows, but {len(first_positions)} first positions")
+    if not checked:
+        return
+    starts = cu_seqlens.tolist()
+    check(
+        starts[0] == 0 and starts[-1] == num_tokens and starts == sorted(starts),
+        f"cu_seqlens must rise from 0 to num_tokens = {num_tokens}: {starts[:MAX_LISTED]}",
+    )
+    firsts = [0] * num_seqs if first_positions is None else first_positions.tolist()
+    spans = zip(table.rows.tolist(), firsts, starts, starts[1:], strict=False)
+    check_positions(table, [(row, first, first + end - begin) for row, first, begin, end in spans])
+
+
+def check_positions(table: BlockTableRows, spans: list[tuple[int, int, int]]) -> None:
+    """Every (row, first position, end) lies inside the block table (field report F04: a page holds no more)."""
+    num_rows, width = table.block_table.shape
+    capacity = width * table.block_size
+    wrong = [span for span in spans if span[0] >= num_rows or span[1] < 0 or (span[0] >= 0 and span[2] > capacity)]
+    check(
+        not wrong,
+        f"(row, first position, end) {wrong[:MAX_LISTED]} lie outside a block table of {num_rows} rows of {width} "
+        f"blocks of {table.block_size} tokens",
+    )
+
+
+def check_read_scales(
+    cache: Tensor, dtype: torch.dtype | None, scales: dict[str, Tensor | None], checked: bool
+) -> torch.dtype:
+    """The dtype of what is read: the cache's own, or for an 8-bit cache the float that was asked for."""
+    out = cache.dtype if dtype is None else dtype
+    is_quantized = out != cache.dtype
+    check(
+        not is_quantized or (cache.element_size() == 1 and out in (torch.float32, torch.float16, torch.bfloat16)),
+        f"a {cache.dtype} cache cannot be read as {out}; only 8-bit caches convert, to 16- or 32-bit floats",
+    )
+    for name, scale in scales.items():
+        check_scale(scale, is_quantized, name, cache.device, checked)
+        if is_quantized and scale is None:
+            warn_of_missing_scale(name)
+    return out
+
+
+def gather_cache(
+    *,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    cu_seqlens: Tensor,
+    num_tokens: int,
+    first_positions: Tensor | None = None,
+    block_size: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    dtype: torch.dtype | None = None,
+    checked: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """See `Kernels.gather_cache`."""
+    pair = flash_pair(key_cache, value_cache, kv_cache_dtype)
+    table = check_table(block_table, rows, block_size, pair.key)
+    check_gather(table, cu_seqlens, first_positions, num_tokens, checked)
+    out = check_read_scales(pair.key, dtype, {"k_scale": k_scale, "v_scale": v_scale}, checked)
+    slots = slots_of(table, cu_seqlens, first_positions, num_tokens)
+    return read_slots(pair.key, slots, out, k_scale), read_slots(pair.value, slots, out, v_scale)
+
+
+def gather_cache_classic(
+    *,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    cu_seqlens: Tensor,
+    num_tokens: int,
+    first_positions: Tensor | None = None,
+    block_size: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    dtype: torch.dtype | None = None,
+    checked: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """See `Kernels.gather_cache_classic`."""
+    pair = classic_pair(key_cache, value_cache, kv_cache_dtype)
+    table = check_table(block_table, rows, block_size, pair.key)
+    check_gather(table, cu_seqlens, first_positions, num_tokens, checked)
+    out = check_read_scales(pair.key, dtype, {"k_scale": k_scale, "v_scale": v_scale}, checked)
+    slots = slots_of(table, cu_seqlens, first_positions, num_tokens)
+    return read_slots(pair.key, slots, out, k_scale).flatten(2), read_slots(pair.value, slots, out, v_scale)
+
+
+def gather_mla_cache(
+    *,
+    cache: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    cu_seqlens: Tensor,
+    num_tokens: int,
+    first_positions: Tensor | None = None,
+    block_size: int | None = None,
+    scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    dtype: torch.dtype | None = None,
+    checked: bool = False,
+) -> Tensor:
+    """See `Kernels.gather_mla_cache`."""
+    cache = check_mla_cache(cache, kv_cache_dtype)
+    table = check_table(block_table, rows, block_size, cache)
+    check_gather(table, cu_seqlens, first_positions, num_tokens, checked)
+    out = check_read_scales(cache, dtype, {"scale": scale}, checked)
+    return read_slots(cache, slots_of(table, cu_seqlens, first_positions, num_tokens), out, scale)
+
+
+def slots_of(table: BlockTableRows, cu_seqlens: Tensor, first_positions: Tensor | None, num_tokens: int) -> Tensor:
+    """int64 `[num_tokens]`: the slot of each token to read, -1 for padding sequences and outside the table."""
+    starts = cu_seqlens.long()
+    sequences = torch.arange(len(table.rows), device=starts.device).repeat_interleave(starts.diff())[:num_tokens]
+    positions = torch.arange(len(sequences), device=starts.device) - starts[sequences]
+    if first_positions is not None:
+        positions += first_positions[sequences]
+    rows, (num_rows, width) = table.rows.long()[sequences], table.block_table.shape
+    indices = positions // table.block_size
+    is_inside = (rows >= 0) & (rows < num_rows) & (positions >= 0) & (indices < width)
+    blocks = table.block_table[rows.where(is_inside, 0), indices.where(is_inside, 0)].long()
+    slots = (blocks * table.block_size + positions % table.block_size).where(is_inside & (blocks >= 0), -1)
+    return torch.nn.functional.pad(slots, (0, num_tokens - len(slots)), value=-1)
+
+
+def read_slots(cache: Tensor, slots: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """`cache[slot // block_size, slot % block_size]` in `dtype`; zeros where a slot is outside the cache."""
+    num_blocks, block_size = cache.shape[:2]
+    is_inside = (slots >= 0) & (slots < num_blocks * block_size)
+    safe = slots.where(is_inside, 0)
+    bits = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[cache.element_size()]
+    read = cache.view(bits)[safe // block_size, safe % block_size]
+    read = torch.where(is_inside.view(-1, *[1] * (read.dim() - 1)), read, 0).view(cache.dtype)
+    return read if dtype == cache.dtype else dequantize(read, dtype, scale)

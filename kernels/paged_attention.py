@@ -1,0 +1,138 @@
+"""Attention over a paged cache: decode steps and prefill chunks in one batch. The twin of the Triton kernel."""
+
+import torch
+from torch import Tensor
+
+from .checks import MAX_LISTED, check, check_rows, check_vector, describe
+from .gather_cache import BlockTableRows, check_positions, check_read_scales, check_table, read_slots, slots_of
+from .reshape_and_cache import CachePair, flash_pair
+
+
+def check_attention(
+    pair: CachePair,
+    table: BlockTableRows,
+    query: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    window: int | None,
+    softcap: float | None,
+    checked: bool,
+) -> None:
+    """Check one call; in checked mode also the lengths, which waits for the device."""
+    device, num_seqs = pair.key.device, len(table.rows)
+    check_rows(query, 3, "query")
+    num_kv_heads, head_size = pair.key.shape[2:]
+    check(
+        query.device == device and query.shape[2] == head_size and query.shape[1] % num_kv_heads == 0,
+        f"query must be [num_tokens, a multiple of {num_kv_heads} heads, {head_size}] on {device}: {describe(query)}",
+    )
+    check(
+        query.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and (query.dtype == pair.key.dtype or pair.key.element_size() == 1),
+        f"query is {query.dtype} and the cache {pair.key.dtype}; they must be the same, or the cache 8-bit",
+    )
+    check_vector(query_start_loc, torch.int32, "query_start_loc", device)
+    check_vector(seq_lens, torch.int32, "seq_lens", device)
+    check(
+        len(query_start_loc) == num_seqs + 1 and len(seq_lens) == num_seqs,
+        f"{num_seqs} rows need {num_seqs + 1} query starts and {num_seqs} seq_lens, not {len(query_start_loc)} and "
+        f"{len(seq_lens)}",
+    )
+    check(window is None or window > 0, f"window is {window}; it counts the tokens a query sees, itself among them")
+    check(softcap is None or softcap > 0, f"softcap is {softcap}; it must be positive, or None")
+    if not checked:
+        return
+    starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
+    check(
+        starts[0] == 0 and starts == sorted(starts) and starts[-1] <= len(query),
+        f"query_start_loc must rise from 0 to at most {len(query)} (num_tokens): {starts[:MAX_LISTED]}",
+    )
+    wrong = [
+        (i, end - begin, length)
+        for i, (begin, end, length) in enumerate(zip(starts, starts[1:], lengths, strict=False))
+        if end - begin > length
+    ]
+    check(not wrong, f"(sequence, query tokens, seq_len) {wrong[:MAX_LISTED]}: a sequence includes its query tokens")
+    check_positions(table, [(row, 0, length) for row, length in zip(table.rows.tolist(), lengths, strict=True)])
+
+
+def paged_attention(
+    *,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    block_size: int | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    checked: bool = False,
+) -> Tensor:
+    """See `Kernels.paged_attention`. Computes in float32, a sequence at a time; on a GPU it waits for the device."""
+    pair = flash_pair(key_cache, value_cache, kv_cache_dtype)
+    table = check_table(block_table, rows, block_size, pair.key)
+    check_attention(pair, table, query, query_start_loc, seq_lens, window, softcap, checked)
+    check_read_scales(pair.key, query.dtype, {"k_scale": k_scale, "v_scale": v_scale}, checked)
+    output = torch.zeros(*query.shape[:2], pair.value.shape[3], dtype=query.dtype, device=query.device)
+    starts = query_start_loc.tolist()
+    for index, (begin, end, seq_len, row) in enumerate(
+        zip(starts, starts[1:], seq_lens.tolist(), rows.tolist(), strict=False)
+    ):
+        if row < 0 or begin == end:
+            continue
+        # Keys before the first query's window are not read: their blocks may have been freed.
+        first = 0 if window is None else max(0, seq_len - (end - begin) - window + 1)
+        sequence = BlockTableRows(table.block_table, rows[index : index + 1], table.block_size)
+        key, value = _keys_and_values(pair, sequence, first, seq_len, query.dtype, k_scale, v_scale)
+        output[begin:end] = _attend(query[begin:end], key, value, first, seq_len, scale, window, softcap)
+    return output
+
+
+def _keys_and_values(
+    pair: CachePair,
+    sequence: BlockTableRows,
+    first: int,
+    seq_len: int,
+    dtype: torch.dtype,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """One sequence's keys and values from position `first` on, float32 `[num_kv_heads, seq_len - first, head_size]`."""
+    device = pair.key.device
+    cu_seqlens = torch.tensor([0, seq_len - first], dtype=torch.int32, device=device)
+    positions = torch.tensor([first], dtype=torch.int64, device=device)
+    slots = slots_of(sequence, cu_seqlens, positions, seq_len - first)
+    key, value = read_slots(pair.key, slots, dtype, k_scale), read_slots(pair.value, slots, dtype, v_scale)
+    return key.float().transpose(0, 1), value.float().transpose(0, 1)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: int,
+    seq_len: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Causal attention of the last query tokens of a sequence, `[num_queries, num_q_heads, head_size]` in float32."""
+    num_queries, num_q_heads, _ = query.shape
+    heads_per_kv_head = num_q_heads // len(key)
+    key, value = key.repeat_interleave(heads_per_kv_head, 0), value.repeat_interleave(heads_per_kv_head, 0)
+    scores = query.float().transpose(0, 1) @ key.transpose(1, 2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    at = torch.arange(seq_len - num_queries, seq_len, device=query.device)[:, None]
+    positions = torch.arange(first, seq_len, device=query.device)[None, :]
+    is_hidden = positions > at
+    if window is not None:
+        is_hidden |= positions <= at - window
+    weights = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)
+    return (weights @ value).transpose(0, 1)

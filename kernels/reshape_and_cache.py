@@ -1,0 +1,212 @@
+"""Writes the keys and values of a batch to their slots. The plain-torch twin of the Triton kernels.
+
+Flash, HND, interleaved and packed K|V layouts are one thing here: logical `[num_blocks, block_size, num_kv_heads,
+head_size]` views with the strides that they have. The classic layout is split within a head, so it has its own pair.
+"""
+
+import attrs
+import torch
+from torch import Tensor
+
+from .checks import check, check_cache_view, check_dtypes, check_rows, check_scale, check_slots, check_vector, describe
+from .fp8 import quantize, typed_cache
+from .scales import warn_of_missing_scale
+
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@attrs.frozen(eq=False)
+class CachePair:
+    """A checked key and value cache in the dtype of their numbers.
+
+    Attributes:
+        key: logical `[num_blocks, block_size, num_kv_heads, head_size]`; classic `[.., head_size / x, x]`.
+        value: logical `[num_blocks, block_size, num_kv_heads, head_size]`.
+        num_slots: num_blocks * block_size.
+    """
+
+    key: Tensor
+    value: Tensor
+    num_slots: int
+
+
+def flash_pair(key_cache: Tensor, value_cache: Tensor, kv_cache_dtype: str) -> CachePair:
+    """Check two logical views of one shape (head sizes may differ); their strides are free.
+
+    Raises:
+        KernelInputError: other shapes, a last stride that is not 1, overlapping elements, unsupported dtypes.
+    """
+    key, value = (
+        typed_cache(key_cache, kv_cache_dtype, "key_cache"),
+        typed_cache(value_cache, kv_cache_dtype, "value_cache"),
+    )
+    check_cache_view(key, 4, "key_cache")
+    check_cache_view(value, 4, "value_cache")
+    _check_like(key, value, key.shape[:3] == value.shape[:3])
+    return CachePair(key, value, key.shape[0] * key.shape[1])
+
+
+def classic_pair(key_cache: Tensor, value_cache: Tensor, kv_cache_dtype: str) -> CachePair:
+    """Check `[num_blocks, heads, head_size / x, block_size, x]` keys and `[num_blocks, heads, head_size, block_size]`
+    values, and view them with the slot's dimensions first.
+
+    Raises:
+        KernelInputError: as `flash_pair`.
+    """
+    key, value = (
+        typed_cache(key_cache, kv_cache_dtype, "key_cache"),
+        typed_cache(value_cache, kv_cache_dtype, "value_cache"),
+    )
+    check_cache_view(key, 5, "key_cache")
+    check_cache_view(value, 4, "value_cache")
+    num_blocks, num_heads, outer, block_size, x = key.shape
+    _check_like(key, value, tuple(value.shape) == (num_blocks, num_heads, outer * x, block_size))
+    return CachePair(key.permute(0, 3, 1, 2, 4), value.permute(0, 3, 1, 2), num_blocks * block_size)
+
+
+def _check_like(key: Tensor, value: Tensor, has_like_shape: bool) -> None:
+    check(
+        has_like_shape and key.dtype == value.dtype and key.device == value.device,
+        f"key_cache and value_cache do not belong together: {describe(key)} and {describe(value)}",
+    )
+
+
+def check_write(
+    pair: CachePair,
+    key: Tensor,
+    value: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    checked: bool,
+) -> bool:
+    """Check one write. Returns whether it quantises.
+
+    Raises:
+        KernelInputError: rows that do not fit the cache, fewer rows than slots, scales where nothing is quantised; in
+            checked mode slots out of bounds and scales that are not positive and finite.
+    """
+    num_heads, head_size, v_head_size = pair.key.shape[2], pair.key.shape[3:].numel(), pair.value.shape[3]
+    device = pair.key.device
+    for name, rows, size in (("key", key, head_size), ("value", value, v_head_size)):
+        check_rows(rows, 3, name)
+        check(
+            tuple(rows.shape[1:]) == (num_heads, size) and rows.device == device,
+            f"{name} must be [num_tokens, {num_heads}, {size}] on {device}: {describe(rows)}",
+        )
+        check_dtypes(rows, pair.key, name)
+    check_vector(slot_mapping, torch.int64, "slot_mapping", device)
+    check(
+        len(slot_mapping) <= len(key) and len(key) == len(value) and key.dtype == value.dtype,
+        f"{len(slot_mapping)} slots, {len(key)} keys ({key.dtype}) and {len(value)} values ({value.dtype}): keys and "
+        "values must be alike and at least as many as slots",
+    )
+    is_quantized = key.dtype != pair.key.dtype
+    check_scale(k_scale, is_quantized, "k_scale", device, checked)
+    check_scale(v_scale, is_quantized, "v_scale", device, checked)
+    if is_quantized and k_scale is None:
+        warn_of_missing_scale("k_scale")
+    if is_quantized and v_scale is None:
+        warn_of_missing_scale("v_scale")
+    if checked:
+        check_slots(slot_mapping, len(key), pair.num_slots)
+    return is_quantized
+
+
+def reshape_and_cache(
+    *,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    checked: bool = False,
+) -> None:
+    """See `Kernels.reshape_and_cache`. On a GPU this twin waits for the device (it selects the tokens with slots)."""
+    pair = flash_pair(key_cache, value_cache, kv_cache_dtype)
+    _write(pair, key, value, slot_mapping, k_scale, v_scale, checked)
+
+
+def reshape_and_cache_classic(
+    *,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    checked: bool = False,
+) -> None:
+    """See `Kernels.reshape_and_cache_classic`."""
+    pair = classic_pair(key_cache, value_cache, kv_cache_dtype)
+    _write(pair, key, value, slot_mapping, k_scale, v_scale, checked)
+
+
+def _write(
+    pair: CachePair,
+    key: Tensor,
+    value: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    checked: bool,
+) -> None:
+    is_quantized = check_write(pair, key, value, slot_mapping, k_scale, v_scale, checked)
+    tokens, slots = tokens_with_slots(slot_mapping, pair.num_slots)
+    for rows, cache, scale in ((key, pair.key, k_scale), (value, pair.value, v_scale)):
+        chosen = rows[: len(slot_mapping)] if tokens is None else rows[tokens]
+        if is_quantized:
+            chosen = quantize(chosen, cache.dtype, scale)
+        store_rows(chosen.reshape(len(chosen), *cache.shape[2:]), cache, slots)
+
+
+def tokens_with_slots(slot_mapping: Tensor, num_slots: int) -> tuple[Tensor | None, Tensor]:
+    """The tokens that are stored (None: all of them) and their slots."""
+    is_stored = (slot_mapping >= 0) & (slot_mapping < num_slots)
+    if bool(is_stored.all()):
+        return None, slot_mapping
+    tokens = is_stored.nonzero().flatten()
+    return tokens, slot_mapping[tokens]
+
+
+def store_rows(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """`cache[slot // block_size, slot % block_size] = row`, as the widest words that both allow: NaN payloads stay as
+    they are, and a word at a time is two to four times as fast as an element at a time.
+
+    Args:
+        rows: `[num_tokens, ...]`, any strides.
+        cache: `[num_blocks, block_size, ...]` of the same dtype and trailing shape.
+        slots: int64 `[num_tokens]`, all inside the cache.
+    """
+    block_size = cache.shape[1]
+    if not (cache.stride(-1) == 1 and rows.stride(-1) == 1):
+        word = WORDS[cache.element_size()]
+    else:
+        word = widest_word(rows, cache)
+    rows, cache = rows.view(word), cache.view(word)
+    if cache.shape[0] == 1 or cache.stride(0) == cache.stride(1) * block_size:
+        # Slots are evenly spaced: one index instead of two.
+        flat = cache.as_strided((cache.shape[0] * block_size, *cache.shape[2:]), cache.stride()[1:])
+        flat.index_copy_(0, slots, rows)
+    else:
+        cache[slots // block_size, slots % block_size] = rows
+
+
+def widest_word(*tensors: Tensor) -> torch.dtype:
+    """The widest integer dtype as which all tensors (of one element size, dense last dimensions) can be viewed."""
+    element_size = tensors[0].element_size()
+    for word_bytes, word in WORDS.items():
+        per_word, rest = divmod(word_bytes, element_size)
+        if per_word and not rest and all(_divides(tensor, per_word) for tensor in tensors):
+            return word
+    return WORDS[element_size]
+
+
+def _divides(tensor: Tensor, per_word: int) -> bool:
+    sizes = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
+    return all(size % per_word == 0 for size in sizes)
