@@ -136,6 +136,18 @@ class Scheduler:
         request = self._requests.get(request_id)
         return request.num_preemptions if request is not None else 0
 
+    def check_fits(self, request: Request) -> None:
+        """Raise `DoesNotFitError` with the numbers if the request can never be served (D01)."""
+        # The last output token is never computed, so it needs no slot.
+        longest = request.num_prompt_tokens + request.max_tokens - 1
+        with_drafts = min(longest + 2 * self.config.num_speculative_tokens, self.allocator.config.max_model_len)
+        self.allocator.check_fits(max(longest, with_drafts), f"request {request.request_id!r}")
+        if not self.config.enable_chunked_prefill and request.num_prompt_tokens > self.config.max_num_batched_tokens:
+            raise DoesNotFitError(
+                f"request {request.request_id!r} has {request.num_prompt_tokens:,} prompt tokens, more than "
+                f"max_num_batched_tokens {self.config.max_num_batched_tokens:,}, and chunked prefill is off"
+            )
+
     # -- what the outside world does ---------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
@@ -148,19 +160,10 @@ class Scheduler:
         if request.request_id in self._requests or request.request_id in self._incoming:
             raise MisuseError(f"a request {request.request_id!r} is still being served")
         try:
-            # The last output token is never computed, so it needs no slot.
-            longest = request.num_prompt_tokens + request.max_tokens - 1
-            with_drafts = min(longest + 2 * self.config.num_speculative_tokens, self.allocator.config.max_model_len)
-            self.allocator.check_fits(max(longest, with_drafts), f"request {request.request_id!r}")
+            self.check_fits(request)
         except DoesNotFitError:
             self.stats.num_rejected += 1
             raise
-        if not self.config.enable_chunked_prefill and request.num_prompt_tokens > self.config.max_num_batched_tokens:
-            self.stats.num_rejected += 1
-            raise DoesNotFitError(
-                f"request {request.request_id!r} has {request.num_prompt_tokens:,} prompt tokens, more than "
-                f"max_num_batched_tokens {self.config.max_num_batched_tokens:,}, and chunked prefill is off"
-            )
         self.stats.num_submitted += 1
         request.num_cached_tokens, request.num_preemptions = None, 0
         self._requests[request.request_id] = request
@@ -183,7 +186,7 @@ class Scheduler:
         return True
 
     def received(self, request_id: str) -> None:
-        """The copy that `RemoteTokens.begin` was asked for has ended: the request runs as soon as there is a place."""
+        """The copy that `RemoteTokens.admitted` was asked for has ended: the request runs as soon as there is a place."""
         if not self._incoming.end(request_id):
             self.allocator.abort(request_id)
 
@@ -481,8 +484,11 @@ class Scheduler:
                 break
             self.waiting.pop()
             row = self.allocator.row_of(request.request_id)
+            is_new = request.request_id not in self._lost_tokens
             self._enter_running(request, row)
             self._note_admission(request, row, match, external)
+            if self._remote is not None and is_new:
+                self._remote.admitted(request, 0)
             admitted.append((row, found, num_new_tokens))
             budget -= num_new_tokens
         if not admitted:
@@ -505,7 +511,7 @@ class Scheduler:
         self._note_admission(request, row, match, num_tokens)
         self._incoming.begin(IncomingTransfer(request, row, match.num_hit_tokens + num_tokens))
         if self._remote is not None:
-            self._remote.begin(request, num_tokens)
+            self._remote.admitted(request, num_tokens)
 
     def _first_chunk(self, wanted: int, budget: int) -> int:
         """Tokens of a new request in this step; 0 if it must wait for a step with more room."""

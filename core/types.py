@@ -215,9 +215,9 @@ class RemoteTokens(Protocol):
         """
         ...
 
-    def begin(self, request: Request, num_tokens: int) -> None:
-        """The request holds blocks for so many of them: copy. At the end, and not before this call has returned, tell
-        the scheduler that they were `received`.
+    def admitted(self, request: Request, num_tokens: int) -> None:
+        """A new request holds blocks for so many of them: copy. At the end, and not before this call has returned, tell
+        the scheduler that they were `received`. 0: the engine itself found all of them, and the request runs.
         """
         ...
 

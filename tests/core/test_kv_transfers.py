@@ -20,12 +20,16 @@ class OtherEngine:
 
     def __init__(self) -> None:
         self.begun: list[tuple[str, int]] = []
+        self.found: list[str] = []
 
     def num_tokens_after(self, request: Request, num_hit_tokens: int) -> int:
         return max(request.num_prompt_tokens - num_hit_tokens, 0)
 
-    def begin(self, request: Request, num_tokens: int) -> None:
-        self.begun.append((request.request_id, num_tokens))
+    def admitted(self, request: Request, num_tokens: int) -> None:
+        if num_tokens:
+            self.begun.append((request.request_id, num_tokens))
+        else:
+            self.found.append(request.request_id)
 
 
 def decoder(other: OtherEngine, *, num_blocks: int = 40, rows: int = 6, log: EventLog | None = None, **limits):
@@ -80,7 +84,8 @@ def test_what_is_on_its_way_is_not_found_and_what_is_there_is() -> None:
     assert sorted(finish_all(batch)) == ["a", "b"]
     batch.submit(handed_over("c", keys=Ids(1, 2, 3, 4)))
     assert finish_all(batch) == ["c"]
-    assert len(other.begun) == 2  # nothing to copy for c
+    assert len(other.begun) == 2
+    assert other.found == ["c"]
     assert log.replay().snapshot() == batch.allocator.state.snapshot()
 
 
@@ -154,6 +159,7 @@ def test_a_preempted_request_computes_its_tokens_anew() -> None:
     assert len(other.begun) == 2
     assert batch.stats.num_preemptions >= 1
     assert batch.stats.recomputed_tokens >= 60
+    assert other.found == []
 
 
 def test_a_finished_request_keeps_its_blocks_until_they_are_sent() -> None:
