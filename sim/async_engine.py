@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
 import simpy
@@ -32,16 +33,30 @@ class AsyncSchedulingEngine(SimulatedEngine):
         next_arrival_ns: Callable[[], float] | None = None,
     ) -> None:
         """As `SimulatedEngine`."""
-        # Requests that arrived during the step that runs, in order.
-        self._arrived: deque[Request] = deque()
+        # What was handed over during the step that runs, in order.
+        self._arrived: deque[Callable[[], object]] = deque()
         super().__init__(env, scheduler, backend, recorder, macro_steps, next_arrival_ns)
 
     def submit(self, request: Request) -> bool:
         """Hand a request over now. True unless the engine is idle and refuses it at once."""
         if self._idle is not None:
             return super().submit(request)
-        self._arrived.append(request)
+        self._arrived.append(partial(super().submit, request))
         return True
+
+    def received(self, request_id: str) -> None:
+        """As `SimulatedEngine`, and too late for the step that is decided already."""
+        self._hand_over(partial(super().received, request_id))
+
+    def sent(self, request_id: str) -> None:
+        """As `SimulatedEngine`, and too late for the step that is decided already."""
+        self._hand_over(partial(super().sent, request_id))
+
+    def _hand_over(self, news: Callable[[], object]) -> None:
+        if self._idle is not None:
+            news()
+        else:
+            self._arrived.append(news)
 
     def _repeats(self, step: ScheduledStep, limit: int) -> int:
         """The step that follows an arrival stands alone: the request is looked at when it ends."""
@@ -60,6 +75,7 @@ class AsyncSchedulingEngine(SimulatedEngine):
                 continue
             backend.submit(move)
             result = backend.collect()
+            self._busy_until_ns = int(env.now) + sum(result.nanoseconds)
             *earlier, last = result.nanoseconds
             if earlier:
                 # Behind a blocked head requests may arrive in any step of a macro-step; only those of its last step
@@ -72,8 +88,8 @@ class AsyncSchedulingEngine(SimulatedEngine):
                 move = loop.send(None)
 
     def _take_in(self) -> bool:
-        """Submit what arrived so far; False if nothing did."""
+        """Take in what arrived so far; False if nothing did."""
         arrived = bool(self._arrived)
         while self._arrived:
-            super().submit(self._arrived.popleft())
+            self._arrived.popleft()()
         return arrived

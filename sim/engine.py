@@ -47,8 +47,9 @@ class SimulatedEngine:
             backend: times them.
             recorder: measures them.
             macro_steps: whether identical decode steps are taken in one go.
-            next_arrival_ns: in a fleet, when the next request is routed; no step is decided beyond it, so that what a
-                router has heard by then is what has happened. None: this engine is alone in its environment.
+            next_arrival_ns: in a fleet, when this engine may next be reached, or asked for by its router; no step is
+                decided beyond it, so that what a router has heard by then is what has happened. None: this engine is
+                alone in its environment.
         """
         self._env = env
         self._next_arrival_ns = next_arrival_ns
@@ -58,6 +59,7 @@ class SimulatedEngine:
         observers = [recorder.observe, self._tell_ended]
         self._loop: EngineLoop = engine_loop(scheduler, observers, self._repeats if macro_steps else None)
         self._idle: simpy.Event | None = None
+        self._busy_until_ns = 0
         self.rejections: list[str] = []
         self.on_ended: Callable[[Request], None] | None = None
         """Called for each request that finished, before the next step is decided, or that was refused."""
@@ -83,9 +85,29 @@ class SimulatedEngine:
                 self.on_ended(request)
             return False
         self._recorder.submitted(request)
+        self._wake()
+        return True
+
+    def received(self, request_id: str) -> None:
+        """Tokens that a request waited for were copied in."""
+        self._scheduler.received(request_id)
+        self._wake()
+
+    def sent(self, request_id: str) -> None:
+        """The blocks that a finished request kept were read by another engine."""
+        self._scheduler.sent(request_id)
+        self._wake()
+
+    @property
+    def next_move_ns(self) -> float:
+        """The engine does nothing before: the end of its step, or for ever until something is handed to it."""
+        if self._idle is None:
+            return self._busy_until_ns
+        return self._env.now if self._idle.triggered else float("inf")
+
+    def _wake(self) -> None:
         if self._idle is not None and not self._idle.triggered:
             self._idle.succeed()
-        return True
 
     def _tell_ended(self, _step: ScheduledStep, _result: StepResult, outcome: StepOutcome) -> None:
         if self.on_ended is not None:
@@ -113,5 +135,7 @@ class SimulatedEngine:
             else:
                 backend.submit(move)
                 result = backend.collect()
-                yield env.timeout(sum(result.nanoseconds))
+                duration_ns = sum(result.nanoseconds)
+                self._busy_until_ns = int(env.now) + duration_ns
+                yield env.timeout(duration_ns)
                 move = loop.send(result)

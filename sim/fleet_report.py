@@ -35,6 +35,7 @@ class ReplicaRun:
     recorder: Recorder
     rejections: list[str]
     tiers: TierStore | None = None
+    pool: str = ""
 
 
 def fleet_report(
@@ -83,6 +84,7 @@ def _replica(run: ReplicaRun, simulated_seconds: float) -> dict[str, Any]:
     usable_blocks = run.scheduler.allocator.config.num_blocks - 1
     span_ns = (simulated_seconds or 1.0) * NANOSECONDS
     return {
+        **({"pool": run.pool} if run.pool else {}),
         "replica": run.replica,
         "data_parallel_rank": run.data_parallel_rank,
         "requests": request_figures(stats),

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 
+import attrs
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,6 +16,17 @@ from .run_histograms import NANOSECONDS, RunHistograms
 from .time_series import TimeSeries
 
 _NO_TOKEN = -1
+
+
+@attrs.frozen
+class RequestTimes:
+    """The clocks of a request, in nanoseconds from the start of the run; -1 where there was no token yet."""
+
+    arrival_ns: int
+    admitted_ns: int
+    first_ns: int = _NO_TOKEN
+    last_ns: int = _NO_TOKEN
+
 
 SERIES = ("kv_cache_usage", "num_requests_running", "num_requests_waiting")
 
@@ -67,8 +79,14 @@ class Recorder:
         self._last_in = np.full(num_rows, _NO_TOKEN, dtype=np.int64)
 
     def submitted(self, request: Request) -> None:
-        """A request was accepted; its `arrival` (seconds) starts its clock."""
+        """A request was accepted; its `arrival` (seconds) starts its clock, unless that runs already."""
+        if request.request_id in self._away:
+            return
         self._arrival_ns[request.request_id] = round(request.arrival * 1e9)
+
+    def resume(self, request_id: str, times: RequestTimes) -> None:
+        """A request comes from another engine: its clocks go on as they stood there."""
+        self._away[request_id] = (times.arrival_ns, times.admitted_ns, times.first_ns, times.last_ns)
 
     def apply(self, commit: Commit) -> None:
         """Follow requests into and out of rows; a preempted one keeps its times."""
