@@ -45,18 +45,35 @@ def test_d02_no_request_is_preempted_twice_without_progress(scheduler_of, num_bl
     assert scheduler.stats.num_preemptions > 0
 
 
-def test_d02_a_victim_whose_blocks_others_hold_too_is_not_followed_by_a_second_one(scheduler_of) -> None:
-    """Three requests of 64 shared tokens and one token each of their own; one of them needs a block, none is free."""
-    scheduler = scheduler_of(1 + 4 + 3)
-    for name in ("a", "b", "c"):
-        scheduler.submit_new(name, 65, 40, ordinal=0)
-        scheduler.complete(scheduler.schedule())
-    before = scheduler.stats.num_preemptions
-    while scheduler.stats.num_preemptions == before:
+def test_d02_a_request_that_comes_back_in_chunks_is_left_alone_until_its_next_token(scheduler_of) -> None:
+    scheduler = scheduler_of(24, max_num_batched_tokens=24, max_num_seqs=24)
+    for ordinal, (prompt, output) in enumerate([(1, 55), (125, 80), (177, 19)]):
+        scheduler.submit_new(str(ordinal), prompt, output, ordinal=ordinal)
+    produced_before: dict[str, int] = {}
+    while scheduler.has_unfinished:
+        before = {name: scheduler.num_preemptions_of(name) for name in "012"}
         step = scheduler.schedule()
-        assert step is not None
+        for waiting in scheduler.waiting:
+            name = waiting.request_id
+            if scheduler.num_preemptions_of(name) > before[name]:
+                assert waiting.num_output_tokens > produced_before.get(name, -1)
+                produced_before[name] = waiting.num_output_tokens
         scheduler.complete(step)
-    assert scheduler.stats.num_preemptions == before + 1
+    assert scheduler.stats.num_preemptions > 0
+
+
+def test_d02_a_preemption_that_frees_nothing_is_not_followed_by_another(scheduler_of) -> None:
+    """All of the victim's 64 tokens are shared, so the one that needs a block waits, and nobody else suffers."""
+    scheduler = scheduler_of(1 + 5 + 4 + 1, preemption_victim="least-computed")
+    scheduler.submit_new("needs a 6th block", 80, 10, ordinal=0)
+    scheduler.submit_new("victim", 64, 10, ordinal=1)
+    scheduler.submit_new("shares its 4 blocks", 70, 10, ordinal=1)
+    scheduler.complete(scheduler.schedule())
+    assert (scheduler.num_running, scheduler.allocator.num_free_blocks) == (3, 0)
+    step = scheduler.schedule()
+    assert [waiting.request_id for waiting in scheduler.waiting] == ["victim"]
+    assert step.batch.num_tokens == 1
+    scheduler.complete(step)
     scheduler.run_to_the_end()
     assert scheduler.stats.num_finished == 3
 

@@ -6,7 +6,8 @@ import pytest
 from kvledger.testing import KitFailure, LedgerAdapter, Scenario, explore, ledger_supports, supporting
 
 from tests.properties import list_manager
-from tests.properties.mutants import MUTANTS, Mutant
+from tests.properties.mutant import Mutant
+from tests.properties.mutants import MUTANTS
 
 # The same histories on every machine. Nearly every fault is found within 100 of them, the last one within 500.
 BUDGET_HISTORIES = 1_000
@@ -14,7 +15,7 @@ BUDGET_HISTORIES = 1_000
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "_"))
 def test_the_kit_finds_that(mutant: Mutant, tmp_path: Path) -> None:
-    core = mutant.copy_to(tmp_path)
+    core = mutant.core_in(tmp_path)
 
     @supporting(ledger_supports())
     def make(scenario: Scenario) -> LedgerAdapter:

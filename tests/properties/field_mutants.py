@@ -1,0 +1,216 @@
+"""Faults around the allocator: of keys, scheduling, memory, latencies and KV events. Field reports fail on them."""
+
+from tests.properties.mutant import Mutant
+
+FIELD_MUTANTS = (
+    # Keys
+    Mutant(
+        "an adapter is known by its name alone",
+        "core/extra_keys.py",
+        '(("lora", self.lora.name, self.lora.fingerprint),)',
+        '(("lora", self.lora.name),)',
+        ("B03",),
+    ),
+    Mutant(
+        "an image is known by its place alone",
+        "core/extra_keys.py",
+        'entry = ("multimodal", item.content_id, item.offset - block_start, inside)',
+        'entry = ("multimodal", item.offset - block_start, inside)',
+        ("B04",),
+    ),
+    Mutant(
+        "an image enters the blocks behind it too",
+        "core/extra_keys.py",
+        "first = max(start, item.offset // block_size)",
+        "first = start",
+        ("B04",),
+    ),
+    Mutant(
+        "of an extra key the last four characters count",
+        "core/extra_keys.py",
+        'tag, content = b"s", value.encode("utf-8")',
+        'tag, content = b"s", value.encode("utf-8")[-4:]',
+        ("B04",),
+    ),
+    Mutant(
+        "what has malformed extra keys is cached under its tokens",
+        "core/token_key_source.py",
+        "        if self.reason is not None:\n            return []",
+        "        if False:\n            return []",
+        ("B03", "B04"),
+    ),
+    Mutant(
+        "keys depend on the process",
+        "core/block_hash.py",
+        "EncodedBlockHasher(algorithm, hashlib.sha256(_ROOT_LABEL).digest(), hashlib.sha256)",
+        "EncodedBlockHasher(algorithm, hashlib.sha256(str(hash(_ROOT_LABEL)).encode()).digest(), hashlib.sha256)",
+        ("B05",),
+    ),
+    Mutant(
+        "no extra keys and an empty tuple of them are told apart",
+        "core/block_hash.py",
+        "        if not extra:\n            continue",
+        "        if extra is None:\n            continue",
+        ("B05",),
+    ),
+    Mutant(
+        "the parent does not enter a key",
+        "core/block_hash.py",
+        "key = new_hash(key + payload).digest()",
+        "key = new_hash(payload).digest()",
+        ("B03", "B05", "B06"),
+    ),
+    Mutant(
+        "tokens are cut to 32 bits",
+        "core/block_hash.py",
+        'return np.asarray(array("q", token_ids)).astype("<i8")',
+        'return np.asarray(array("q", token_ids)).astype("<i4")',
+        ("B05", "B06"),
+    ),
+    # Content from elsewhere
+    Mutant(
+        "content from elsewhere may be the whole prompt",
+        "core/command_checks.py",
+        "(num_external_tokens and found >= request.num_tokens)",
+        "(num_external_tokens and found > request.num_tokens)",
+        ("B11",),
+    ),
+    Mutant(
+        "content from elsewhere is written over the hit",
+        "core/allocator.py",
+        "written_from = total - num_external_tokens",
+        "written_from = start",
+        ("B11",),
+    ),
+    # Counting
+    Mutant(
+        "a leak and a double free are mixed up",
+        "core/conservation.py",
+        'return "double free" if self.difference > 0 else "leak"',
+        'return "leak" if self.difference > 0 else "double free"',
+        ("C02",),
+    ),
+    Mutant(
+        "usage counts what is kept for reuse",
+        "core/block_pool.py",
+        "return self.num_held_blocks / self.num_usable_blocks",
+        "return (self.num_held_blocks + self.num_evictable_blocks()) / self.num_usable_blocks",
+        ("C04", "C06"),
+    ),
+    # Scheduling
+    Mutant(
+        "output tokens do not count at submit",
+        "core/scheduler.py",
+        "longest = request.num_prompt_tokens + request.max_tokens - 1",
+        "longest = request.num_prompt_tokens",
+        ("D01",),
+    ),
+    Mutant(
+        "who comes back may be preempted at once",
+        "core/scheduler.py",
+        "self._protected.add(row)",
+        "pass",
+        ("D02",),
+    ),
+    Mutant(
+        "a preemption that frees nothing is followed by another",
+        "core/scheduler.py",
+        "if victim != needy and self.allocator.num_free_blocks == free:",
+        "if False:",
+        ("D02",),
+    ),
+    Mutant(
+        "the one that has computed most gives way",
+        "core/scheduler.py",
+        "rows.sort(key=self.allocator.state.placed.__getitem__, reverse=True)",
+        "rows.sort(key=self.allocator.state.placed.__getitem__)",
+        ("D03",),
+    ),
+    Mutant(
+        "a victim queues up behind those who never started",
+        "core/waiting_queue.py",
+        "self._queue.appendleft(request)",
+        "self._queue.append(request)",
+        ("D03",),
+    ),
+    Mutant(
+        "what a preempted request finds again is a hit",
+        "core/scheduler.py",
+        "stats.readmission_hits_tokens += match.num_hit_tokens",
+        "stats.prefix_hits_tokens += match.num_hit_tokens",
+        ("D04",),
+    ),
+    # Memory
+    Mutant(
+        "activations are left out of the account",
+        "core/memory_ledger.py",
+        "return self.requested_bytes - sum_bytes(rows)\n",
+        "return self.requested_bytes - sum_bytes(rows, RowRole.RESIDENT)\n",
+        ("D05",),
+    ),
+    # Latencies
+    Mutant(
+        "TPOT is over all tokens",
+        "sim/metrics.py",
+        "(now - first) / (request.num_output_tokens - 1)",
+        "(now - first) / request.num_output_tokens",
+        ("D07",),
+    ),
+    Mutant(
+        "a single token has a TPOT of 0",
+        "sim/metrics.py",
+        "if request.num_output_tokens > 1 else None",
+        "if request.num_output_tokens > 1 else 0.0",
+        ("D07",),
+    ),
+    Mutant(
+        "a preemption starts a request's clock anew",
+        "sim/metrics.py",
+        "times = self._away.pop(request_id, None)",
+        "times = self._away.pop(request_id, None) and None",
+        ("D07",),
+    ),
+    # KV events
+    Mutant(
+        "the parent of a run is one block too early",
+        "backends/sinks/kv_event_encoder.py",
+        "self._key_of_block(content, group, first - 1)",
+        "self._key_of_block(content, group, max(first - 2, 0))",
+        ("E01",),
+    ),
+    Mutant(
+        "a batch of orphans counts once",
+        "backends/sinks/shadow_pool.py",
+        "self.num_orphans += len(event.block_hashes)",
+        "self.num_orphans += 1",
+        ("E01",),
+    ),
+    Mutant(
+        "one removal takes every copy",
+        "backends/sinks/shadow_pool.py",
+        "block.copies[medium] -= 1",
+        "block.copies[medium] = 0",
+        ("E01",),
+    ),
+    Mutant(
+        "removals are not published",
+        "backends/sinks/kv_event_encoder.py",
+        "            out += [BlockRemoved([hashed], self._medium, group) for hashed, group in lost]\n",
+        "",
+        ("B08",),
+    ),
+    Mutant(
+        "a replayed message has no topic",
+        "backends/sinks/kv_event_publisher.py",
+        'socket.send_multipart([*envelope, self._topic, sequence.to_bytes(8, "big"), payload])',
+        'socket.send_multipart([*envelope, sequence.to_bytes(8, "big"), payload])',
+        ("E02",),
+    ),
+    Mutant(
+        "the last batch of a gap is not counted as lost",
+        "backends/sinks/stream_order.py",
+        "self.counts.unrecoverable += gap.last - gap.first + 1",
+        "self.counts.unrecoverable += gap.last - gap.first",
+        ("E02",),
+    ),
+)
