@@ -1,6 +1,23 @@
 """What does as the events say: the simulated backend, and (with torch) the CUDA backend."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ..core.types import Backend
 from .sim_backend import ContextRank, SimBackend
 
-__all__ = ["Backend", "ContextRank", "SimBackend"]
+if TYPE_CHECKING:
+    from .cache_layout import CacheArrangement
+    from .cuda_backend import CudaBackend
+    from .layer_access import KVScales
+
+__all__ = ["Backend", "CacheArrangement", "ContextRank", "CudaBackend", "KVScales", "SimBackend"]
+
+# What needs torch, which is imported when one of these is asked for, not before.
+_NEEDS_TORCH = {"CacheArrangement": "cache_layout", "CudaBackend": "cuda_backend", "KVScales": "layer_access"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_NEEDS_TORCH[name]}", __name__), name)
