@@ -52,6 +52,11 @@ class AsyncSchedulingEngine(SimulatedEngine):
         """As `SimulatedEngine`, and too late for the step that is decided already."""
         self._hand_over(partial(super().sent, request_id))
 
+    @property
+    def may_admit(self) -> bool:
+        """As `SimulatedEngine`, what was handed over meanwhile included."""
+        return bool(self._arrived) or super().may_admit
+
     def _hand_over(self, news: Callable[[], object]) -> None:
         if self._idle is not None:
             news()

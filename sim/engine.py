@@ -105,6 +105,11 @@ class SimulatedEngine:
             return self._busy_until_ns
         return self._env.now if self._idle.triggered else float("inf")
 
+    @property
+    def may_admit(self) -> bool:
+        """Whether a request could be admitted at its next step."""
+        return self._scheduler.num_waiting > 0
+
     def _wake(self) -> None:
         if self._idle is not None and not self._idle.triggered:
             self._idle.succeed()

@@ -39,17 +39,21 @@ class ReplicaRun:
 
 
 def fleet_report(
-    runs: Sequence[ReplicaRun], assumptions: dict[str, Any], simulated_seconds: float, wall_seconds: float
+    runs: Sequence[ReplicaRun],
+    assumptions: dict[str, Any],
+    simulated_seconds: float,
+    wall_seconds: float,
+    stats: SchedulerStats | None = None,
 ) -> ReplayReport:
     """Sums, merged distributions and means over engines; `replicas` holds the figures of each.
 
     Occupancy is the mean over engines and time, and the maximum of any engine; running and waiting requests over time
-    are summed.
+    are summed. `stats` are the counters to report where they are not the engines' sum (requests that two had).
     """
     first = replay_report(
         runs[0].scheduler, runs[0].recorder, runs[0].rejections, assumptions, simulated_seconds, wall_seconds
     )
-    stats = _summed([run.scheduler.stats for run in runs])
+    stats = stats or summed_stats([run.scheduler.stats for run in runs])
     usable_blocks = runs[0].scheduler.allocator.config.num_blocks - 1
     num_steps = sum(run.recorder.num_steps for run in runs)
     span = simulated_seconds or 1.0
@@ -116,7 +120,7 @@ def _with_tiers(runs: Sequence[ReplicaRun], stats: SchedulerStats) -> dict[str, 
     }
 
 
-def _summed(parts: Sequence[SchedulerStats]) -> SchedulerStats:
+def summed_stats(parts: Sequence[SchedulerStats]) -> SchedulerStats:
     """Counters over all engines; the most preemptions of one request are a maximum."""
     total = {field.name: sum(getattr(stats, field.name) for stats in parts) for field in attrs.fields(SchedulerStats)}
     total["max_preemptions_per_request"] = max(stats.max_preemptions_per_request for stats in parts)

@@ -55,6 +55,8 @@ class ReplayReport:
     """The final state under the names of vLLM's metrics, where histograms were counted; not part of `to_json`."""
     replicas: list[dict[str, Any]] = attrs.field(factory=list)
     """Of a fleet: the figures of each engine."""
+    kv_transfer: dict[str, Any] | None = None
+    """Of a fleet that prefills on some engines and decodes on others: what was copied between them, and how long."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; all but `timing` is the same from run to run."""
@@ -70,6 +72,7 @@ class ReplayReport:
             "assumptions": self.assumptions,
             "rejections": self.rejections,
             "series": self.series,
+            **({"kv_transfer": self.kv_transfer} if self.kv_transfer is not None else {}),
             **({"replicas": self.replicas} if self.replicas else {}),
             "timing": self.timing,
         }
