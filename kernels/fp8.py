@@ -36,6 +36,11 @@ def typed_cache(cache: Tensor, kv_cache_dtype: str, name: str) -> Tensor:
     return cache
 
 
+def numbers_of(cache: Tensor, kv_cache_dtype: str) -> Tensor:
+    """`typed_cache` of a cache that has been checked before."""
+    return cache if kv_cache_dtype == "auto" or cache.dtype != torch.uint8 else cache.view(FP8_DTYPES[kv_cache_dtype])
+
+
 def quantize(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
     """Numbers as they are stored: float32 product with 1 / scale, clamped, rounded to nearest even.
 

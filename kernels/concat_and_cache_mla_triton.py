@@ -1,0 +1,61 @@
+"""The kernel that writes a latent and a rotary key side by side to their slot: one program a token."""
+
+# Type checkers cannot follow what Triton makes of annotations and ranges.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportOptionalSubscript=false, reportArgumentType=false
+
+import triton
+import triton.language as tl
+
+from .reshape_and_cache_triton import as_stored
+
+
+@triton.jit(
+    do_not_specialize=["latent_stride", "rope_stride", "block_stride", "slot_stride", "num_slots"],
+    do_not_specialize_on_alignment=["kv_c_ptr", "k_pe_ptr", "cache_ptr", "slots_ptr", "scale_ptr"],
+)
+def concat_and_cache_mla_kernel(
+    kv_c_ptr,
+    k_pe_ptr,
+    cache_ptr,
+    slots_ptr,
+    scale_ptr,
+    latent_stride: tl.int64,
+    rope_stride: tl.int64,
+    block_stride: tl.int64,
+    slot_stride: tl.int64,
+    num_slots: tl.int64,
+    LATENT_SIZE: tl.constexpr,
+    ROPE_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LATENT_TILE: tl.constexpr,
+    ROPE_TILE: tl.constexpr,
+    ROW_VEC: tl.constexpr,
+    ROW_VEC_BYTES: tl.constexpr,
+    CACHE_VEC: tl.constexpr,
+    CACHE_VEC_BYTES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+):
+    """Program (token); see `reshape_and_cache_kernel` for the units of the strides."""
+    token = tl.program_id(0).to(tl.int64)
+    latent_dims = tl.arange(0, LATENT_TILE)
+    rope_dims = tl.arange(0, ROPE_TILE)
+    latent_ptr = tl.multiple_of(kv_c_ptr + token * latent_stride * ROW_VEC, ROW_VEC_BYTES)
+    rope_ptr = tl.multiple_of(k_pe_ptr + token * rope_stride * ROW_VEC, ROW_VEC_BYTES)
+    latent = tl.load(latent_ptr + latent_dims, mask=latent_dims < LATENT_SIZE)
+    rope = tl.load(rope_ptr + rope_dims, mask=rope_dims < ROPE_SIZE)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if (slot >= 0) & (slot < num_slots):
+        at = (slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride) * CACHE_VEC
+        row_ptr = tl.multiple_of(cache_ptr + at, CACHE_VEC_BYTES)
+        element_type = cache_ptr.dtype.element_ty
+        tl.store(
+            row_ptr + latent_dims,
+            as_stored(latent, scale_ptr, element_type, LARGEST, HAS_SCALE),
+            mask=latent_dims < LATENT_SIZE,
+        )
+        tl.store(
+            row_ptr + LATENT_SIZE + rope_dims,
+            as_stored(rope, scale_ptr, element_type, LARGEST, HAS_SCALE),
+            mask=rope_dims < ROPE_SIZE,
+        )

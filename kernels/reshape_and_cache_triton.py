@@ -1,0 +1,161 @@
+"""The kernel that writes keys and values to their slots: one program a token and a few heads.
+
+Strides are given in units of the elements that one access spans, and multiplied back here: that is how the compiler
+learns their divisibility (a hint on a kernel argument is dropped, and what the launcher infers covers only multiples of
+16). Rows are loaded before the slot is looked at, so that the two latencies overlap; a row whose slot is skipped is
+loaded and dropped.
+"""
+
+# Type checkers cannot follow what Triton makes of annotations and ranges.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportOptionalSubscript=false, reportArgumentType=false
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_row(
+    rows_ptr,
+    token,
+    token_stride,
+    head_stride,
+    heads,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    VEC: tl.constexpr,
+    VEC_BYTES: tl.constexpr,
+):
+    """`[heads, TILE]` of one token."""
+    dims = tl.arange(0, TILE)
+    row_ptr = tl.multiple_of(rows_ptr + token * token_stride * VEC, VEC_BYTES)
+    mask = (heads[:, None] < NUM_HEADS) & (dims[None, :] < HEAD_SIZE)
+    return tl.load(row_ptr + heads[:, None] * head_stride * VEC + dims[None, :], mask=mask)
+
+
+@triton.jit
+def as_stored(values, scale_ptr, element_type: tl.constexpr, LARGEST: tl.constexpr, HAS_SCALE: tl.constexpr):
+    """The bytes of an 8-bit cache: product with 1 / scale in float32, clamped by hand (NaN passes), then rounded."""
+    if LARGEST > 0:
+        numbers = values.to(tl.float32)
+        if HAS_SCALE:
+            numbers = numbers * tl.math.div_rn(1.0, tl.load(scale_ptr))
+        numbers = tl.where(numbers > LARGEST, LARGEST, numbers)
+        numbers = tl.where(numbers < -LARGEST, -LARGEST, numbers)
+        stored = numbers.to(element_type)
+    else:
+        stored = values
+    return stored
+
+
+@triton.jit(
+    do_not_specialize=[
+        "key_token_stride",
+        "key_head_stride",
+        "value_token_stride",
+        "value_head_stride",
+        "key_block_stride",
+        "key_slot_stride",
+        "key_cache_head_stride",
+        "key_outer_stride",
+        "value_block_stride",
+        "value_slot_stride",
+        "value_cache_head_stride",
+        "value_dim_stride",
+        "num_slots",
+    ],
+    do_not_specialize_on_alignment=[
+        "key_ptr",
+        "value_ptr",
+        "key_cache_ptr",
+        "value_cache_ptr",
+        "slots_ptr",
+        "k_scale_ptr",
+        "v_scale_ptr",
+    ],
+)
+def reshape_and_cache_kernel(
+    key_ptr,
+    value_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    slots_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    key_token_stride: tl.int64,
+    key_head_stride: tl.int64,
+    value_token_stride: tl.int64,
+    value_head_stride: tl.int64,
+    key_block_stride: tl.int64,
+    key_slot_stride: tl.int64,
+    key_cache_head_stride: tl.int64,
+    key_outer_stride: tl.int64,
+    value_block_stride: tl.int64,
+    value_slot_stride: tl.int64,
+    value_cache_head_stride: tl.int64,
+    value_dim_stride: tl.int64,
+    num_slots: tl.int64,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    V_HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CLASSIC_X: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    ROW_VEC: tl.constexpr,
+    ROW_VEC_BYTES: tl.constexpr,
+    KEY_VEC: tl.constexpr,
+    KEY_VEC_BYTES: tl.constexpr,
+    VALUE_VEC: tl.constexpr,
+    VALUE_VEC_BYTES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    HAS_K_SCALE: tl.constexpr,
+    HAS_V_SCALE: tl.constexpr,
+):
+    """Program (token, head tile). CLASSIC_X: a key's elements that lie together in the classic layout, or 0."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1).to(tl.int64) * HEADS_TILE + tl.arange(0, HEADS_TILE)
+    key = load_row(
+        key_ptr, token, key_token_stride, key_head_stride, heads, NUM_HEADS, HEAD_SIZE, KEY_TILE, ROW_VEC, ROW_VEC_BYTES
+    )
+    value = load_row(
+        value_ptr,
+        token,
+        value_token_stride,
+        value_head_stride,
+        heads,
+        NUM_HEADS,
+        V_HEAD_SIZE,
+        VALUE_TILE,
+        ROW_VEC,
+        ROW_VEC_BYTES,
+    )
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if (slot >= 0) & (slot < num_slots):
+        block = slot // BLOCK_SIZE
+        offset = slot % BLOCK_SIZE
+        key_slot_ptr = tl.multiple_of(
+            key_cache_ptr + (block * key_block_stride + offset * key_slot_stride) * KEY_VEC, KEY_VEC_BYTES
+        )
+        value_slot_ptr = tl.multiple_of(
+            value_cache_ptr + (block * value_block_stride + offset * value_slot_stride) * VALUE_VEC, VALUE_VEC_BYTES
+        )
+        dims = tl.arange(0, KEY_TILE)
+        v_dims = tl.arange(0, VALUE_TILE)
+        if CLASSIC_X > 0:
+            key_dims = dims // CLASSIC_X * key_outer_stride * KEY_VEC + dims % CLASSIC_X
+            value_dims = v_dims * value_dim_stride * VALUE_VEC
+        else:
+            key_dims = dims
+            value_dims = v_dims
+        tl.store(
+            key_slot_ptr + heads[:, None] * key_cache_head_stride * KEY_VEC + key_dims[None, :],
+            as_stored(key, k_scale_ptr, key_cache_ptr.dtype.element_ty, LARGEST, HAS_K_SCALE),
+            mask=(heads[:, None] < NUM_HEADS) & (dims[None, :] < HEAD_SIZE),
+        )
+        tl.store(
+            value_slot_ptr + heads[:, None] * value_cache_head_stride * VALUE_VEC + value_dims[None, :],
+            as_stored(value, v_scale_ptr, value_cache_ptr.dtype.element_ty, LARGEST, HAS_V_SCALE),
+            mask=(heads[:, None] < NUM_HEADS) & (v_dims[None, :] < V_HEAD_SIZE),
+        )

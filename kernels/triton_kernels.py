@@ -1,0 +1,312 @@
+"""The kernels in Triton, for a GPU, or for any tensors under Triton's interpreter.
+
+A cache write checks its arguments once per layout (dtypes, shapes, strides, alignments) and keeps the checked launch,
+so that the next layer and the next step repeat neither the checks nor Triton's specialisation. Nothing waits for the
+device unless `checked=True`, and nothing but results is allocated, so that calls can be captured in a CUDA graph after
+one call of each kind.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .concat_and_cache_mla import check_mla_cache, check_mla_write
+from .copy_blocks import BlockRegions, check_copy
+from .fp8 import numbers_of
+from .gather_cache import BlockTableRows, check_gather, check_read_scales, check_table
+from .launch import Launch, LaunchCache, memory_key, rows_key
+from .paged_attention import check_attention
+from .reshape_and_cache import CachePair, check_write, classic_pair, flash_pair
+from .slot_mapping import SlotTables, check_batch, check_batch_content
+from .triton_launches import (
+    COPY_TILE_WORDS,
+    SLOT_TILE,
+    attention_launch,
+    copy_launch,
+    current_target,
+    gather_launch,
+    mla_write_launch,
+    query_tile_for,
+    refuse_unsupported_dtype,
+    slot_mapping_launch,
+    write_launch,
+)
+
+
+class TritonKernels:
+    """`Kernels` in Triton. Launches go to the current stream of the current device, which must be the tensors' own."""
+
+    def __init__(self) -> None:
+        """Find what Triton compiles for.
+
+        Raises:
+            KernelInputError: Triton finds no GPU and its interpreter is not on.
+        """
+        current_target()
+        self._launches = LaunchCache()
+
+    def compute_slot_mapping(
+        self,
+        *,
+        tables: SlotTables,
+        rows: Tensor,
+        query_start_loc: Tensor,
+        first_positions: Tensor,
+        slot_mapping: Tensor,
+        checked: bool = False,
+    ) -> None:
+        """See `Kernels.compute_slot_mapping`."""
+        check_batch(tables, rows, query_start_loc, first_positions, slot_mapping)
+        if checked:
+            check_batch_content(tables, rows, query_start_loc, first_positions, slot_mapping)
+        context = (tables.context_rank, tables.context_size, tables.interleave)
+        launch = self._launches.get(
+            ("slot_mapping", *context, *memory_key(slot_mapping)), lambda: slot_mapping_launch(tables, slot_mapping)
+        )
+        num_lanes = -(-slot_mapping.shape[1] // SLOT_TILE)
+        if num_lanes:
+            pointers = (tables.descriptors, rows, query_start_loc, first_positions, slot_mapping)
+            launch((len(tables.block_tables), len(rows) + 1, num_lanes), pointers, len(rows))
+
+    def reshape_and_cache(
+        self,
+        *,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        kv_cache_dtype: str = "auto",
+        checked: bool = False,
+    ) -> None:
+        """See `Kernels.reshape_and_cache`."""
+        caches = (key_cache, value_cache, kv_cache_dtype)
+        self._write(flash_pair, key, value, caches, slot_mapping, k_scale, v_scale, checked)
+
+    def reshape_and_cache_classic(
+        self,
+        *,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        kv_cache_dtype: str = "auto",
+        checked: bool = False,
+    ) -> None:
+        """See `Kernels.reshape_and_cache_classic`."""
+        caches = (key_cache, value_cache, kv_cache_dtype)
+        self._write(classic_pair, key, value, caches, slot_mapping, k_scale, v_scale, checked)
+
+    def _write(
+        self,
+        pair_of: Callable[[Tensor, Tensor, str], CachePair],
+        key: Tensor,
+        value: Tensor,
+        caches: tuple[Tensor, Tensor, str],
+        slot_mapping: Tensor,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+        checked: bool,
+    ) -> None:
+        def checked_launch() -> Launch:
+            pair = pair_of(*caches)
+            refuse_unsupported_dtype(pair.key.dtype)
+            check_write(pair, key, value, slot_mapping, k_scale, v_scale, checked)
+            return write_launch(pair, key, value, k_scale, v_scale)
+
+        key_cache, value_cache, kv_cache_dtype = caches
+        layout = (pair_of, kv_cache_dtype, memory_key(key_cache, value_cache, k_scale, v_scale))
+        launch = self._launches.get((*layout, rows_key(key, value, slot_mapping)), checked_launch)
+        num_tokens = slot_mapping.shape[0]
+        if checked or not num_tokens <= key.shape[0] == value.shape[0]:
+            check_write(pair_of(*caches), key, value, slot_mapping, k_scale, v_scale, checked)
+        if num_tokens:
+            grid = (num_tokens, -(-key.shape[1] // launch.constants["HEADS_TILE"]), 1)
+            stored = (numbers_of(key_cache, kv_cache_dtype), numbers_of(value_cache, kv_cache_dtype))
+            launch(grid, (key, value, *stored, slot_mapping, k_scale, v_scale))
+
+    def concat_and_cache_mla(
+        self,
+        *,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        cache: Tensor,
+        slot_mapping: Tensor,
+        scale: Tensor | None = None,
+        kv_cache_dtype: str = "auto",
+        checked: bool = False,
+    ) -> None:
+        """See `Kernels.concat_and_cache_mla`."""
+
+        def checked_launch() -> Launch:
+            numbers = check_mla_cache(cache, kv_cache_dtype)
+            refuse_unsupported_dtype(numbers.dtype)
+            check_mla_write(numbers, kv_c, k_pe, slot_mapping, scale, checked)
+            return mla_write_launch(numbers, kv_c, k_pe, scale)
+
+        layout = ("mla", kv_cache_dtype, memory_key(cache, scale), rows_key(kv_c, k_pe, slot_mapping))
+        launch = self._launches.get(layout, checked_launch)
+        num_tokens = slot_mapping.shape[0]
+        numbers = numbers_of(cache, kv_cache_dtype)
+        if checked or not num_tokens <= kv_c.shape[0] == k_pe.shape[0]:
+            check_mla_write(numbers, kv_c, k_pe, slot_mapping, scale, checked)
+        if num_tokens:
+            launch((num_tokens, 1, 1), (kv_c, k_pe, numbers, slot_mapping, scale))
+
+    def copy_blocks(self, *, caches: BlockRegions, sources: Tensor, targets: Tensor, checked: bool = False) -> None:
+        """See `Kernels.copy_blocks`."""
+        check_copy(caches, sources, targets, checked)
+        launch = self._launches.get(
+            ("copy", caches.num_blocks, caches.word_bytes, caches.descriptors.device), lambda: copy_launch(caches)
+        )
+        if len(sources):
+            tile_bytes = COPY_TILE_WORDS * launch.constants["WORD_BYTES"]
+            num_tiles = -(-max(region.num_bytes for region in caches.regions) // tile_bytes)
+            launch((len(sources), len(caches.regions), num_tiles), (caches.descriptors, sources, targets))
+
+    def gather_cache(
+        self,
+        *,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_table: Tensor,
+        rows: Tensor,
+        cu_seqlens: Tensor,
+        num_tokens: int,
+        first_positions: Tensor | None = None,
+        block_size: int | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        kv_cache_dtype: str = "auto",
+        dtype: torch.dtype | None = None,
+        checked: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels.gather_cache`."""
+        pair = flash_pair(key_cache, value_cache, kv_cache_dtype)
+        table = check_table(block_table, rows, block_size, pair.key)
+        check_gather(table, cu_seqlens, first_positions, num_tokens, checked)
+        out = check_read_scales(pair.key, dtype, {"k_scale": k_scale, "v_scale": v_scale}, checked)
+        batch = (table, cu_seqlens, first_positions, num_tokens)
+        return self._gather(pair.key, pair.value, batch, out, k_scale, v_scale)
+
+    def gather_cache_classic(
+        self,
+        *,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_table: Tensor,
+        rows: Tensor,
+        cu_seqlens: Tensor,
+        num_tokens: int,
+        first_positions: Tensor | None = None,
+        block_size: int | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        kv_cache_dtype: str = "auto",
+        dtype: torch.dtype | None = None,
+        checked: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels.gather_cache_classic`."""
+        pair = classic_pair(key_cache, value_cache, kv_cache_dtype)
+        table = check_table(block_table, rows, block_size, pair.key)
+        check_gather(table, cu_seqlens, first_positions, num_tokens, checked)
+        out = check_read_scales(pair.key, dtype, {"k_scale": k_scale, "v_scale": v_scale}, checked)
+        batch = (table, cu_seqlens, first_positions, num_tokens)
+        return self._gather(pair.key, pair.value, batch, out, k_scale, v_scale)
+
+    def gather_mla_cache(
+        self,
+        *,
+        cache: Tensor,
+        block_table: Tensor,
+        rows: Tensor,
+        cu_seqlens: Tensor,
+        num_tokens: int,
+        first_positions: Tensor | None = None,
+        block_size: int | None = None,
+        scale: Tensor | None = None,
+        kv_cache_dtype: str = "auto",
+        dtype: torch.dtype | None = None,
+        checked: bool = False,
+    ) -> Tensor:
+        """See `Kernels.gather_mla_cache`."""
+        numbers = check_mla_cache(cache, kv_cache_dtype)
+        table = check_table(block_table, rows, block_size, numbers)
+        check_gather(table, cu_seqlens, first_positions, num_tokens, checked)
+        out = check_read_scales(numbers, dtype, {"scale": scale}, checked)
+        batch = (table, cu_seqlens, first_positions, num_tokens)
+        latents, _ = self._gather(numbers.unsqueeze(2), None, batch, out, scale, None)
+        return latents.squeeze(1)
+
+    def _gather(
+        self,
+        key_cache: Tensor,
+        value_cache: Tensor | None,
+        batch: tuple[BlockTableRows, Tensor, Tensor | None, int],
+        dtype: torch.dtype,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        refuse_unsupported_dtype(key_cache.dtype)
+        table, cu_seqlens, first_positions, num_tokens = batch
+        has_first = first_positions is not None
+        layout = ("gather", dtype, table.block_size, has_first)
+        launch = self._launches.get(
+            (*layout, memory_key(key_cache, value_cache, table.block_table, k_scale, v_scale)),
+            lambda: gather_launch(key_cache, value_cache, table, dtype, has_first, k_scale, v_scale),
+        )
+        num_heads, num_seqs = key_cache.shape[2], len(table.rows)
+        key = torch.empty(num_tokens, num_heads, key_cache.shape[3:].numel(), dtype=dtype, device=key_cache.device)
+        value = key if value_cache is None else key.new_empty(num_tokens, num_heads, value_cache.shape[3])
+        if num_tokens:
+            num_lanes = -(-num_tokens // (num_seqs + 1))
+            grid = (num_seqs + 1, num_lanes, -(-num_heads // launch.constants["HEADS_TILE"]))
+            pointers = (key_cache, value_cache, key, value, table.block_table, table.rows, cu_seqlens, first_positions)
+            launch(grid, (*pointers, k_scale, v_scale), num_seqs, num_tokens)
+        return key, value
+
+    def paged_attention(
+        self,
+        *,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_table: Tensor,
+        rows: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        block_size: int | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        kv_cache_dtype: str = "auto",
+        checked: bool = False,
+    ) -> Tensor:
+        """See `Kernels.paged_attention`."""
+        pair = flash_pair(key_cache, value_cache, kv_cache_dtype)
+        refuse_unsupported_dtype(pair.key.dtype)
+        table = check_table(block_table, rows, block_size, pair.key)
+        check_attention(pair, table, query, query_start_loc, seq_lens, window, softcap, checked)
+        check_read_scales(pair.key, query.dtype, {"k_scale": k_scale, "v_scale": v_scale}, checked)
+        memory = memory_key(pair.key, pair.value, block_table, k_scale, v_scale)
+        launch = self._launches.get(
+            ("attention", table.block_size, window, softcap, memory, rows_key(query)),
+            lambda: attention_launch(pair, table, query, window, softcap, k_scale, v_scale),
+        )
+        num_tokens, num_q_heads, _ = query.shape
+        num_seqs, num_kv_heads = len(rows), pair.key.shape[2]
+        output = query.new_zeros(num_tokens, num_q_heads, pair.value.shape[3])
+        if num_tokens and num_seqs:
+            # Lanes for the mean sequence; a longer chunk's queries take turns.
+            num_lanes = -(-num_tokens // (num_seqs * query_tile_for(num_q_heads // num_kv_heads)))
+            pointers = (query, pair.key, pair.value, output, block_table, rows, query_start_loc, seq_lens)
+            launch((num_seqs, num_kv_heads, num_lanes), (*pointers, k_scale, v_scale), num_tokens, scale)
+        return output
