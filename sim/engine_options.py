@@ -57,6 +57,7 @@ def open_source(given: Mapping[str, Any], seed: int | None = None) -> Trace:
     return open_trace_or_workload(
         given["trace"],
         given["workload"],
+        fit=given.get("fit"),
         # With drafts the seed has an effect on any trace.
         seed=None if given["trace"] and given["request_rate"] is None and drafted else seed,
         **{name: given[name] for name in OF_THE_TRACE},

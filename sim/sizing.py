@@ -1,11 +1,13 @@
 """How many engines keep an SLO on a trace: full replays of fleets of different sizes and shapes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import attrs
 
 from .changed_trace import ChangedTrace
 from .fleet import EngineParts, FleetShape, replay_fleet
+from .kept_trials import KeptTrials
 from .request_record import RequestRecord
 from .routing import make_router
 from .slo import Slo, SloTally
@@ -29,6 +31,8 @@ class Setting:
         routing_load_weight: of prefix-aware routing.
         data_parallel_size: ledgers a replica.
         event_delay_s: see `FleetShape`.
+        named: plain values that tell this setting from every other one, for the trials that are kept.
+        kept: where trials are kept.
     """
 
     open_trace: Callable[[], Trace]
@@ -38,17 +42,78 @@ class Setting:
     routing_load_weight: float | None = None
     data_parallel_size: int = 1
     event_delay_s: float = 0.0
+    named: Mapping[str, Any] = attrs.field(factory=dict)
+    kept: KeptTrials = attrs.field(factory=KeptTrials)
+
+    def at_rate(self, rate: float) -> "Setting":
+        """The same with arrivals that come `rate` times as fast."""
+        changed = {**self.named, "rate": rate}
+        return attrs.evolve(self, open_trace=lambda: ChangedTrace(self.open_trace(), rate=rate), named=changed)
 
 
-def try_fleet(setting: Setting, num_replicas: int, num_requests: int | None = None) -> Trial:
-    """Replay the trace on `num_replicas` replicas.
+class SearchWatch:
+    """Hears how a search gets on; this one does nothing."""
+
+    def starts(self, value: float, num_requests: int | None) -> None:
+        """A run of `value` starts; requests in the trace, where they are counted."""
+
+    def routed(self, num_requests: int) -> None:
+        """So many requests of the run came so far."""
+
+    def ended(self, trial: Trial) -> None:
+        """A run ended."""
+
+    def left(self, num_runs: int) -> None:
+        """So many runs are left at most."""
+
+
+class Search(Protocol):
+    """What is looked for: a number that a fleet either keeps the SLO at or not."""
+
+    @property
+    def name(self) -> str:
+        """Of the number, in JSON."""
+        ...
+
+    def find(self, setting: Setting, *, start: float | None, probes: int, watch: SearchWatch) -> SearchResult:
+        """The answer, and every run; both sides of it are full replays."""
+        ...
+
+    def replay(self, setting: Setting, value: float) -> Trial:
+        """The full replay of one value."""
+        ...
+
+
+def try_fleet(
+    setting: Setting,
+    num_replicas: int,
+    *,
+    num_requests: int | None = None,
+    value: float | None = None,
+    watch: SearchWatch | None = None,
+) -> Trial:
+    """Replay the trace on `num_replicas` replicas, or read the run that is kept.
 
     Args:
         setting: everything else.
         num_replicas: replicas of the fleet.
         num_requests: how many requests the trace holds. Where it is given, the run ends as soon as more of them have
             missed a limit than the SLO leaves room for; the trial then has no figures but how far it came.
+        value: of the trial; `num_replicas` unless given.
+        watch: hears how it gets on.
     """
+    watch = watch or SearchWatch()
+    may_end_early = num_requests is not None
+    watch.starts(num_replicas if value is None else value, num_requests)
+    named = {**setting.named, "replicas": num_replicas, "may_end_early": may_end_early}
+    trial = setting.kept.trial(named, lambda: _replayed(setting, num_replicas, num_requests, watch))
+    if value is not None:
+        trial = attrs.evolve(trial, value=value)
+    watch.ended(trial)
+    return trial
+
+
+def _replayed(setting: Setting, num_replicas: int, num_requests: int | None, watch: SearchWatch) -> Trial:
     tally = SloTally(setting.slo)
     trace = setting.open_trace()
     routed = 0
@@ -56,6 +121,7 @@ def try_fleet(setting: Setting, num_replicas: int, num_requests: int | None = No
     def on_progress(count: int) -> None:
         nonlocal routed
         routed = count
+        watch.routed(count)
 
     def on_finished(record: RequestRecord) -> None:
         tally.finished(record)
@@ -95,37 +161,61 @@ def try_fleet(setting: Setting, num_replicas: int, num_requests: int | None = No
     )
 
 
-def smallest_fleet(setting: Setting, *, start: int = 1, most: int, check_neighbours: bool = True) -> SearchResult:
-    """The smallest number of replicas that keeps the SLO.
+@attrs.frozen(kw_only=True)
+class FleetSearch:
+    """The smallest number of replicas that keeps the SLO, `most` at most."""
 
-    Runs that miss it end early, but for the one below the answer (or the largest, where none keeps it): both sides of
-    the bracket are full replays.
-    """
-    num_requests = sum(1 for _ in setting.open_trace())
-    found = smallest_meeting(
-        lambda count: try_fleet(setting, count, num_requests),
-        start=start,
-        most=most,
-        check_neighbours=check_neighbours,
-    )
-    if found.answer == 1:
+    most: int
+    name: str = "replicas"
+
+    def find(self, setting: Setting, *, start: float | None, probes: int, watch: SearchWatch) -> SearchResult:
+        """Runs that miss the SLO end early, but for the one below the answer (or the largest, where none keeps it)."""
+        num_requests = sum(1 for _ in setting.open_trace())
+        found = smallest_meeting(
+            lambda count: try_fleet(setting, count, num_requests=num_requests, watch=watch),
+            start=1 if start is None else int(start),
+            most=self.most,
+            probes=probes,
+            on_left=watch.left,
+        )
+        if found.answer == 1:
+            return found
+        nearest = found.trial(self.most if found.answer is None else found.answer - 1)
+        return _run_to_its_end(found, nearest, lambda: try_fleet(setting, int(nearest.value), watch=watch))
+
+    def replay(self, setting: Setting, value: float) -> Trial:
+        """The fleet of `value` replicas."""
+        return try_fleet(setting, int(value))
+
+
+@attrs.frozen(kw_only=True)
+class RateSearch:
+    """How many times as fast as recorded the trace may come for a fleet to keep the SLO."""
+
+    num_replicas: int
+    name: str = "rate_scale"
+
+    def find(self, setting: Setting, *, start: float | None, probes: int, watch: SearchWatch) -> SearchResult:
+        """Runs that miss the SLO end early, but for the one above the answer (or the slowest, where none keeps it)."""
+        num_requests = sum(1 for _ in setting.open_trace())
+
+        def run(rate: float, num_requests: int | None = num_requests) -> Trial:
+            faster = setting.at_rate(rate)
+            return try_fleet(faster, self.num_replicas, num_requests=num_requests, value=rate, watch=watch)
+
+        found = highest_meeting(run, start=1.0 if start is None else start, probes=probes, on_left=watch.left)
+        above = [trial for trial in found.trials if found.answer is None or trial.value > found.answer]
+        nearest = next((trial for trial in above if not trial.met), None)
+        return found if nearest is None else _run_to_its_end(found, nearest, lambda: run(nearest.value, None))
+
+    def replay(self, setting: Setting, value: float) -> Trial:
+        """The fleet at `value` times the rate."""
+        return try_fleet(setting.at_rate(value), self.num_replicas, value=value)
+
+
+def _run_to_its_end(found: SearchResult, missed: Trial, replay: Callable[[], Trial]) -> SearchResult:
+    """The full replay in place of a run that ended early."""
+    if "stopped_after_requests" not in missed.figures:
         return found
-    nearest = found.trial(most if found.answer is None else found.answer - 1)
-    if "stopped_after_requests" not in nearest.figures:
-        return found
-    full = try_fleet(setting, int(nearest.value))
-    return attrs.evolve(found, trials=tuple(full if one is nearest else one for one in found.trials))
-
-
-def highest_rate(setting: Setting, num_replicas: int) -> SearchResult:
-    """How many times as fast as recorded the trace may come for `num_replicas` replicas to keep the SLO.
-
-    The answer is a full replay; runs that miss the SLO end early.
-    """
-    num_requests = sum(1 for _ in setting.open_trace())
-
-    def run(rate: float) -> Trial:
-        faster = attrs.evolve(setting, open_trace=lambda: ChangedTrace(setting.open_trace(), rate=rate))
-        return attrs.evolve(try_fleet(faster, num_replicas, num_requests), value=rate)
-
-    return highest_meeting(run)
+    full = replay()
+    return attrs.evolve(found, trials=tuple(full if one is missed else one for one in found.trials))

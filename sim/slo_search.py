@@ -1,12 +1,19 @@
 """The smallest number, or the highest rate, that meets an SLO: bisection over full replays, every run kept."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import attrs
 
 from ..core.errors import InputError
 from .slo import Verdict
+
+TOLERANCE = 0.02
+# Runs that must meet the SLO one after the other beyond one that missed it, before the first of them is called safe.
+IN_A_ROW = 2
+MOST_UNTIL_SAFE = 16
 
 
 @attrs.frozen(kw_only=True)
@@ -33,14 +40,16 @@ class SearchResult:
 
     Attributes:
         answer: the boundary: the smallest number (or highest rate) such that it met the SLO and the next one below
-            (above) that was tried did not; None: nothing within the bounds meets it.
+            (above) that was tried did not; None: nothing within the bounds meets it, or the search did not end.
         trials: every run, in ascending order of what was tried.
         contradictions: pairs (met, missed) that speak against monotony: more should do whatever less did.
+        safe: from this number on (up to this rate) everything that was run met the SLO; None: nothing did.
     """
 
     answer: float | None
     trials: tuple[Trial, ...]
     contradictions: tuple[tuple[float, float], ...]
+    safe: float | None
 
     @property
     def is_monotone(self) -> bool:
@@ -52,7 +61,28 @@ class SearchResult:
         return next(trial for trial in self.trials if trial.value == value)
 
 
+def search_result(trials: Sequence[Trial], answer: float | None, *, more_is_better: bool) -> SearchResult:
+    """What the runs of a search say, whether it ended or not."""
+    ascending = tuple(sorted(trials, key=lambda trial: trial.value))
+    ordered = ascending if more_is_better else ascending[::-1]
+    contradictions = [
+        (better.value, worse.value)
+        for place, better in enumerate(ordered)
+        if better.met
+        for worse in ordered[place + 1 :]
+        if not worse.met
+    ]
+    met_to_the_end = list(takewhile(lambda trial: trial.met, reversed(ordered)))
+    safe = met_to_the_end[-1].value if met_to_the_end else None
+    return SearchResult(answer=answer, trials=ascending, contradictions=tuple(contradictions), safe=safe)
+
+
 Run = Callable[[Any], Trial]
+OnLeft = Callable[[int], None]
+
+
+def _nobody(left: int) -> None:
+    """Nobody asked how many runs are left."""
 
 
 class _Runs:
@@ -68,30 +98,24 @@ class _Runs:
         return self.done[value].met
 
     def result(self, answer: float | None, more_is_better: bool) -> SearchResult:
-        trials = tuple(self.done[value] for value in sorted(self.done))
-        ordered = trials if more_is_better else trials[::-1]
-        contradictions = [
-            (better.value, worse.value)
-            for place, better in enumerate(ordered)
-            if better.met
-            for worse in ordered[place + 1 :]
-            if not worse.met
-        ]
-        return SearchResult(answer=answer, trials=trials, contradictions=tuple(contradictions))
+        return search_result(list(self.done.values()), answer, more_is_better=more_is_better)
 
 
-def smallest_meeting(run: Run, *, start: int = 1, most: int = 64, check_neighbours: bool = True) -> SearchResult:
+def smallest_meeting(
+    run: Run, *, start: int = 1, most: int = 64, probes: int = 1, on_left: OnLeft = _nobody
+) -> SearchResult:
     """The smallest whole number, from 1 to `most`, whose run meets the SLO.
 
     From `start` on, steps of 1, 2, 4, ... up or down bracket the answer; bisection closes the bracket. So the answer N
-    was run, and N - 1 (unless N is 1) was run and did not meet it. With `check_neighbours`, N + 1 and N - 2 are run
-    too: if either disagrees, the answers are not monotone, and the result says so.
+    was run, and N - 1 (unless N is 1) was run and did not meet it. `probes` numbers on either side that were not run
+    yet, nearest first, check that answers are monotone; if one disagrees, the result says so.
 
     Args:
         run: replays one value.
         start: where the answer is expected.
         most: where to give up.
-        check_neighbours: whether to look beyond the bracket.
+        probes: how many more numbers to run on either side of the answer.
+        on_left: told, once the answer is bracketed, how many runs are left at most.
 
     Raises:
         InputError: bounds that hold nothing.
@@ -115,6 +139,7 @@ def smallest_meeting(run: Run, *, start: int = 1, most: int = 64, check_neighbou
             value = min(value + step, most)
         step *= 2
     while met - missed > 1:
+        on_left((met - missed - 1).bit_length() + 2 * probes)
         middle = (met + missed) // 2
         if runs.met(middle):
             met = middle
@@ -122,20 +147,28 @@ def smallest_meeting(run: Run, *, start: int = 1, most: int = 64, check_neighbou
             missed = middle
     if met > most:
         return runs.result(None, True)
-    if check_neighbours:
-        for neighbour in (met + 1, met - 2):
-            if 1 <= neighbour <= most:
-                runs.met(neighbour)
+    above = [value for value in range(met + 1, most + 1) if value not in runs.done][:probes]
+    below = [value for value in range(met - 1, 0, -1) if value not in runs.done][:probes]
+    _probe(runs, [*above, *below], on_left)
+    _until_safe(runs, range(met, min(most, met + MOST_UNTIL_SAFE) + 1), more_is_better=True)
     return runs.result(met, True)
 
 
 def highest_meeting(
-    run: Run, *, start: float = 1.0, lowest: float = 1 / 64, highest: float = 64.0, tolerance: float = 0.02
+    run: Run,
+    *,
+    start: float = 1.0,
+    lowest: float = 1 / 64,
+    highest: float = 64.0,
+    tolerance: float = TOLERANCE,
+    probes: int = 1,
+    on_left: OnLeft = _nobody,
 ) -> SearchResult:
     """The highest rate, within a relative tolerance, whose run meets the SLO.
 
-    From `start` on, factors of 2 bracket the answer; bisection of the logarithm closes the bracket to `tolerance`. Two
-    more runs, one bracket below the answer and above what missed, check for answers that are not monotone.
+    From `start` on, factors of 2 bracket the answer; bisection of the logarithm closes the bracket to `tolerance`: the
+    answer r was run and met, and a rate of at most `r * (1 + tolerance)` was run and did not. `probes` further rates on
+    either side, ever farther away, check for answers that are not monotone.
 
     Raises:
         InputError: bounds that hold nothing, or a tolerance that is none.
@@ -147,15 +180,45 @@ def highest_meeting(
     if met is None or missed is None:
         return runs.result(met, False)
     while missed / met > 1 + tolerance:
+        halvings = math.log(missed / met) / math.log(1 + tolerance)
+        on_left(math.ceil(math.log2(halvings)) + 2 * probes)
         middle = (met * missed) ** 0.5
         if runs.met(middle):
             met = middle
         else:
             missed = middle
-    for neighbour in (met / (1 + tolerance), missed * (1 + tolerance)):
-        if lowest <= neighbour <= highest:
-            runs.met(neighbour)
+    # 1, 3, 7, ... tolerances away, so that a few probes look near and far.
+    away = [(1 + tolerance) ** ((1 << number) - 1) for number in range(1, probes + 1)]
+    values = [*(missed * factor for factor in away), *(met / factor for factor in away)]
+    _probe(runs, [value for value in values if lowest <= value <= highest], on_left)
+    lower = (met / (1 + tolerance) ** steps for steps in range(MOST_UNTIL_SAFE))
+    _until_safe(runs, [value for value in lower if value >= lowest], more_is_better=False)
     return runs.result(met, False)
+
+
+def _until_safe(runs: _Runs, values: Iterable[float], *, more_is_better: bool) -> None:
+    """Where something beyond the answer missed: go on until two in a row meet, so that there is a safe number to name.
+
+    `values` go from the answer to ever more capacity (or less traffic).
+    """
+    sign = 1 if more_is_better else -1
+    in_order = list(values)
+    missed = [sign * value for value, trial in runs.done.items() if not trial.met and sign * value > sign * in_order[0]]
+    if not missed:
+        return
+    in_a_row = 0
+    for value in in_order:
+        if sign * value <= max(missed):
+            continue
+        in_a_row = in_a_row + 1 if runs.met(value) else 0
+        if in_a_row == IN_A_ROW:
+            return
+
+
+def _probe(runs: _Runs, values: Sequence[float], on_left: OnLeft) -> None:
+    for place, value in enumerate(values):
+        on_left(len(values) - place)
+        runs.met(value)
 
 
 def _bracket(runs: _Runs, start: float, lowest: float, highest: float) -> tuple[float | None, float | None]:

@@ -1,6 +1,6 @@
 """How an answer moves with each assumption: one thing changed at a time, the search run again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -9,7 +9,8 @@ from ..core.errors import DoesNotFitError, InputError
 from .changed_trace import ChangedTrace
 from .latency import LinearLatency
 from .roofline import RooflineLatency
-from .sizing import Setting, smallest_fleet, try_fleet
+from .sizing import FleetSearch, Search, SearchWatch, Setting
+from .slo_search import Trial
 
 Change = Callable[[Setting], Setting]
 
@@ -46,47 +47,97 @@ def assumptions_of(setting: Setting) -> list[Assumption]:
     return [*out, *_of_latency(setting)]
 
 
-def tornado(setting: Setting, answer: int, most: int, assumptions: Sequence[Assumption]) -> list[dict[str, Any]]:
-    """For each assumption the smallest fleet at both ends, and the SLO's figures of `answer` replicas there.
+def tornado(
+    setting: Setting,
+    search: Search,
+    answer: Trial,
+    assumptions: Sequence[Assumption],
+    *,
+    num_workers: int = 1,
+    on_row: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> list[dict[str, Any]]:
+    """For each assumption the answer at both ends, and the SLO's figures of the unchanged answer there.
 
     Rows come with the largest swing of the answer first, then the largest swing of the first SLO figure. An end whose
     setting does not go together is named with its reason instead.
+
+    Args:
+        setting: everything as it is.
+        search: what was looked for.
+        answer: the run of what was found, to its end.
+        assumptions: what to change, one at a time.
+        num_workers: processes; the rows are the same for any number.
+        on_row: hears of each row as it is there, in the order of the assumptions.
     """
-    rows = [
-        {
-            "assumption": one.name,
-            "low": _end(one.low_label, setting, one.low, answer, most),
-            "high": _end(one.high_label, setting, one.high, answer, most),
-        }
-        for one in assumptions
-    ]
-    for row in rows:
-        row["swing_replicas"] = _swing(row, "replicas", most + 1)
-        row["swing_slo"] = _swing(row, "slo_value", None)
-    return sorted(rows, key=lambda row: (-row["swing_replicas"], -row["swing_slo"], row["assumption"]))
+    rows: list[dict[str, Any]] = []
+    for row in _rows(setting, search, answer, assumptions, num_workers):
+        rows.append(row)
+        on_row(row)
+    return ranked(rows, search.name)
 
 
-def _end(label: str, setting: Setting, change: Change, answer: int, most: int) -> dict[str, Any]:
+def ranked(rows: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Rows with the largest swing of the answer (`name`) first."""
+    return sorted(rows, key=lambda row: (-row[f"swing_{name}"], -row["swing_slo"], row["assumption"]))
+
+
+def most_important(rows: Sequence[dict[str, Any]], name: str) -> list[str]:
+    """The two assumptions that move the answer most, or, where it stays, its figure; fewer where nothing moves."""
+    moving = [row["assumption"] for row in rows if row[f"swing_{name}"] or row["swing_slo"]]
+    return moving[:2]
+
+
+def _rows(
+    setting: Setting, search: Search, answer: Trial, assumptions: Sequence[Assumption], num_workers: int
+) -> Iterator[dict[str, Any]]:
+    if num_workers == 1:
+        for one in assumptions:
+            yield tornado_row(setting, search, answer, one)
+        return
+    from joblib import Parallel, delayed
+
+    parallel: Any = Parallel(n_jobs=num_workers, return_as="generator")
+    yield from parallel(delayed(tornado_row)(setting, search, answer, one) for one in assumptions)
+
+
+def tornado_row(setting: Setting, search: Search, answer: Trial, one: Assumption) -> dict[str, Any]:
+    """The row of one assumption."""
+    row: dict[str, Any] = {"assumption": one.name}
+    row["low"] = _end(one.name, one.low_label, setting, one.low, search, answer)
+    row["high"] = _end(one.name, one.high_label, setting, one.high, search, answer)
+    beyond = search.most + 1 if isinstance(search, FleetSearch) else 0.0
+    row[f"swing_{search.name}"] = _swing(row, search.name, beyond)
+    row["swing_slo"] = _swing(row, "slo_value", None)
+    return row
+
+
+def _end(name: str, label: str, setting: Setting, change: Change, search: Search, answer: Trial) -> dict[str, Any]:
     try:
         changed = change(setting)
-        found = smallest_fleet(changed, start=answer, most=most, check_neighbours=False)
-        at_answer = found.trial(answer)
-        if "stopped_after_requests" in at_answer.figures:
-            at_answer = try_fleet(changed, answer)
+        if changed == setting:
+            return _end_as_dict(label, search.name, answer.value, answer)
+        changed = attrs.evolve(changed, named={**changed.named, "changed": f"{name} {label}"})
+        found = search.find(changed, start=answer.value, probes=0, watch=SearchWatch())
+        there = found.trial(answer.value)
+        if "stopped_after_requests" in there.figures:
+            there = search.replay(changed, answer.value)
     except (InputError, DoesNotFitError) as error:
-        return {"value": label, "replicas": None, "slo_value": None, "reason": str(error)}
-    first = next(iter(at_answer.verdict.figures.values()))
-    return {
-        "value": label,
-        "replicas": None if found.answer is None else int(found.answer),
-        "slo_value": first["value"],
-        **({} if found.answer is not None else {"reason": f"more than {most} replicas"}),
-    }
+        return {"value": label, search.name: None, "slo_value": None, "does_not_apply": str(error)}
+    return _end_as_dict(label, search.name, found.answer, there)
+
+
+def _end_as_dict(label: str, name: str, answer: float | None, there: Trial) -> dict[str, Any]:
+    first = next(iter(there.verdict.figures.values()))
+    kept = {} if answer is not None else {"reason": "nothing tried keeps the SLO"}
+    return {"value": label, name: answer, "slo_value": first["value"], **kept}
 
 
 def _swing(row: dict[str, Any], figure: str, missing: float | None) -> float:
     """How far apart the two ends are; `missing` stands for an end without a figure (None: the swing is unknown, 0)."""
-    low, high = (missing if row[end][figure] is None else row[end][figure] for end in ("low", "high"))
+    ends = [row[end] for end in ("low", "high")]
+    if any("does_not_apply" in end for end in ends):
+        return 0.0
+    low, high = (missing if end[figure] is None else end[figure] for end in ends)
     return 0.0 if low is None or high is None else abs(high - low)
 
 

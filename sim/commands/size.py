@@ -36,9 +36,19 @@ def size(
     ] = None,
     max_replicas: Annotated[int, typer.Option(help="Where to give up.")] = 64,
     seeds: Annotated[
-        int | None, typer.Option(help="A built-in workload: search with as many seeds; 1 unless given.")
+        int | None, typer.Option(help="A workload: search with as many seeds; 1 unless given. The worst one counts.")
     ] = None,
+    probes: Annotated[
+        int, typer.Option(help="Further runs on either side of the answer: do they agree that more is better?")
+    ] = 1,
     tornado: Annotated[bool, typer.Option("--tornado", help="How the answer moves with each assumption.")] = False,
+    jobs: Annotated[int, typer.Option(help="Processes for the tornado.")] = 1,
+    keep: Annotated[
+        str | None, typer.Option(help="Folder of finished runs: an interrupted search goes on where it stopped.")
+    ] = None,
+    price_per_gpu_hour: Annotated[
+        float | None, typer.Option(help="What a GPU costs an hour: the answer in money.")
+    ] = None,
     **given: Any,
 ) -> None:
     """How many replicas and GPUs keep a service-level objective on a trace: bisection over full replays.
@@ -48,8 +58,8 @@ def size(
     Example: kvledger size trace.jsonl --model llama-3.1-70b --gpu H100 --slo-ttft-p99 2 --block-size 64
     """
     from ..cli import EXIT_DOES_NOT_FIT
-    from ..console import print_json
-    from ..size_report import SizeQuestion, print_size, size_document
+    from ..size_question import SizeQuestion
+    from ..size_run import run_size
     from ..slo import Slo
 
     question = SizeQuestion(
@@ -69,12 +79,11 @@ def size(
         num_replicas=replicas,
         max_replicas=max_replicas,
         num_seeds=seeds,
+        num_probes=probes,
         with_tornado=tornado,
+        num_workers=jobs,
+        kept_in=keep,
+        price_per_gpu_hour=price_per_gpu_hour,
     )
-    document = size_document(question)
-    if given["json"]:
-        print_json(document)
-    else:
-        print_size(document)
-    if document["answer"] is None:
+    if not run_size(question, as_json=given["json"]):
         raise typer.Exit(EXIT_DOES_NOT_FIT)

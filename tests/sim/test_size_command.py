@@ -1,8 +1,11 @@
 """`kvledger size`: the answer meets the SLO and one replica less does not, on three workloads."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -90,16 +93,39 @@ def test_the_tornado_names_the_two_assumptions_that_matter_most() -> None:
     assert {row["assumption"] for row in rows} >= {"traffic", "routing", "latency: prefill_token_s"}
 
 
-def test_an_slo_that_no_fleet_keeps_exits_with_1_and_says_how_near_it_came() -> None:
-    document = size(*CODE, *POOL, "--slo-ttft-p99", "0.001", "--max-replicas", "3", code=1)
+def test_where_a_larger_fleet_is_not_allowed_the_largest_says_how_near_it_came() -> None:
+    document = size(*CODE, *POOL, "--slo-ttft-p99", "0.4", "--max-replicas", "3", code=1)
     assert document["answer"] is None
     (shape,) = document["shapes"]
     last = shape["searches"][0]["trials"][-1]
-    assert last["requests"]["finished"] == 150  # a full replay says how near it came
+    assert last["requests"]["finished"] == 150  # a full replay
     assert (
         shape["reason"]
-        == f"more than 3 replicas: 3 gave ttft_p99_s {last['slo']['ttft_p99_s']['value']:.4g} (limit 0.001)"
+        == f"more than 3 replicas: 3 gave p99 TTFT {last['slo']['ttft_p99_s']['value']:.4g} s (limit 0.4)"
     )
+    assert document["assumptions"]["num_replicas"] == 3
+
+
+def test_an_slo_that_no_number_of_replicas_can_keep_is_answered_with_the_nearest_that_can() -> None:
+    document = size(*CODE, *POOL, "--slo-ttft-p99", "0.1", code=1)
+    assert document["answer"] is None
+    (shape,) = document["shapes"]
+    assert shape["searches"] == []
+    assert shape["reason"].startswith("no number of replicas helps: alone on an idle engine p99 TTFT 0.1")
+    assert shape["idle"]["ttft_p99_s"]["value"] > 0.1
+    assert document["assumptions"]["latency_model"].startswith("linear")
+    instead = document["instead"]
+    share = instead["slo"]["goodput_share"]
+    assert share == pytest.approx(0.99 * shape["idle_share_in_time"], abs=1.001e-3)
+    assert instead["slo"]["ttft_s"] == 0.1
+    replicas = instead["answer"]["replicas"]
+    trials = {trial["value"]: trial for trial in instead["shapes"][0]["searches"][0]["trials"]}
+    assert trials[replicas]["slo"]["goodput_share"]["value"] >= share
+    assert not trials[replicas - 1]["met"]
+    text = kvledger("size", *CODE, *POOL, "--slo-ttft-p99", "0.1").stdout
+    assert text.startswith("No: nothing that was tried keeps the SLO. Even alone on an idle engine of 1 GPUs")
+    assert "The nearest promise that can be kept" in text
+    assert "Assumptions" in text
 
 
 def test_the_highest_rate_that_a_given_fleet_serves() -> None:
@@ -118,10 +144,77 @@ def test_the_highest_rate_that_a_given_fleet_serves() -> None:
     assert "times the traffic" in answer["sentence"]
 
 
+def test_the_highest_rate_over_several_seeds_is_that_of_the_worst() -> None:
+    document = size(*CODE, *POOL, "--slo-ttft-p99", "0.4", "--replicas", "3", "--seeds", "2", "--probes", "0")
+    (shape,) = document["shapes"]
+    rates = [search["rate_scale"] for search in shape["searches"]]
+    assert [search["seed"] for search in shape["searches"]] == [0, 1]
+    assert document["answer"]["rate_scale"] == shape["rate_scale"] == min(rates)
+    interval = shape["rate_scale_over_seeds"]
+    assert interval["num_samples"] == 2
+    assert interval["low"] <= interval["mean"] == pytest.approx(sum(rates) / 2)
+
+
+def test_a_price_turns_the_answer_into_money() -> None:
+    model = ("--model", "llama-3.1-8b", "--gpu", "H100", "--tensor-parallel-sizes", "1", "--block-size", "64")
+    document = size(*CODE, *model, "--slo-ttft-p99", "1", "--price-per-gpu-hour", "2.5")
+    answer, cost = document["answer"], document["answer"]["cost"]
+    assert cost["per_hour"] == 2.5 * answer["gpus"]
+    assert cost["per_month_of_730_hours"] == 730 * cost["per_hour"]
+    trials = document["shapes"][0]["searches"][0]["trials"]
+    per_s = next(one["output_tokens_per_s"] for one in trials if one["value"] == answer["replicas"])
+    assert cost["per_million_output_tokens"] == pytest.approx(cost["per_hour"] / 3600 / per_s * 1e6)
+
+
+def test_a_workload_fitted_to_a_trace_is_sized_as_well(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 500 * n, "input_length": 600 + n, "output_length": 20 + n % 7, "hash_ids": [0, n + 1]}
+        for n in range(60)
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    document = size("--fit", str(trace), "--limit", "50", *POOL, "--slo-ttft-p99", "1", "--seeds", "2")
+    assert document["trace"]["num_requests"] == 50
+    assert document["answer"]["replicas"] >= 1
+
+
+def interrupted(*arguments: str, after: Callable[[], bool]) -> tuple[int, str, str]:
+    """Run a search, send it a Ctrl-C as soon as `after` is true, and return what it says."""
+    command = [BIN, "size", *arguments]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not after() and time.monotonic() < deadline and running.poll() is None:
+        time.sleep(0.01)
+    running.send_signal(signal.SIGINT)
+    out, complaints = running.communicate(timeout=60)
+    return running.returncode, out, complaints
+
+
+def test_an_interrupted_search_tells_what_it_ran_and_goes_on_from_there(tmp_path: Path) -> None:
+    question = ("--workload", "code", "--limit", "250", "--rate-scale", "15", *POOL, "--slo-ttft-p99", "0.4")
+    command = (*question, "--keep", str(tmp_path), "--json")
+    code, out, complaints = interrupted(*command, after=lambda: len(list(tmp_path.glob("*.json"))) >= 2)
+    assert code == 130
+    assert "the same command goes on" in complaints
+    partial = json.loads(out)
+    assert partial["answer"] is None
+    assert partial["not_done"] == "interrupted before it was done"
+    (shape,) = partial["shapes"]
+    assert shape["reason"].startswith("interrupted before it was done: above ")
+    (search,) = shape["searches"]
+    done = {trial["value"] for trial in search["trials"]}
+    assert len(done) >= 2
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    whole = size(*question, "--keep", str(tmp_path))
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert done <= {trial["value"] for trial in whole["shapes"][0]["searches"][0]["trials"]}
+    assert whole == size(*question)  # kept or not, the answer is the same
+
+
 def test_the_answer_comes_first_on_the_terminal() -> None:
     done = kvledger("size", *CODE, *POOL, "--slo-ttft-p99", "0.4")
     assert done.returncode == 0
-    assert "each keep ttft_p99_s 0.4" in done.stdout.splitlines()[0]
+    assert done.stdout.splitlines()[0] == "4 replicas of one engine each keep p99 TTFT within 0.4 s"
     assert "Assumptions" in done.stdout
     assert "latency_model" in done.stdout
 
@@ -134,6 +227,9 @@ def test_the_answer_comes_first_on_the_terminal() -> None:
         (("--slo-ttft-p99", "1", "--tensor-parallel-sizes", "two"), "it must be whole numbers such as 2,4,8"),
         (("--slo-ttft-p99", "1", "--seeds", "0"), "--seeds 0 has no effect"),
         (("--slo-ttft-p99", "1", "--max-replicas", "0"), "--max-replicas is 0"),
+        (("--slo-ttft-p99", "1", "--probes", "-1"), "--probes is -1; it must be at least 0"),
+        (("--slo-ttft-p99", "1", "--jobs", "2"), "--jobs 2 has no effect without --tornado"),
+        (("--slo-ttft-p99", "1", "--price-per-gpu-hour", "2"), "needs --model and --gpu"),
         (("--slo-ttft-p99", "1", "--routing", "luck"), "--routing is 'luck'"),
     ],
 )

@@ -70,8 +70,8 @@ def trial(value: float, met: bool) -> Trial:
     return Trial(value=value, verdict=Verdict(met=met, figures={}))
 
 
-@given(st.integers(1, 70), st.integers(1, 64), st.integers(1, 64), st.booleans())
-def test_the_answer_meets_and_the_one_below_does_not(boundary: int, start: int, most: int, check: bool) -> None:
+@given(st.integers(1, 70), st.integers(1, 64), st.integers(1, 64), st.integers(0, 3))
+def test_the_answer_meets_and_the_one_below_does_not(boundary: int, start: int, most: int, probes: int) -> None:
     runs: list[int] = []
 
     def run(n: int) -> Trial:
@@ -80,7 +80,7 @@ def test_the_answer_meets_and_the_one_below_does_not(boundary: int, start: int, 
         return trial(n, n >= boundary)
 
     start = min(start, most)
-    found = smallest_meeting(run, start=start, most=most, check_neighbours=check)
+    found = smallest_meeting(run, start=start, most=most, probes=probes)
     assert len(runs) == len(set(runs))
     assert found.is_monotone
     if boundary > most:
@@ -90,7 +90,8 @@ def test_the_answer_meets_and_the_one_below_does_not(boundary: int, start: int, 
     assert found.trial(boundary).met
     assert boundary == 1 or not found.trial(boundary - 1).met
     assert [one.value for one in found.trials] == sorted(runs)
-    assert len(runs) <= 4 + 2 * math.log2(abs(boundary - start) + 1)
+    assert found.safe == boundary
+    assert len(runs) <= 2 + 2 * probes + 2 * math.log2(abs(boundary - start) + 1)
 
 
 def test_answers_that_are_not_monotone_are_noticed() -> None:
@@ -98,6 +99,7 @@ def test_answers_that_are_not_monotone_are_noticed() -> None:
     assert found.answer == 3
     assert not found.is_monotone
     assert found.contradictions == ((3, 4),)
+    assert found.safe == 5
 
 
 @given(st.floats(0.02, 60.0), st.floats(0.05, 20.0))
@@ -130,3 +132,48 @@ def test_bounds_that_hold_nothing_are_refused() -> None:
         highest_meeting(lambda n: trial(n, True), start=100.0)
     with pytest.raises(InputError, match="at least one sample"):
         confidence_interval([])
+
+
+def test_more_probes_look_farther_on_either_side() -> None:
+    runs: list[float] = []
+
+    def run(n: float) -> Trial:
+        runs.append(n)
+        return trial(n, n in (6, 7, 8, 16) or n > 20)
+
+    near = smallest_meeting(run, most=64, probes=1)
+    assert near.answer == 6
+    assert near.is_monotone
+    assert set(runs) == {1, 2, 4, 8, 6, 5, 7, 3}
+    far = smallest_meeting(run, most=64, probes=3)
+    assert {9, 10} <= {one.value for one in far.trials}
+    assert {(met, missed) for met in (6, 7, 8) for missed in (9, 10)} <= set(far.contradictions)
+    assert far.safe == 21  # the search went on until two in a row met
+    assert {20, 21, 22} <= {one.value for one in far.trials}
+
+
+def test_a_probe_finds_a_rate_that_does_worse_than_a_higher_one() -> None:
+    def run(rate: float) -> Trial:
+        return trial(rate, rate <= 1.0 and not 0.93 < rate < 0.96)
+
+    found = highest_meeting(run, probes=2)
+    assert found.answer is not None
+    assert 0.98 < found.answer <= 1.0
+    assert not found.is_monotone
+    assert found.safe is not None
+    assert found.safe < 0.93
+    assert highest_meeting(run, probes=0).is_monotone
+
+
+def test_the_runs_left_are_an_upper_bound_that_falls_to_one() -> None:
+    told: list[int] = []
+    done: list[int] = []
+
+    def run(n: float) -> Trial:
+        done.append(0)
+        return trial(n, n >= 23)
+
+    smallest_meeting(run, most=64, on_left=lambda left: told.append(left + len(done)))
+    assert told
+    assert all(total >= len(done) for total in told)
+    assert told[-1] == len(done)

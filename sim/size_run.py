@@ -1,0 +1,38 @@
+"""What `kvledger size` does: search with progress, tell the answer, and tell what is done when it is interrupted."""
+
+import sys
+
+from .console import print_json
+from .size_progress import SizeProgress
+from .size_question import SizeQuestion
+from .size_search import SizeStudy
+from .size_tables import print_size
+
+
+def run_size(question: SizeQuestion, *, as_json: bool) -> bool:
+    """Search and print; False where the answer is no.
+
+    Raises:
+        KeyboardInterrupt: after the runs that were done are told.
+    """
+    progress = SizeProgress()
+    study = SizeStudy(question, progress)
+    try:
+        with progress:
+            study.run()
+    except KeyboardInterrupt:
+        if study.has_runs:
+            _tell(study, as_json=as_json)
+            again = "give --keep FOLDER to go on from them" if question.kept_in is None else "the same command goes on"
+            print(f"kvledger: the runs above were done before the interrupt; {again}", file=sys.stderr)
+        raise
+    return _tell(study, as_json=as_json)
+
+
+def _tell(study: SizeStudy, *, as_json: bool) -> bool:
+    document = study.document()
+    if as_json:
+        print_json(document)
+    else:
+        print_size(document)
+    return document["answer"] is not None

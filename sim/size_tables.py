@@ -1,0 +1,202 @@
+"""`kvledger size` on a terminal: the answer, the shapes, the runs on both sides of the answer, what it rests on."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .console import console, percent, table
+from .replay_report import seconds, shown
+
+
+def print_size(document: Mapping[str, Any]) -> None:
+    """Everything on standard output (`document` is that of `--json`)."""
+    from rich.markup import escape
+
+    out = console()
+    out.print(f"[bold]{escape(_headline(document))}[/bold]", soft_wrap=True)
+    if document["answer"] is not None:
+        _print_cost(document["answer"]["cost"])
+    _print_shapes(document)
+    for shape in document["shapes"]:
+        _print_searches(shape, document["asked"])
+    if document["tornado"]:
+        _print_tornado(document)
+    instead = document["instead"]
+    if instead is not None:
+        _print_instead(document, instead)
+    assumptions = document["assumptions"] or (instead["assumptions"] if instead else {})
+    if instead is not None and instead["assumptions"]:
+        assumptions = instead["assumptions"]
+    if assumptions:
+        out.print("[bold]Assumptions[/bold] (change them with the options of the same names)")
+        rows = [(name, shown(value)) for name, value in {**_traffic(document), **assumptions}.items()]
+        out.print(table(None, ("assumption", "value"), rows, left=(0, 1)))
+
+
+def _headline(document: Mapping[str, Any]) -> str:
+    if document["answer"] is not None:
+        return document["answer"]["sentence"] + (" (interrupted)" if document["not_done"] else "")
+    if document["not_done"]:
+        return f"No answer yet: {document['not_done']}"
+    return "No: nothing that was tried keeps the SLO" + _nearest(document)
+
+
+def _nearest(document: Mapping[str, Any]) -> str:
+    """How near the best shape can come, where the requests themselves are too long."""
+    bounds = [shape for shape in document["shapes"] if shape["idle"] and not shape["searches"]]
+    if not bounds:
+        return ""
+    best = max(bounds, key=lambda shape: shape["idle_share_in_time"])
+    return (
+        f". Even alone on an idle engine of {best['gpus_per_replica']} GPUs, with everything still cached, only "
+        f"{percent(best['idle_share_in_time'], 1)} of the requests keep its limits"
+    )
+
+
+def _traffic(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What was replayed: every figure depends on it."""
+    trace = document["trace"]
+    if trace is None:
+        return {}
+    window = trace["window"]
+    return {
+        "trace": f"{trace['name']}: {trace['num_requests']:,} requests in "
+        f"{window['end_s'] - window['start_s']:,.0f} s, {trace['input_tokens']:,} prompt and "
+        f"{trace['output_tokens']:,} output tokens",
+        "prefixes": "shared as the trace's block ids say" if trace["claims_reuse"] else "the trace claims no reuse",
+        "rate_scale": trace["rate_scale"],
+    }
+
+
+def _print_cost(cost: Mapping[str, float] | None) -> None:
+    if cost is None:
+        return
+    per_month = next(value for name, value in cost.items() if name.startswith("per_month"))
+    console().print(
+        f"At {cost['price_per_gpu_hour']:,g} a GPU hour: {cost['per_hour']:,.2f} an hour, {per_month:,.0f} a month "
+        f"(730 hours), {cost['per_million_output_tokens']:,.2f} a million output tokens at this traffic",
+        soft_wrap=True,
+    )
+
+
+def _print_shapes(document: Mapping[str, Any]) -> None:
+    is_rate = document["asked"] == "rate_scale"
+    rows = [
+        (
+            f"{shape['tensor_parallel_size']}",
+            "-" if shape["num_gpu_blocks"] is None else f"{shape['num_gpu_blocks']:,}",
+            "-" if shape["replicas"] is None else f"{shape['replicas']:,}",
+            "-" if shape["gpus"] is None else f"{shape['gpus']:,}",
+            *((("-" if shape["rate_scale"] is None else f"{shape['rate_scale']:.3g}"),) if is_rate else ()),
+            (shape["reason"] or "").split(". ")[0],
+        )
+        for shape in document["shapes"]
+    ]
+    columns = ("TP", "blocks", "replicas", "GPUs", *(("x rate",) if is_rate else ()), "why not")
+    console().print(table("Shapes tried", columns, rows, left=(len(columns) - 1,)))
+    for shape in document["shapes"]:
+        interval = shape.get(f"{document['asked']}_over_seeds")
+        if interval and interval["num_samples"] > 1:
+            console().print(
+                f"Tensor parallel size {shape['tensor_parallel_size']} over {interval['num_samples']} seeds: mean "
+                f"{interval['mean']:,.3g}, 95 % confidence interval {interval['low']:,.3g} to {interval['high']:,.3g}; "
+                "the answer is the worst seed's"
+            )
+
+
+def _print_searches(shape: Mapping[str, Any], asked: str) -> None:
+    is_rate = asked == "rate_scale"
+    for search in shape["searches"]:
+        rows = [
+            (
+                f"{trial['value']:,.4g}" + (" *" if trial["value"] == search[asked] else "  "),
+                "met" if trial["met"] else "missed",
+                *_slo_cells(trial),
+                seconds(trial["ttft_s"]["p99"]) if "ttft_s" in trial else "-",
+                seconds(trial["tpot_s"]["p99"]) if "tpot_s" in trial else "-",
+                percent(trial["prefix_cache_hit_rate"]) if "ttft_s" in trial else "-",
+                percent(trial["mean_busy_share"], 1) if "ttft_s" in trial else _stopped(trial),
+            )
+            for trial in search["trials"]
+        ]
+        seed = "" if search["seed"] is None else f", seed {search['seed']}"
+        title = f"Runs with tensor parallel size {shape['tensor_parallel_size']}{seed} (* the answer)"
+        tried = "x rate  " if is_rate else "replicas  "
+        extra = _slo_columns(search)
+        console().print(table(title, (tried, "SLO", *extra, "TTFT p99", "TPOT p99", "hit rate", "busy"), rows))
+        console().print(_checked(search, asked), soft_wrap=True)
+
+
+def _slo_columns(search: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("in time",) if "goodput_share" in search["trials"][0]["slo"] else ()
+
+
+def _slo_cells(trial: Mapping[str, Any]) -> tuple[str, ...]:
+    figure = trial["slo"].get("goodput_share")
+    if figure is None:
+        return ()
+    return ("-" if figure["value"] is None else percent(figure["value"]),)
+
+
+def _checked(search: Mapping[str, Any], asked: str) -> str:
+    """What speaks for and against the answer's being the only boundary."""
+    if search.get("not_done"):
+        return f"This search was {search['not_done']}."
+    if not search["is_monotone"]:
+        pair = search["contradictions"][0]
+        worse = "lighter traffic" if asked == "rate_scale" else "a larger fleet"
+        way = "Up to {:.4g}" if asked == "rate_scale" else "From {:.4g} on"
+        safe = "" if search["safe"] is None else f" {way.format(search['safe'])} every run kept the SLO."
+        return (
+            f"NOT MONOTONE: {worse} did worse: {pair['missed']:.4g} missed it although {pair['met']:.4g} kept it.{safe}"
+        )
+    if search[asked] is None:
+        return "Every run missed the SLO."
+    not_run = search["not_run"]
+    unrun = ""
+    if not_run:
+        unrun = f"; not run: {', '.join(map(str, not_run[:8]))}{' ...' if len(not_run) > 8 else ''}"
+    below = (
+        "" if asked == "rate_scale" or search[asked] == 1 else f" Every smaller number that was run missed it{unrun}."
+    )
+    return f"No run speaks against the answer's being the only boundary.{below} --probes runs more."
+
+
+def _stopped(trial: Mapping[str, Any]) -> str:
+    return f"ended at request {trial['stopped_after_requests']:,}: missed for certain"
+
+
+def _print_tornado(document: Mapping[str, Any]) -> None:
+    asked = document["asked"]
+    rows: list[Sequence[str]] = []
+    for row in document["tornado"]:
+        cells = [_end(row[end], asked) for end in ("low", "high")]
+        rows.append((row["assumption"], *cells, f"{row[f'swing_{asked}']:,.3g}", f"{row['swing_slo']:,.3g}"))
+    unit = "replicas" if asked == "replicas" else "times the rate"
+    named = " and ".join(document["most_important"]) or "nothing moves it"
+    title = f"What would change the answer ({unit} at either end). What matters most: {named}"
+    columns = ("assumption", "low", "high", "swing", "swing of the SLO's figure")
+    console().print(table(title, columns, rows, left=(0, 1, 2)))
+
+
+def _end(end: Mapping[str, Any], asked: str) -> str:
+    if "does_not_apply" in end:
+        return f"{end['value']}: does not apply"
+    answer = "none" if end[asked] is None else f"{end[asked]:,.3g}"
+    return f"{end['value']}: {answer}"
+
+
+def _print_instead(document: Mapping[str, Any], instead: Mapping[str, Any]) -> None:
+    from rich.markup import escape
+
+    answer = instead["answer"]
+    out = console()
+    told = "that was found for no fleet either" if answer is None else answer["sentence"]
+    out.print(
+        "[bold]The nearest promise that can be kept[/bold]: of the requests that an idle engine serves in time, 99 %"
+    )
+    out.print(escape(told), soft_wrap=True)
+    if answer is not None:
+        _print_cost(answer["cost"])
+    for shape in instead["shapes"]:
+        _print_searches(shape, instead["asked"])
+    out.print("To come nearer to what was asked: --quantization fp8, larger --tensor-parallel-sizes, or another --gpu")
