@@ -11,7 +11,7 @@ from .reshape_and_cache_triton import as_stored
 
 @triton.jit(
     do_not_specialize=["latent_stride", "rope_stride", "block_stride", "slot_stride", "num_slots"],
-    do_not_specialize_on_alignment=["kv_c_ptr", "k_pe_ptr", "cache_ptr", "slots_ptr", "scale_ptr"],
+    do_not_specialize_on_alignment=["slots_ptr", "scale_ptr"],
 )
 def concat_and_cache_mla_kernel(
     kv_c_ptr,
@@ -27,8 +27,7 @@ def concat_and_cache_mla_kernel(
     LATENT_SIZE: tl.constexpr,
     ROPE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    LATENT_TILE: tl.constexpr,
-    ROPE_TILE: tl.constexpr,
+    ROW_TILE: tl.constexpr,
     ROW_VEC: tl.constexpr,
     ROW_VEC_BYTES: tl.constexpr,
     CACHE_VEC: tl.constexpr,
@@ -36,26 +35,25 @@ def concat_and_cache_mla_kernel(
     LARGEST: tl.constexpr,
     HAS_SCALE: tl.constexpr,
 ):
-    """Program (token); see `reshape_and_cache_kernel` for the units of the strides."""
+    """Program (token); see `reshape_and_cache_kernel` for the units of the strides.
+
+    Both parts are one tile: a tile of the rotary key alone is so short that each thread would move one element of it.
+    """
     token = tl.program_id(0).to(tl.int64)
-    latent_dims = tl.arange(0, LATENT_TILE)
-    rope_dims = tl.arange(0, ROPE_TILE)
+    dims = tl.arange(0, ROW_TILE)
+    is_latent = dims < LATENT_SIZE
+    is_rope = (dims >= LATENT_SIZE) & (dims < LATENT_SIZE + ROPE_SIZE)
     latent_ptr = tl.multiple_of(kv_c_ptr + token * latent_stride * ROW_VEC, ROW_VEC_BYTES)
     rope_ptr = tl.multiple_of(k_pe_ptr + token * rope_stride * ROW_VEC, ROW_VEC_BYTES)
-    latent = tl.load(latent_ptr + latent_dims, mask=latent_dims < LATENT_SIZE)
-    rope = tl.load(rope_ptr + rope_dims, mask=rope_dims < ROPE_SIZE)
+    latent = tl.load(latent_ptr + dims, mask=is_latent, other=0.0)
+    rope = tl.load(rope_ptr + (dims - LATENT_SIZE), mask=is_rope, other=0.0)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if (slot >= 0) & (slot < num_slots):
         at = (slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride) * CACHE_VEC
         row_ptr = tl.multiple_of(cache_ptr + at, CACHE_VEC_BYTES)
-        element_type = cache_ptr.dtype.element_ty
+        row = tl.where(is_latent, latent, rope)
         tl.store(
-            row_ptr + latent_dims,
-            as_stored(latent, scale_ptr, element_type, LARGEST, HAS_SCALE),
-            mask=latent_dims < LATENT_SIZE,
-        )
-        tl.store(
-            row_ptr + LATENT_SIZE + rope_dims,
-            as_stored(rope, scale_ptr, element_type, LARGEST, HAS_SCALE),
-            mask=rope_dims < ROPE_SIZE,
+            row_ptr + dims,
+            as_stored(row, scale_ptr, cache_ptr.dtype.element_ty, LARGEST, HAS_SCALE),
+            mask=dims < LATENT_SIZE + ROPE_SIZE,
         )

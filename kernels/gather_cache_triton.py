@@ -38,10 +38,6 @@ def as_read(stored, scale_ptr, element_type: tl.constexpr, CONVERTS: tl.constexp
         "num_tokens",
     ],
     do_not_specialize_on_alignment=[
-        "key_cache_ptr",
-        "value_cache_ptr",
-        "key_ptr",
-        "value_ptr",
         "table_ptr",
         "rows_ptr",
         "cu_seqlens_ptr",

@@ -46,8 +46,10 @@ class Launch:
     """One kernel with everything that does not change from call to call.
 
     The first call goes through Triton's own launcher, which specialises and compiles; later ones reuse its compiled
-    handle and skip the specialisation. That is sound because kernels here specialise on nothing but dtypes and
-    constants: integers are 64-bit and not specialised, pointers not on their alignment.
+    handle and skip the specialisation. That is sound because kernels here specialise on nothing but dtypes, constants
+    and the alignment of rows and caches, which are all in the cache's key: integers are 64-bit and not specialised,
+    other pointers not on their alignment. (NVIDIA's compiler learns the alignment from hints in the kernels; AMD's
+    from that of the pointers alone.)
 
     Attributes:
         kernel: the `triton.jit` function.

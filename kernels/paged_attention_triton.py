@@ -30,10 +30,6 @@ from .gather_cache_triton import as_read
         "num_tokens",
     ],
     do_not_specialize_on_alignment=[
-        "query_ptr",
-        "key_cache_ptr",
-        "value_cache_ptr",
-        "output_ptr",
         "table_ptr",
         "rows_ptr",
         "query_start_loc_ptr",

@@ -65,10 +65,6 @@ def as_stored(values, scale_ptr, element_type: tl.constexpr, LARGEST: tl.constex
         "num_slots",
     ],
     do_not_specialize_on_alignment=[
-        "key_ptr",
-        "value_ptr",
-        "key_cache_ptr",
-        "value_cache_ptr",
         "slots_ptr",
         "k_scale_ptr",
         "v_scale_ptr",

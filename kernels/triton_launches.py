@@ -27,6 +27,7 @@ MAX_TILE_ELEMENTS = 2048
 SLOT_TILE = 1024
 COPY_TILE_WORDS = 2048
 MIN_DOT_SIZE = 16
+MAX_KEYS_TILE = 32
 WORD_TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
@@ -147,9 +148,9 @@ def write_launch(pair: CachePair, key: Tensor, value: Tensor, k_scale: Tensor | 
 def mla_write_launch(cache: Tensor, kv_c: Tensor, k_pe: Tensor, scale: Tensor | None) -> Launch:
     """One program a token."""
     latent_size, rope_size = kv_c.shape[1], k_pe.shape[1]
-    latent_tile = next_power_of_2(latent_size)
+    row_tile = next_power_of_2(latent_size + rope_size)
     row_vec = vector_elements(kv_c, k_pe)
-    cache_vec = vector_elements(cache, cache[..., latent_size:])
+    cache_vec = vector_elements(cache)
     strides = (kv_c.stride(0), k_pe.stride(0), cache.stride(0), cache.stride(1))
     units = (row_vec, row_vec, cache_vec, cache_vec)
     return Launch(
@@ -159,8 +160,7 @@ def mla_write_launch(cache: Tensor, kv_c: Tensor, k_pe: Tensor, scale: Tensor | 
             "LATENT_SIZE": latent_size,
             "ROPE_SIZE": rope_size,
             "BLOCK_SIZE": cache.shape[1],
-            "LATENT_TILE": latent_tile,
-            "ROPE_TILE": next_power_of_2(rope_size),
+            "ROW_TILE": row_tile,
             "ROW_VEC": row_vec,
             "ROW_VEC_BYTES": row_vec * kv_c.element_size(),
             "CACHE_VEC": cache_vec,
@@ -168,7 +168,7 @@ def mla_write_launch(cache: Tensor, kv_c: Tensor, k_pe: Tensor, scale: Tensor | 
             "LARGEST": LARGEST[cache.dtype] if kv_c.dtype != cache.dtype else 0.0,
             "HAS_SCALE": scale is not None,
         },
-        num_warps_for(latent_tile, cache.element_size(), warp_size()),
+        num_warps_for(row_tile, cache.element_size(), warp_size()),
     )
 
 
@@ -277,7 +277,7 @@ def attention_launch(
             "TABLE_BLOCK_SIZE": table.block_size,
             "GROUP_TILE": group_tile,
             "QUERY_TILE": query_tile_for(group),
-            "KEYS_TILE": max(MIN_DOT_SIZE, min(64, 8192 // max(key_tile, value_tile))),
+            "KEYS_TILE": keys_tile_for(key_tile, value_tile),
             "KEY_TILE": key_tile,
             "VALUE_TILE": value_tile,
             "QUERY_VEC": query_vec,
@@ -296,6 +296,11 @@ def attention_launch(
         num_warps=4,
         num_stages=1,
     )
+
+
+def keys_tile_for(*tiles: int) -> int:
+    """Keys of one step through the cache: more of them would spill registers."""
+    return max(MIN_DOT_SIZE, min(MAX_KEYS_TILE, 8192 // max(tiles)))
 
 
 def query_tile_for(heads_per_kv_head: int) -> int:
