@@ -44,12 +44,17 @@ def trace_as_dict(info: TraceInfo, trace_block_size: int | None) -> dict[str, An
 
 def print_replay(report: dict[str, Any]) -> None:
     """The tables of one replay (`report` is the document of `--json`)."""
+    print_outcome(report)
+    print_assumptions(report)
+
+
+def print_outcome(report: dict[str, Any]) -> None:
+    """What happened."""
     from rich.markup import escape
 
     out = console()
     trace, requests, cache = report["trace"], report["requests"], report["prefix_cache"]
     usage, preemptions, throughput = report["kv_cache_usage"], report["preemptions"], report["throughput"]
-    assumptions = report["assumptions"]
     out.print(f"[bold]Replay of {trace['name']}[/bold]: {requests['total']:,} requests", soft_wrap=True)
     for note in trace["notes"]:
         out.print(f"Note: {escape(note)}", soft_wrap=True)
@@ -78,6 +83,12 @@ def print_replay(report: dict[str, Any]) -> None:
     out.print(table(None, ("latency", "mean", "p50", "p90", "p99", "max", "samples"), _latency_rows(report)))
     for reason in report["rejections"]:
         out.print(f"rejected: {reason}", soft_wrap=True)
+
+
+def print_assumptions(report: dict[str, Any]) -> None:
+    """What it rests on, and how long it took to find out."""
+    out = console()
+    assumptions = report["assumptions"]
     out.print("[bold]Assumptions[/bold] (change them with the options of the same names)")
     out.print(table(None, ("assumption", "value"), _assumption_rows(assumptions), left=(0, 1)))
     timing = report["timing"]

@@ -7,23 +7,28 @@ import typer
 from .replay import replay
 from .shared_options import takes_options_of
 
-NOT_OF_A_FLEET = (
-    "closed_loop",
-    "n",
+EXPORTS = (
     "requests_out",
     "series_out",
     "prometheus_out",
     "openmetrics_out",
     "openmetrics_start",
     "perfetto_out",
-    "log",
-    "log_flush",
 )
+NOT_OF_THE_COMMAND = ("n", "log", "log_flush", *EXPORTS)
+# A search over many fleets sends requests at their recorded times.
+NOT_OF_A_FLEET = (*NOT_OF_THE_COMMAND, "closed_loop")
 
 
-@takes_options_of(replay, leave_out=NOT_OF_A_FLEET)
+@takes_options_of(replay, leave_out=NOT_OF_THE_COMMAND)
 def fleet(
-    replicas: Annotated[int, typer.Option(help="Servers of the fleet.")] = 2,
+    replicas: Annotated[int | None, typer.Option(help="Servers of the fleet; 2 unless given.")] = None,
+    prefill_replicas: Annotated[
+        int | None, typer.Option(help="Instead: servers that compute prompts only, with --decode-replicas.")
+    ] = None,
+    decode_replicas: Annotated[
+        int | None, typer.Option(help="Servers that produce the output tokens, with --prefill-replicas.")
+    ] = None,
     data_parallel_size: Annotated[
         int, typer.Option("--data-parallel-size", "-dp", help="Ranks of a server, each with a ledger of its own.")
     ] = 1,
@@ -32,6 +37,28 @@ def fleet(
     ] = "prefix-aware",
     routing_load_weight: Annotated[
         float | None, typer.Option(help="Prefix-aware: weight of outstanding prompt tokens; 1 unless given.")
+    ] = None,
+    decode_routing: Annotated[
+        str | None, typer.Option(help="Of the decode servers; least-outstanding-work unless given.")
+    ] = None,
+    transfer_gb_s: Annotated[
+        float | None,
+        typer.Option(help="GB/s out of a prefill GPU and into a decode GPU (inf: no time). Needed with them."),
+    ] = None,
+    transfer_latency_ms: Annotated[
+        float | None, typer.Option(help="Before the first byte of each transfer; 0 unless given.")
+    ] = None,
+    transfer_sharing: Annotated[
+        str | None, typer.Option(help="Transfers on one link: fair, or fifo; fair unless given.")
+    ] = None,
+    transfer_bytes_per_block: Annotated[
+        int | None, typer.Option(help="Bytes of a block on one GPU; the model's unless given.")
+    ] = None,
+    first_token_from: Annotated[
+        str | None,
+        typer.Option(
+            help="Who sends the first token: prefill, or decode, which computes it again; prefill unless given."
+        ),
     ] = None,
     event_delay_ms: Annotated[float, typer.Option(help="From an engine's commit to the router's knowing of it.")] = 0.0,
     host_blocks: Annotated[
@@ -49,18 +76,22 @@ def fleet(
 ) -> None:
     """Route a trace to several engines: latency, hits and load of the fleet and of each engine in it.
 
+    With --prefill-replicas and --decode-replicas, each prompt is computed on one engine and copied to another.
+
     Example: kvledger fleet --workload conversation --replicas 4 --model llama-3.1-8b --gpu H100 --block-size 64
+    Example: kvledger fleet --workload conversation --prefill-replicas 2 --decode-replicas 2 --transfer-gb-s 50 \
+        --model llama-3.1-8b --gpu H100 --block-size 64
     """
     from ..console import print_json, progress
+    from ..disaggregation import replay_disaggregated
     from ..engine_options import open_source, read_engine
     from ..fleet import FleetShape, replay_fleet
+    from ..fleet_options import DisaggregationOptions
     from ..fleet_tables import print_fleet
     from ..replay_report import trace_as_dict
     from ..routing import make_router
     from ..tier_options import TierOptions, with_tiers
 
-    shape = FleetShape(num_replicas=replicas, data_parallel_size=data_parallel_size, event_delay_s=event_delay_ms / 1e3)
-    router = make_router(routing, routing_load_weight)
     engine = with_tiers(
         read_engine(given),
         TierOptions(
@@ -71,17 +102,52 @@ def fleet(
             tier_bytes_per_block=tier_bytes_per_block,
         ),
     )
+    pools = DisaggregationOptions(
+        replicas=replicas,
+        prefill_replicas=prefill_replicas,
+        decode_replicas=decode_replicas,
+        decode_routing=decode_routing,
+        transfer_gb_s=transfer_gb_s,
+        transfer_latency_ms=transfer_latency_ms,
+        transfer_sharing=transfer_sharing,
+        transfer_bytes_per_block=transfer_bytes_per_block,
+        first_token_from=first_token_from,
+    )
+    router = make_router(routing, routing_load_weight)
+    disaggregated = pools.shape(data_parallel_size, event_delay_ms / 1e3)
     source = open_source(given)
     bar, task = progress("Replaying", total=given["limit"])
+
+    def on_progress(count: int) -> None:
+        bar.update(task, completed=count)
+
     with bar:
-        report = replay_fleet(
-            source,
-            shape=shape,
-            parts=engine.parts,
-            router=router,
-            trace_block_size=source.info.trace_block_size,
-            on_progress=lambda count: bar.update(task, completed=count),
-        )
+        if disaggregated is not None:
+            report = replay_disaggregated(
+                source,
+                shape=disaggregated,
+                parts=engine.parts,
+                transfer=pools.transfer(engine.pool),
+                prefill_router=router,
+                decode_router=pools.decode_router(),
+                trace_block_size=source.info.trace_block_size,
+                closed_loop=given["closed_loop"],
+                on_progress=on_progress,
+            )
+        else:
+            report = replay_fleet(
+                source,
+                shape=FleetShape(
+                    num_replicas=pools.num_replicas,
+                    data_parallel_size=data_parallel_size,
+                    event_delay_s=event_delay_ms / 1e3,
+                ),
+                parts=engine.parts,
+                router=router,
+                trace_block_size=source.info.trace_block_size,
+                closed_loop=given["closed_loop"],
+                on_progress=on_progress,
+            )
     report.assumptions = {**engine.pool.facts, **report.assumptions}
     document = {"trace": trace_as_dict(source.info, source.info.trace_block_size), **report.to_json()}
     if given["json"]:

@@ -39,13 +39,23 @@ def chat(limit: int = 150, rate_scale: float = 20.0):
     return open_workload("conversation", limit=limit, rate_scale=rate_scale)
 
 
-def serve(num_replicas: int, routing: str = "round-robin", *, trace=None, fleet_parts=None, delay_s=0.0, ranks=1):
+def serve(
+    num_replicas: int,
+    routing: str = "round-robin",
+    *,
+    trace=None,
+    fleet_parts=None,
+    delay_s=0.0,
+    ranks=1,
+    closed_loop: bool | None = False,
+):
     return replay_fleet(
         chat() if trace is None else trace,
         shape=FleetShape(num_replicas=num_replicas, data_parallel_size=ranks, event_delay_s=delay_s),
         parts=fleet_parts or parts(),
         router=make_router(routing),
         trace_block_size=BLOCK,
+        closed_loop=closed_loop,
     )
 
 
@@ -73,6 +83,35 @@ def test_a_fleet_of_one_is_a_replay(routing: str, async_scheduling: bool) -> Non
     fleet = serve(1, routing, fleet_parts=made_of)
     assert figures(fleet) == figures(alone)
     assert fleet.kv_cache_usage == pytest.approx(alone.kv_cache_usage)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_fleet_of_one_in_a_closed_loop_is_a_replay_in_one(async_scheduling: bool) -> None:
+    made_of = parts(async_scheduling=async_scheduling)
+    alone = replay(
+        chat(),
+        allocator=made_of.allocator,
+        scheduler=made_of.scheduler,
+        latency=made_of.latency,
+        trace_block_size=BLOCK,
+        async_scheduling=async_scheduling,
+        closed_loop=True,
+    )
+    fleet = serve(1, "sticky", fleet_parts=made_of, closed_loop=True)
+    assert figures(fleet) == figures(alone)
+    assert fleet.assumptions["arrivals"] == alone.assumptions["arrivals"] != serve(1).assumptions["arrivals"]
+
+
+def test_in_a_closed_loop_more_replicas_are_asked_sooner() -> None:
+    """Sessions that wait for their answers send what is left of the trace as fast as it is answered."""
+    one, four = (serve(n, "least-outstanding-work", closed_loop=True) for n in (1, 4))
+    assert one.requests == four.requests == {"total": 150, "finished": 150, "rejected": 0, "aborted": 0}
+    assert four.simulated_seconds < 0.5 * one.simulated_seconds
+
+
+def test_a_closed_loop_over_a_trace_without_sessions_is_refused() -> None:
+    with pytest.raises(InputError, match="--closed-loop has no effect on code"):
+        serve(2, trace=open_workload("code", limit=5), closed_loop=True)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -156,9 +195,11 @@ def test_events_that_come_late_find_less() -> None:
     assert hits[0] > hits[1] >= hits[2]
 
 
-@given(st.integers(0, 1000), st.sampled_from(ROUTINGS), st.integers(1, 4), st.booleans())
+@given(st.integers(0, 1000), st.sampled_from(ROUTINGS), st.integers(1, 4), st.booleans(), st.booleans())
 @settings(max_examples=6, deadline=None)
-def test_macro_steps_change_no_figure(seed: int, routing: str, num_replicas: int, async_scheduling: bool) -> None:
+def test_macro_steps_change_no_figure(
+    seed: int, routing: str, num_replicas: int, async_scheduling: bool, closed_loop: bool
+) -> None:
     def outcome(macro_steps: bool) -> tuple:
         logs = [EventLog() for _ in range(num_replicas)]
         report = serve(
@@ -171,6 +212,7 @@ def test_macro_steps_change_no_figure(seed: int, routing: str, num_replicas: int
                 async_scheduling=async_scheduling,
                 sinks_of=lambda index: [logs[index]],
             ),
+            closed_loop=closed_loop,
         )
         return figures(report), [{**log.replay().snapshot(), "next_sequence": None} for log in logs]
 

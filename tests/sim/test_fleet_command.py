@@ -96,3 +96,56 @@ def test_bad_input_exits_with_2(arguments: tuple[str, ...], message: str) -> Non
     done = kvledger("fleet", *QUICK, *arguments)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+POOLS = ("--prefill-replicas", "1", "--decode-replicas", "2", "--transfer-gb-s", "50")
+BYTES = ("--transfer-bytes-per-block", "67108864")
+
+
+def test_a_disaggregated_fleet_says_what_was_copied_and_how_long_it_took() -> None:
+    fleet = document("fleet", *QUICK, *POOLS, *BYTES)
+    assert fleet["requests"] == {"total": 60, "finished": 60, "rejected": 0, "aborted": 0}
+    assert [(one["pool"], one["replica"]) for one in fleet["replicas"]] == [
+        ("prefill", 0),
+        ("decode", 0),
+        ("decode", 1),
+    ]
+    moved = fleet["kv_transfer"]
+    assert moved["transfers"] == moved["transfer_s"]["count"] > 50
+    assert moved["transferred_bytes"] % 67108864 == 0
+    assert moved["transfer_s"]["mean"] > 0
+    assert fleet["assumptions"]["first_token_from"] == "prefill"
+    late = document("fleet", *QUICK, *POOLS, *BYTES, "--first-token-from", "decode", "--transfer-latency-ms", "100")
+    assert late["ttft_s"]["mean"] > fleet["ttft_s"]["mean"] + 0.1
+    assert late["itl_s"]["max"] < fleet["itl_s"]["max"]
+
+
+def test_the_table_of_a_disaggregated_fleet_names_the_pools() -> None:
+    done = kvledger("fleet", *QUICK, *POOLS, *BYTES)
+    assert done.returncode == 0
+    assert "Transfer of keys and values" in done.stdout
+    rows = [line.split()[:2] for line in done.stdout.split("Engines")[1].splitlines()]
+    assert [row for row in rows if row and row[0] in ("prefill", "decode")] == [
+        ["prefill", "0"],
+        ["decode", "0"],
+        ["decode", "1"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prefill-replicas", "1"), "--prefill-replicas and --decode-replicas go together"),
+        (("--decode-routing", "sticky"), "--decode-routing sticky has no effect without --prefill-replicas"),
+        ((*POOLS[:4],), "--prefill-replicas needs --transfer-gb-s; it has no default"),
+        ((*POOLS,), "--transfer-gb-s 50 needs the bytes of a block: give --model, or --transfer-bytes-per-block"),
+        ((*POOLS, *BYTES, "--replicas", "2"), "--replicas 2 and --prefill-replicas 1 exclude each other"),
+        ((*POOLS, *BYTES, "--transfer-sharing", "luck"), "--transfer-sharing is 'luck'; it is one of fair, fifo"),
+        ((*POOLS, *BYTES, "--transfer-latency-ms", "-1"), "--transfer-latency-ms is -1.0; it must be 0 or more"),
+        ((*POOLS[:4], "--transfer-gb-s", "0"), "--transfer-gb-s is 0.0; it must be above 0"),
+    ],
+)
+def test_pools_that_contradict_each_other_exit_with_2(arguments: tuple[str, ...], message: str) -> None:
+    done = kvledger("fleet", *QUICK, *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
