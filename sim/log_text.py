@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 
 from ..backends.sinks.log_rows import LoggedCommit, LoggedNote, Record
-from ..core.events import Commit, Event, Key, PoolCreated, as_ints
+from ..core.events import Commit, Event, Key, PoolCreated, as_ints, columns_of
 
 MAX_VALUES_SHOWN = 8
 
@@ -24,8 +24,7 @@ def plain_key(key: Key | None) -> Any:
 def plain_event(event: Event) -> dict[str, Any]:
     """An event's name and columns, as JSON values."""
     out: dict[str, Any] = {"event": type(event).__name__}
-    for field in attrs.fields(type(event)):
-        out[field.name] = _plain(getattr(event, field.name))
+    out.update((name, _plain(value)) for name, value in columns_of(event).items())
     if isinstance(event, PoolCreated):
         out["groups"] = [str(kind) for kind in event.groups]
     return out
@@ -59,7 +58,7 @@ def described(record: Record) -> Iterator[str]:
         return
     yield f"commit {record.commit.sequence}{at}"
     for event in record.commit.events:
-        fields = ", ".join(_field(field.name, getattr(event, field.name)) for field in attrs.fields(type(event)))
+        fields = ", ".join(_field(name, value) for name, value in columns_of(event).items())
         yield f"  {type(event).__name__}({fields})"
 
 

@@ -1,6 +1,5 @@
 """C02: held + evictable + clean + null == total, and a break is named: sign, amount, and the first commit."""
 
-import attrs
 import pytest
 from kvledger.core import Commit, CorruptLedgerError, EventLog, FreeReason
 from kvledger.core.conservation import Balance
@@ -43,7 +42,7 @@ def first_free(commits: list[Commit]) -> int:
 
 def edit(commits: list[Commit], sequence: int, events) -> EventLog:
     forged = list(commits)
-    forged[sequence] = attrs.evolve(forged[sequence], events=tuple(events))
+    forged[sequence] = forged[sequence]._replace(events=tuple(events))
     return EventLog(forged)
 
 
@@ -57,7 +56,7 @@ def test_c02_a_block_left_out_of_a_free_is_a_leak_from_that_commit_on(ledger_of)
     commits = history(ledger_of)
     at = first_free(commits)
     freed, released = commits[at].events
-    forged = attrs.evolve(freed, blocks=freed.blocks[1:], counts=(len(freed.blocks) - 1,))
+    forged = freed._replace(blocks=freed.blocks[1:], counts=(len(freed.blocks) - 1,))
     log = edit(commits, at, [forged, released])
     fault = log.conservation()
     assert (fault.sequence, fault.balance.difference, fault.balance.kind) == (at, -1, "leak")
@@ -78,7 +77,7 @@ def test_c02_a_block_freed_twice_is_a_double_free_of_one_block(ledger_of) -> Non
     commits = history(ledger_of)
     at = first_free(commits)
     freed, released = commits[at].events
-    forged = attrs.evolve(freed, blocks=(freed.blocks[0], *freed.blocks), counts=(len(freed.blocks) + 1,))
+    forged = freed._replace(blocks=(freed.blocks[0], *freed.blocks), counts=(len(freed.blocks) + 1,))
     fault = edit(commits, at, [forged, released]).conservation()
     assert (fault.sequence, fault.balance.difference, fault.balance.kind) == (at, 1, "double free")
     assert fault.blocks == freed.blocks[:1]
@@ -89,7 +88,7 @@ def test_c02_a_shared_block_freed_twice_breaks_the_sum_when_its_last_reference_i
     at = first_free(commits)
     freed, released = commits[at].events
     shared = freed.blocks[-1]
-    forged = attrs.evolve(freed, blocks=(*freed.blocks, shared), counts=(len(freed.blocks) + 1,))
+    forged = freed._replace(blocks=(*freed.blocks, shared), counts=(len(freed.blocks) + 1,))
     fault = edit(commits, at, [forged, released]).conservation()
     assert fault.sequence == next(
         i
@@ -121,7 +120,7 @@ def test_c02_a_log_that_takes_a_held_block_adds_up_but_cannot_be_applied(ledger_
     ledger.admit(ledger.request("a", range(4)))
     ledger.admit(ledger.request("b", range(50, 54)))
     commits = list(ledger.log)
-    events = [attrs.evolve(e, blocks=(1,)) if hasattr(e, "lost_keys") else e for e in commits[2].events]
+    events = [e._replace(blocks=(1,)) if hasattr(e, "lost_keys") else e for e in commits[2].events]
     with pytest.raises(CorruptLedgerError, match="commit 2 cannot be applied: block 1 is taken while"):
         edit(commits, 2, events).verify()
 

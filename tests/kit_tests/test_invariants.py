@@ -115,8 +115,8 @@ def test_a_log_names_the_commit_after_which_a_promise_is_broken() -> None:
     commits = list(log)
     freeing = next(i for i, commit in enumerate(commits) if hasattr(commit.events[0], "reason"))
     freed, released = commits[freeing].events
-    forged = attrs.evolve(freed, blocks=freed.blocks[1:], counts=(len(freed.blocks) - 1,))
-    commits[freeing] = attrs.evolve(commits[freeing], events=(forged, released))
+    forged = freed._replace(blocks=freed.blocks[1:], counts=(len(freed.blocks) - 1,))
+    commits[freeing] = commits[freeing]._replace(events=(forged, released))
     with pytest.raises(CorruptLedgerError, match=f"after commit {freeing}: conservation"):
         check_log(EventLog(commits))
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pandas as pd
 import pytest
 import typer
@@ -214,7 +213,7 @@ def test_a_leak_is_named_with_its_commit(kvledger, recorded, tmp_path, every) ->
             return commit
         bad.append(commit.sequence)
         event = freed[0]
-        less = attrs.evolve(event, blocks=tuple(event.blocks)[1:], counts=(event.counts[0] - 1,))
+        less = event._replace(blocks=tuple(event.blocks)[1:], counts=(event.counts[0] - 1,))
         return Commit(commit.sequence, tuple(less if each is event else each for each in commit.events))
 
     log = rewritten(recorded[0], tmp_path / "leak", lose_a_block)
