@@ -56,8 +56,8 @@ def quantize(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor
     if scale is not None:
         numbers = numbers * (1.0 / scale)
     largest = LARGEST[dtype]
-    numbers = torch.where(numbers.isnan(), torch.nan, numbers.clamp(-largest, largest))
-    return numbers.to(dtype)
+    numbers = numbers.clamp(-largest, largest)
+    return numbers.masked_fill_(numbers.isnan(), torch.nan).to(dtype)
 
 
 def dequantize(stored: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:

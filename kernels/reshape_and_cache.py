@@ -59,8 +59,8 @@ def classic_pair(key_cache: Tensor, value_cache: Tensor, kv_cache_dtype: str) ->
     )
     check_cache_view(key, 5, "key_cache")
     check_cache_view(value, 4, "value_cache")
-    num_blocks, num_heads, outer, block_size, x = key.shape
-    _check_like(key, value, tuple(value.shape) == (num_blocks, num_heads, outer * x, block_size))
+    num_blocks, num_heads, _, block_size, _ = key.shape
+    _check_like(key, value, (*value.shape[:2], value.shape[3]) == (num_blocks, num_heads, block_size))
     return CachePair(key.permute(0, 3, 1, 2, 4), value.permute(0, 3, 1, 2), num_blocks * block_size)
 
 
