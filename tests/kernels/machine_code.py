@@ -1,0 +1,88 @@
+"""What a compiled kernel's machine code does to memory: widths of global loads and stores, spills, local memory.
+
+NVIDIA: SASS and the resource usage, from the cuobjdump that ships with Triton. AMD: the assembly that Triton keeps.
+"""
+
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import attrs
+
+# LDG, STG: through a global address. LDGSTS: global to shared, asynchronously. LD, ST: through a generic address.
+_SASS = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(LDGSTS|LDG|STG|LDL|STL|LD|ST)((?:\.\w+)*)\s", re.MULTILINE)
+_SASS_BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
+_USAGE = re.compile(r"\b(REG|STACK|LOCAL):(\d+)")
+_AMD = re.compile(r"^\s+(?:global|buffer|flat)_(load|store)_(\w+)", re.MULTILINE)
+_AMD_BYTES = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4}
+_AMD_PRIVATE = re.compile(r"\.(vgpr_spill_count|private_segment_fixed_size):\s+(\d+)")
+
+
+@attrs.frozen
+class MachineCode:
+    """What one kernel does to memory.
+
+    Attributes:
+        loads, stores: width in bytes -> how many instructions of that width go to global memory.
+        local_accesses: instructions that load or store thread-local memory, and registers spilled to it.
+        local_bytes: thread-local memory of a thread, stack included.
+        registers: of a thread.
+
+    Scalar loads of AMD's kernels (a slot, a scale) go another way and are not counted; nor are its scalar registers
+    that spill into lanes of vector registers, which is no memory.
+    """
+
+    loads: dict[int, int]
+    stores: dict[int, int]
+    local_accesses: int
+    local_bytes: int
+    registers: int
+
+
+def read_machine_code(files: dict[str, Path], cuobjdump: str) -> MachineCode:
+    """The machine code among the outputs of one compilation."""
+    if "cubin" in files:
+        command = [cuobjdump, "--dump-sass", "--dump-resource-usage", str(files["cubin"])]
+        return parse_sass(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return parse_amdgcn(files["amdgcn"].read_text())
+
+
+def parse_sass(text: str) -> MachineCode:
+    """SASS with the resource usage, as cuobjdump prints it."""
+    loads: Counter[int] = Counter()
+    stores: Counter[int] = Counter()
+    local = 0
+    for match in _SASS.finditer(text):
+        opcode, modifiers = match.group(1), match.group(2).split(".")
+        if opcode in ("LDL", "STL"):
+            local += 1
+            continue
+        num_bytes = next((_SASS_BYTES[name] for name in modifiers if name in _SASS_BYTES), 4)
+        (stores if opcode in ("STG", "ST") else loads)[num_bytes] += 1
+    usage = {name: int(value) for name, value in _USAGE.findall(text)}
+    if "REG" not in usage:
+        raise ValueError(f"no resource usage among {len(text)} characters of disassembly")
+    return MachineCode(dict(loads), dict(stores), local, usage["STACK"] + usage["LOCAL"], usage["REG"])
+
+
+def parse_amdgcn(text: str) -> MachineCode:
+    """The assembly of one AMD kernel, with the metadata at its end."""
+    loads: Counter[int] = Counter()
+    stores: Counter[int] = Counter()
+    for kind, suffix in _AMD.findall(text):
+        name = suffix.split("_")[0]
+        num_bytes = _AMD_BYTES.get(name) or (2 if name in ("ushort", "sshort", "short") else 1)
+        (stores if kind == "store" else loads)[num_bytes] += 1
+    private = {name: int(value) for name, value in _AMD_PRIVATE.findall(text)}
+    registers = re.search(r"\.vgpr_count:\s+(\d+)", text)
+    if len(private) < 2 or registers is None:
+        raise ValueError(f"no metadata among {len(text)} characters of assembly")
+    local = len(re.findall(r"^\s+scratch_(?:load|store)_", text, re.MULTILINE))
+    return MachineCode(
+        dict(loads),
+        dict(stores),
+        local + private["vgpr_spill_count"],
+        private["private_segment_fixed_size"],
+        int(registers.group(1)),
+    )
