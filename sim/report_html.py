@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from .plot_texts import PLOT_TEXTS
 from .study_answer import Figure, Sentence, at_path
 
 
@@ -83,9 +84,10 @@ def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Content]
     return tag("div", shown, class_="scroll", role="region", tabindex="0", aria_label=caption)
 
 
-def plot(plot_id: str, title: str, alt: str, *caption: Content) -> Html:
+def plot(plot_id: str, *caption: Content) -> Html:
     """The place of a plot: drawn by the page's script, described in words, and saved by its buttons."""
-    place = tag("div", id=plot_id, class_="plot", role="img", aria_label=alt)
+    text = PLOT_TEXTS[plot_id]
+    place = tag("div", id=plot_id, class_="plot", role="img", aria_label=text.alt)
     buttons = [
         tag(
             "button",
@@ -93,7 +95,7 @@ def plot(plot_id: str, title: str, alt: str, *caption: Content) -> Html:
             type="button",
             data_save=plot_id,
             data_format=kind,
-            aria_label=f"Save {title} as {kind.upper()}",
+            aria_label=f"Save {text.name} as {kind.upper()}",
         )
         for kind in ("svg", "png")
     ]

@@ -121,10 +121,6 @@ def _curve(document: dict[str, Any], is_drawn: bool) -> Html | None:
     rates = ("token_hit_rate", "token_hit_rate", "block_hit_rate")
     last.extend(data(document, f"curve.infinite.{rate}", percent) for rate in rates)
     rows.append(last)
-    alt = (
-        "Share of prompt tokens that a prefix cache serves against its capacity: the LRU line rises from left to right "
-        "towards the ceiling; the optimum lies above it. The table below holds the points."
-    )
     caption = (
         f"Share of all prompt tokens that the cache serves, in blocks of {curve['block_size']} tokens, requests one "
         "after the other. No policy can lie above the optimum; the gap between it and LRU is what a better eviction "
@@ -133,7 +129,7 @@ def _curve(document: dict[str, Any], is_drawn: bool) -> Html | None:
     )
     return joined(
         (
-            plot("plot-curve", "hit rate", alt, caption),
+            plot("plot-curve", caption),
             table("Hit rates, percent of prompt tokens", columns, rows, left=()),
         )
     )
@@ -143,10 +139,6 @@ def _time(document: dict[str, Any]) -> Html | None:
     replay = document["replay"]
     if replay is None:
         return None
-    alt = (
-        "Three lines over time, one above the other: share of the KV cache in use, requests running, requests waiting. "
-        "A vertical line marks the last arrival."
-    )
     caption = (
         "Blocks held by requests (cached blocks that nobody holds do not count), and the two queues of the engine."
     )
@@ -164,9 +156,7 @@ def _time(document: dict[str, Any]) -> Html | None:
         ["simulated time, s", data(document, "replay.simulated_seconds", "{:,.1f}".format)],
         ["engine steps", data(document, "replay.steps", "{:,}".format)],
     ]
-    return joined(
-        (plot("plot-time", "load over time", alt, caption), table("The replay in figures", ["", "value"], rows))
-    )
+    return joined((plot("plot-time", caption), table("The replay in figures", ["", "value"], rows)))
 
 
 def _latency(document: dict[str, Any]) -> Html | None:
@@ -185,20 +175,13 @@ def _latency(document: dict[str, Any]) -> Html | None:
         row += [data(document, f"replay.{key}.{name}", seconds) for name in ("mean", "p50", "p90", "p99", "max")]
         row.append(data(document, f"replay.{key}.count", "{:,}".format))
         rows.append(row)
-    alt = (
-        "For each latency its 50th, 90th and 99th percentile in seconds on a logarithmic axis; the table has them all."
-    )
     caption = (
         "Model time from arrival on, queueing included; no HTTP server. What a step costs stands under the assumptions."
     )
-    pieces = [plot("plot-latency", "latency", alt, caption), table("Latencies", columns, rows)]
+    pieces = [plot("plot-latency", caption), table("Latencies", columns, rows)]
     if document["replay"]["distributions"]:
-        of_shares = (
-            "Four rising lines: the share of samples of TTFT, ITL, TPOT and E2E within a time, from 0 to 100 percent, "
-            "over seconds on a logarithmic axis."
-        )
         how_to_read = "Read a target off it: the share of requests within it. Counted exactly at the markers."
-        pieces.append(plot("plot-distribution", "latency distributions", of_shares, how_to_read))
+        pieces.append(plot("plot-distribution", how_to_read))
     return joined(pieces)
 
 
@@ -223,12 +206,11 @@ def _ledger(document: dict[str, Any]) -> Html | None:
             ]
         )
     columns = ["row", "bytes", "share", "source", "range", "formula"]
-    alt = "One horizontal bar: the memory of one GPU by what takes it. The table below holds the same rows."
     caption = f"One GPU of {plan['device']['name']}; the rows add up to what its driver reports in total."
     users = _users_table(document)
     return joined(
         (
-            plot("plot-ledger", "memory of one GPU", alt, caption),
+            plot("plot-ledger", caption),
             table("The ledger of one GPU", columns, rows, left=(0, 3, 4, 5)),
             *([users] if users else []),
         )
@@ -262,17 +244,13 @@ def _compare(document: dict[str, Any]) -> Html | None:
         cells.append(data(document, f"{path}.preemptions", "{:,}".format))
         rows.append(cells)
     columns = ["allocator", *(name for _, name in SHARES), "mean batch", "largest", "preempted"]
-    alt = (
-        "For each allocator one bar of the KV memory: token states, reserved slots that will be filled, reserved slots "
-        "that never are, and the rest. The table below holds the shares."
-    )
     caption = (
         f"The same {compare['num_slots']:,} token slots under five allocators, all requests waiting from the start, "
         "averaged while any of them still waits. The mean batch is what the memory lets run at a time."
     )
     return joined(
         (
-            plot("plot-compare", "allocators", alt, caption),
+            plot("plot-compare", caption),
             table("Where the KV memory goes", columns, rows),
             bullets(compare["sentences"]),
         )

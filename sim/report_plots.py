@@ -48,10 +48,7 @@ def study_plots(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if curve is not None and document["derived"]["claims_reuse"]:
         out["plot-curve"] = curve_plot(curve, replay)
     if replay is not None:
-        out["plot-time"] = time_plot(replay["series"], replay["last_arrival_s"])
-        out["plot-latency"] = latency_plot(replay)
-        if replay["distributions"]:
-            out["plot-distribution"] = distribution_plot(replay["distributions"])
+        out |= replay_plots(replay, replay["distributions"])
     if plan is not None:
         out["plot-ledger"] = ledger_plot(plan["ledger"])
     if compare is not None:
@@ -94,10 +91,10 @@ def curve_plot(curve: dict[str, Any], replay: dict[str, Any] | None) -> dict[str
         ),
         line("LRU", lru_line, mode="lines", line={"color": "--lru", "width": 3}),
     ]
-    layout = _layout(
+    layout = layout_of(
         height=420,
-        xaxis=_axis("memory for keys and values, GiB" if in_bytes else "capacity, tokens", **LOGARITHMIC),
-        yaxis=_axis("prompt tokens served, %", rangemode="tozero"),
+        xaxis=axis_of("memory for keys and values, GiB" if in_bytes else "capacity, tokens", **LOGARITHMIC),
+        yaxis=axis_of("prompt tokens served, %", rangemode="tozero"),
         legend=LEGEND_ABOVE,
     )
     if curve["at_pool"] is not None:
@@ -119,17 +116,23 @@ def curve_plot(curve: dict[str, Any], replay: dict[str, Any] | None) -> dict[str
     return {"data": data, "layout": layout}
 
 
-def time_plot(series: dict[str, list[float]], last_arrival_s: float) -> dict[str, Any]:
-    """Occupancy, running and waiting requests over time, one above the other."""
+def replay_plots(replay: dict[str, Any], distributions: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The plots of one replay by their ids: its document, and `latency_distributions` of its final state."""
+    out = {"plot-time": time_plot(replay["series"], replay.get("last_arrival_s")), "plot-latency": latency_plot(replay)}
+    return out | ({"plot-distribution": distribution_plot(distributions)} if distributions else {})
+
+
+def time_plot(series: dict[str, list[float]], last_arrival_s: float | None) -> dict[str, Any]:
+    """Occupancy, running and waiting requests over time, one above the other; where known, the last arrival."""
     minutes = [time_s / 60 for time_s in series["time_s"]]
     data: list[dict[str, Any]] = []
-    layout = _layout(height=520, showlegend=False)
-    layout["xaxis"] = _axis("minutes since the first arrival", anchor="y3", rangemode="tozero")
+    layout = layout_of(height=520, showlegend=False)
+    layout["xaxis"] = axis_of("minutes since the first arrival", anchor="y3", rangemode="tozero")
     for index, (name, title, colour) in enumerate(SERIES):
         number = "" if index == 0 else str(index + 1)
         scale = 100 if name == "kv_cache_usage" else 1
         top = 1 - index * 0.355
-        layout[f"yaxis{number}"] = _axis(title, domain=[top - 0.29, top], rangemode="tozero", nticks=4)
+        layout[f"yaxis{number}"] = axis_of(title, domain=[top - 0.29, top], rangemode="tozero", nticks=4)
         data.append(
             {
                 "type": "scatter",
@@ -144,11 +147,12 @@ def time_plot(series: dict[str, list[float]], last_arrival_s: float) -> dict[str
             }
         )
     layout["yaxis"]["range"] = [0, 102]
-    layout["shapes"] = [_vertical(last_arrival_s / 60)]
-    layout["annotations"] = [
-        {**_note("last arrival", last_arrival_s / 60), "yanchor": "bottom", "xanchor": "center", "xshift": 0}
-    ]
     layout["margin"]["t"] = 24
+    if last_arrival_s is not None:
+        layout["shapes"] = [_vertical(last_arrival_s / 60)]
+        layout["annotations"] = [
+            {**_note("last arrival", last_arrival_s / 60), "yanchor": "bottom", "xanchor": "center", "xshift": 0}
+        ]
     return {"data": data, "layout": layout}
 
 
@@ -178,8 +182,8 @@ def latency_plot(replay: dict[str, Any]) -> dict[str, Any]:
                 "hovertemplate": "%{y} " + quantile + ": %{x:.4~g} s<extra></extra>",
             }
         )
-    layout = _layout(
-        height=320, xaxis=_axis("seconds (logarithmic)", **LOGARITHMIC), yaxis=_axis(""), legend=LEGEND_ABOVE
+    layout = layout_of(
+        height=320, xaxis=axis_of("seconds (logarithmic)", **LOGARITHMIC), yaxis=axis_of(""), legend=LEGEND_ABOVE
     )
     return {"data": data, "layout": layout}
 
@@ -199,10 +203,10 @@ def distribution_plot(distributions: dict[str, dict[str, list[float]]]) -> dict[
         for (key, name), (colour, dash, symbol) in zip(LATENCIES, DISTRIBUTION_STYLES, strict=True)
         if key in distributions
     ]
-    layout = _layout(
+    layout = layout_of(
         height=380,
-        xaxis=_axis("within seconds (logarithmic)", **LOGARITHMIC),
-        yaxis=_axis("share of samples, %", range=[0, 102]),
+        xaxis=axis_of("within seconds (logarithmic)", **LOGARITHMIC),
+        yaxis=axis_of("share of samples, %", range=[0, 102]),
         legend=LEGEND_ABOVE,
     )
     return {"data": data, "layout": layout}
@@ -236,7 +240,7 @@ def ledger_plot(rows: list[dict[str, Any]]) -> dict[str, Any]:
         for row in rows
         if row["bytes"] > 0
     ]
-    layout = _layout(height=150, barmode="stack", bargap=0, xaxis=_axis("GiB of one GPU"), showlegend=False)
+    layout = layout_of(height=150, barmode="stack", bargap=0, xaxis=axis_of("GiB of one GPU"), showlegend=False)
     layout["yaxis"] = {"visible": False, "fixedrange": True}
     layout["margin"] |= {"l": 4}
     layout["uniformtext"] = {"mode": "hide", "minsize": 11}
@@ -263,15 +267,16 @@ def compare_plot(allocators: list[dict[str, Any]]) -> dict[str, Any]:
         }
         for key, name, colour in SHARES
     ]
-    layout = _layout(
-        height=430, barmode="stack", bargap=0.25, xaxis=_axis("share of the KV memory, %"), yaxis=_axis("")
+    layout = layout_of(
+        height=430, barmode="stack", bargap=0.25, xaxis=axis_of("share of the KV memory, %"), yaxis=axis_of("")
     )
     layout["xaxis"] |= {"range": [0, 100], "dtick": 20}
     layout["legend"] = {**LEGEND_ABOVE, "traceorder": "normal"}
     return {"data": data, "layout": layout}
 
 
-def _layout(**own: Any) -> dict[str, Any]:
+def layout_of(**own: Any) -> dict[str, Any]:
+    """What all plots have in common, and what is this one's own."""
     return {
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
@@ -283,7 +288,8 @@ def _layout(**own: Any) -> dict[str, Any]:
     }
 
 
-def _axis(title: str, **own: Any) -> dict[str, Any]:
+def axis_of(title: str, **own: Any) -> dict[str, Any]:
+    """An axis with its title."""
     return {
         "title": {"text": title, "standoff": 8},
         "automargin": True,

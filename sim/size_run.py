@@ -1,16 +1,19 @@
 """What `kvledger size` does: search with progress, tell the answer, and tell what is done when it is interrupted."""
 
 import sys
+from pathlib import Path
 
 from .console import print_json
+from .plot_files import write_plots
+from .size_plots import size_plots
 from .size_progress import SizeProgress
 from .size_question import SizeQuestion
 from .size_search import SizeStudy
 from .size_tables import print_size
 
 
-def run_size(question: SizeQuestion, *, as_json: bool) -> bool:
-    """Search and print; False where the answer is no.
+def run_size(question: SizeQuestion, plots: str | None, *, as_json: bool) -> bool:
+    """Search, print, and draw into the folder `plots`; False where the answer is no.
 
     Raises:
         KeyboardInterrupt: after the runs that were done are told.
@@ -22,15 +25,17 @@ def run_size(question: SizeQuestion, *, as_json: bool) -> bool:
             study.run()
     except KeyboardInterrupt:
         if study.has_runs:
-            _tell(study, as_json=as_json)
+            _tell(study, plots, as_json=as_json)
             again = "give --keep FOLDER to go on from them" if question.kept_in is None else "the same command goes on"
             print(f"kvledger: the runs above were done before the interrupt; {again}", file=sys.stderr)
         raise
-    return _tell(study, as_json=as_json)
+    return _tell(study, plots, as_json=as_json)
 
 
-def _tell(study: SizeStudy, *, as_json: bool) -> bool:
+def _tell(study: SizeStudy, plots: str | None, *, as_json: bool) -> bool:
     document = study.document()
+    if plots is not None:
+        write_plots(size_plots(document), Path(plots))
     if as_json:
         print_json(document)
     else:

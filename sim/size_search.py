@@ -9,7 +9,7 @@ from ..core.errors import DoesNotFitError, InputError
 from .engine_options import EngineOptions, open_source, read_engine
 from .idle_engine import idle_bound
 from .replay_report import trace_as_dict
-from .size_answer import answer_of, assumptions_of_answer, misses, of_those_who_can
+from .size_answer import answer_of, assumptions_of_answer, misses, of_those_who_can, promises
 from .size_question import SizeQuestion
 from .sizing import SearchWatch, Setting
 from .slo_search import SearchResult, Trial, confidence_interval, search_result
@@ -93,6 +93,7 @@ class SizeStudy:
         return {
             "trace": self._trace,
             "slo": question.slo.as_dict(),
+            "promises": promises(question.slo),
             "asked": self._name,
             "answer": None if best is None or self._trace is None else answer_of(question, best, self._trace),
             "assumptions": assumptions_of_answer(best, self._shapes, self._name),

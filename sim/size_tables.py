@@ -15,17 +15,19 @@ def print_size(document: Mapping[str, Any]) -> None:
     out.print(f"[bold]{escape(_headline(document))}[/bold]", soft_wrap=True)
     if document["answer"] is not None:
         _print_cost(document["answer"]["cost"])
+    instead = document["instead"]
+    if instead is not None:
+        _print_nearest(instead)
     _print_shapes(document)
     for shape in document["shapes"]:
         _print_searches(shape, document["asked"])
     if document["tornado"]:
         _print_tornado(document)
-    instead = document["instead"]
+    assumptions = document["assumptions"]
     if instead is not None:
-        _print_instead(document, instead)
-    assumptions = document["assumptions"] or (instead["assumptions"] if instead else {})
-    if instead is not None and instead["assumptions"]:
-        assumptions = instead["assumptions"]
+        for shape in instead["shapes"]:
+            _print_searches(shape, instead["asked"])
+        assumptions = instead["assumptions"] or assumptions
     if assumptions:
         out.print("[bold]Assumptions[/bold] (change them with the options of the same names)")
         rows = [(name, shown(value)) for name, value in {**_traffic(document), **assumptions}.items()]
@@ -35,9 +37,11 @@ def print_size(document: Mapping[str, Any]) -> None:
 def _headline(document: Mapping[str, Any]) -> str:
     if document["answer"] is not None:
         return document["answer"]["sentence"] + (" (interrupted)" if document["not_done"] else "")
-    if document["not_done"]:
+    if document["not_done"] and not document["shapes"]:
         return f"No answer yet: {document['not_done']}"
-    return "No: nothing that was tried keeps the SLO" + _nearest(document)
+    if document["not_done"] and document["instead"] is None:
+        return f"No answer yet: {document['shapes'][-1]['reason']}"
+    return f"No, nothing that was tried keeps {document['promises']}{_nearest(document)}"
 
 
 def _nearest(document: Mapping[str, Any]) -> str:
@@ -46,9 +50,10 @@ def _nearest(document: Mapping[str, Any]) -> str:
     if not bounds:
         return ""
     best = max(bounds, key=lambda shape: shape["idle_share_in_time"])
+    gpus = "1 GPU" if best["gpus_per_replica"] == 1 else f"{best['gpus_per_replica']} GPUs"
     return (
-        f". Even alone on an idle engine of {best['gpus_per_replica']} GPUs, with everything still cached, only "
-        f"{percent(best['idle_share_in_time'], 1)} of the requests keep its limits"
+        f": even alone on an idle engine of {gpus}, with everything before it still cached, only "
+        f"{percent(best['idle_share_in_time'], 1)} of the requests are in time"
     )
 
 
@@ -185,18 +190,15 @@ def _end(end: Mapping[str, Any], asked: str) -> str:
     return f"{end['value']}: {answer}"
 
 
-def _print_instead(document: Mapping[str, Any], instead: Mapping[str, Any]) -> None:
+def _print_nearest(instead: Mapping[str, Any]) -> None:
+    """What can be promised, where what was asked cannot."""
     from rich.markup import escape
 
     answer = instead["answer"]
+    told = f"no fleet was found for {instead['promises']} either" if answer is None else answer["sentence"]
     out = console()
-    told = "that was found for no fleet either" if answer is None else answer["sentence"]
-    out.print(
-        "[bold]The nearest promise that can be kept[/bold]: of the requests that an idle engine serves in time, 99 %"
-    )
-    out.print(escape(told), soft_wrap=True)
+    out.print(f"Nearest (99 % of those that can be in time): [bold]{escape(told)}[/bold]", soft_wrap=True)
     if answer is not None:
         _print_cost(answer["cost"])
-    for shape in instead["shapes"]:
-        _print_searches(shape, instead["asked"])
-    out.print("To come nearer to what was asked: --quantization fp8, larger --tensor-parallel-sizes, or another --gpu")
+    if answer is not None and answer["gpu"]:
+        out.print("Nearer to what was asked: --quantization fp8, larger --tensor-parallel-sizes, another --gpu")

@@ -4,7 +4,7 @@ import shlex
 from typing import Any
 
 # These say where the report goes, not what is in it.
-NOT_REPEATED = ("output", "json")
+NOT_REPEATED = ("output", "plots", "json")
 # Options whose default is a value: leaving them out changes nothing.
 DEFAULTS = (
     ("kv_cache_dtype", "auto"),

@@ -188,7 +188,7 @@ def replay_part(question: StudyQuestion, plan: DeploymentPlan, num_requests: int
     """The JSON of `kvledger replay` with two more keys.
 
     `last_arrival_s`: of a finished request, in simulated time. `distributions`: of the latencies, see
-    `_distributions`.
+    `latency_distributions`.
     """
     trace, engine = question.trace, engine_of_plan(plan, question.device, question.weights_dtype)
     last_arrival_s = 0.0
@@ -210,10 +210,10 @@ def replay_part(question: StudyQuestion, plan: DeploymentPlan, num_requests: int
         )
     report.assumptions = {**engine.facts, **report.assumptions}
     document = {"trace": trace_as_dict(trace.info, trace.info.trace_block_size), **report.to_json()}
-    return {**document, "last_arrival_s": last_arrival_s, "distributions": _distributions(report.snapshot or {})}
+    return {**document, "last_arrival_s": last_arrival_s, "distributions": latency_distributions(report.snapshot or {})}
 
 
-def _distributions(snapshot: Snapshot) -> dict[str, dict[str, list[float]]]:
+def latency_distributions(snapshot: Snapshot) -> dict[str, dict[str, list[float]]]:
     """By latency: `up_to_s`, boundaries in seconds, and `share`, the part of all samples within each."""
     out: dict[str, dict[str, list[float]]] = {}
     for name, metric in HISTOGRAMS.items():

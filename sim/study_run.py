@@ -7,7 +7,9 @@ from typing import Any
 
 from ..core.errors import InputError
 from .console import console, print_json
+from .plot_files import write_plots
 from .report_page import render_page
+from .report_plots import study_plots
 from .study import Study
 from .study_setup import read_study
 from .study_tables import print_study
@@ -30,17 +32,19 @@ def run_study(given: dict[str, Any]) -> bool:
         study.run(_tell_progress)
     except KeyboardInterrupt:
         if study.done:
-            _finish(study, folder, as_json=given["json"])
+            _finish(study, folder, given["plots"], as_json=given["json"])
             print(f"kvledger: {', '.join(study.done)} done before the interrupt, and kept in {folder}", file=sys.stderr)
         raise
-    _finish(study, folder, as_json=given["json"])
+    _finish(study, folder, given["plots"], as_json=given["json"])
     return study.fits
 
 
-def _finish(study: Study, folder: Path, *, as_json: bool) -> None:
+def _finish(study: Study, folder: Path, plots: str | None, *, as_json: bool) -> None:
     document = study.document()
     _write(folder / DATA, json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
     _write(folder / PAGE, render_page(document))
+    if plots is not None:
+        write_plots(study_plots(document), Path(plots))
     if as_json:
         print_json(document)
     else:

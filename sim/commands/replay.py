@@ -133,6 +133,9 @@ def replay(
     perfetto_out: Annotated[
         str | None, typer.Option(help="Engine steps and requests for ui.perfetto.dev, to FILE.json or .json.gz.")
     ] = None,
+    plots: Annotated[
+        str | None, typer.Option(help="Folder for the plots (load over time, latencies) as SVG and PNG files.")
+    ] = None,
     log: Annotated[
         str | None, typer.Option(help="Record every commit in this folder: see kvledger log and kvledger log replay.")
     ] = None,
@@ -149,16 +152,20 @@ def replay(
     options = dict(locals())
 
     from contextlib import ExitStack
+    from pathlib import Path
 
     from ...core.errors import InputError
     from ...core.quantities import parse_bytes
     from ...core.scheduler_config import SchedulerConfig
     from ..console import print_json, progress
     from ..draft_acceptance import DraftAcceptance
+    from ..plot_files import write_plots
     from ..replay import replay as replay_trace
     from ..replay_report import print_replay, trace_as_dict
     from ..replay_setup import LatencyOptions, PoolOptions, make_latency, make_pool
+    from ..report_plots import replay_plots
     from ..run_exports import ExportOptions, RunExports
+    from ..study_parts import latency_distributions
     from ..trace_source import open_trace_or_workload
     from ..workload_samples import SampledTrace
 
@@ -266,6 +273,8 @@ def replay(
         report.assumptions = {**pool.facts, **report.assumptions}
         exports.publish(report)
     document = {"trace": trace_as_dict(source.info, source.info.trace_block_size), **report.to_json()}
+    if plots is not None:
+        write_plots(replay_plots(document, latency_distributions(report.snapshot or {})), Path(plots))
     if json:
         print_json(document)
     else:

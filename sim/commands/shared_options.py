@@ -4,6 +4,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+# What `kvledger replay` draws is of one engine; a command that draws has an option of its own.
+NOT_SHARED = ("plots",)
+
 
 def takes_options_of(
     other: Callable[..., None], leave_out: Sequence[str]
@@ -12,7 +15,7 @@ def takes_options_of(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        taken = {p.name for p in own} | set(leave_out)
+        taken = {p.name for p in own} | set(leave_out) | set(NOT_SHARED)
         shared = [p for p in inspect.signature(other).parameters.values() if p.name not in taken]
 
         def with_shared_options(**options: Any) -> None:

@@ -49,6 +49,9 @@ def size(
     price_per_gpu_hour: Annotated[
         float | None, typer.Option(help="What a GPU costs an hour: the answer in money.")
     ] = None,
+    plots: Annotated[
+        str | None, typer.Option(help="Folder for the plots (the runs, the tornado) as SVG and PNG files.")
+    ] = None,
     **given: Any,
 ) -> None:
     """How many replicas and GPUs keep a service-level objective on a trace: bisection over full replays.
@@ -85,5 +88,5 @@ def size(
         kept_in=keep,
         price_per_gpu_hour=price_per_gpu_hour,
     )
-    if not run_size(question, as_json=given["json"]):
+    if not run_size(question, plots, as_json=given["json"]):
         raise typer.Exit(EXIT_DOES_NOT_FIT)

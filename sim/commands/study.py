@@ -72,6 +72,7 @@ def study(
     rate_scale: RateScale = 1.0,
     seed: Seed = None,
     output: Annotated[str, typer.Option(help="Folder of the report: study.json and index.html.")] = "kvledger-report",
+    plots: Annotated[str | None, typer.Option(help="Folder for the page's plots as SVG and PNG files.")] = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print study.json instead of the tables; the report is written all the same.")
     ] = False,
