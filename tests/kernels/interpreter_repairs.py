@@ -35,7 +35,7 @@ def use_interpreter_without_gpu() -> None:
 
 
 def repair_interpreter() -> None:
-    """Replace the three functions; doing it twice is doing it once."""
+    """Replace what is wrong; doing it twice is doing it once."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -45,6 +45,7 @@ def repair_interpreter() -> None:
     _repair_casts(interpreter, tl)
     _repair_dot(interpreter, tl)
     _repair_loop_bounds(interpreter)
+    _overflow_in_silence(interpreter)
 
 
 def _repair_casts(interpreter: Any, tl: Any) -> None:
@@ -105,3 +106,14 @@ def _repair_loop_bounds(interpreter: Any) -> None:
         return patched
 
     interpreter._patch_lang_tensor = patch
+
+
+def _overflow_in_silence(interpreter: Any) -> None:
+    """Numbers that overflow become infinite, as on a GPU, with no warning of NumPy's."""
+    loud = interpreter.GridExecutor.__call__
+
+    def quiet(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return loud(self, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = quiet
