@@ -6,6 +6,8 @@ the options of another target.
 
 import json
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -14,29 +16,41 @@ from triton import knobs
 
 from .fake_driver import FakeDriver, Launch, install
 from .kernel_calls import Call, calls_for
-from .machine_code import read_machine_code
+from .machine_code import MachineCode, read_machine_code
 
 
-def report(launch: Launch) -> dict[str, Any]:
+def code_reader() -> Callable[[Launch], MachineCode]:
+    """Reads each binary once: calls that differ in strides alone share one, and disassembling takes longest."""
+    known: dict[Path, MachineCode] = {}
+
+    def read(launch: Launch) -> MachineCode:
+        binary = next(path for suffix, path in launch.files.items() if suffix in ("cubin", "amdgcn"))
+        if binary not in known:
+            known[binary] = read_machine_code(launch.files, knobs.nvidia.cuobjdump.path)
+        return known[binary]
+
+    return read
+
+
+def report(launch: Launch, code: MachineCode) -> dict[str, Any]:
     """One launch with what its machine code does."""
-    code = read_machine_code(launch.files, knobs.nvidia.cuobjdump.path)
     return {"kernel": launch.kernel, "grid": launch.grid, "num_warps": launch.num_warps, **attrs.asdict(code)}
 
 
-def outcome(call: Call, driver: FakeDriver) -> dict[str, Any]:
+def outcome(call: Call, driver: FakeDriver, read: Callable[[Launch], MachineCode]) -> dict[str, Any]:
     """The launches of one call, or why it was refused."""
     before = len(driver.launches)
     try:
         call(TritonKernels())
     except KernelInputError as refused:
         return {"refused": str(refused)}
-    return {"launches": [report(launch) for launch in driver.launches[before:]]}
+    return {"launches": [report(launch, read(launch)) for launch in driver.launches[before:]]}
 
 
 def main(target_name: str) -> None:
     """Print one JSON object: name of the call -> outcome."""
-    driver = install(target_name)
-    print(json.dumps({name: outcome(call, driver) for name, call in calls_for(target_name).items()}))
+    driver, read = install(target_name), code_reader()
+    print(json.dumps({name: outcome(call, driver, read) for name, call in calls_for(target_name).items()}))
 
 
 if __name__ == "__main__":

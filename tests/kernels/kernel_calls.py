@@ -260,8 +260,6 @@ ON_SM_90: dict[str, Call] = {
     "write flash 8x128, page 17": write(flash, page=17),
     "write flash 8x64": write(flash, size=64),
     "write flash 8x80": write(flash, size=80),
-    "write flash 8x96": write(flash, size=96),
-    "write flash 8x192": write(flash, size=192),
     "write flash 8x256": write(flash, size=256),
     "write flash 3x64": write(flash, heads=3, size=64),
     "write flash 1x128": write(flash, heads=1),

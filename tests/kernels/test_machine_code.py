@@ -4,6 +4,7 @@ The real wrappers are called with CPU tensors under a driver without a device (`
 so that the binary is the one that this exact call would launch.
 """
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -15,9 +16,9 @@ import pytest
 
 from tests.kernels.machine_code import parse_amdgcn, parse_sass
 
-pytest.importorskip("torch")
-pytest.importorskip("triton")
-pytestmark = pytest.mark.torch
+# Neither is imported here: Triton decides at its import whether this process interprets.
+MISSING = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
+pytestmark = [pytest.mark.torch, pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")]
 
 ROOT = Path(__file__).parents[2]
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -40,8 +41,6 @@ WIDE_ON_SM_90 = (
     "write flash 8x128, page 17",
     "write flash 8x64",
     "write flash 8x80",
-    "write flash 8x96",
-    "write flash 8x192",
     "write flash 8x256",
     "write flash 3x64",
     "write flash 8x128 fp32",
