@@ -186,7 +186,7 @@ class Scheduler:
         return True
 
     def received(self, request_id: str) -> None:
-        """The copy that `RemoteTokens.admitted` was asked for has ended: the request runs as soon as there is a place."""
+        """The copy that `RemoteTokens.admitted` asked for has ended: the request runs as soon as there is a place."""
         if not self._incoming.end(request_id):
             self.allocator.abort(request_id)
 

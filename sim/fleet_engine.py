@@ -19,16 +19,17 @@ from .replica_view import ReplicaView
 from .request_record import RequestRecord
 from .run_histograms import RunHistograms
 from .run_listener import Broadcast, RunListener
-from .tiers import Tier, TieredLatency, TierStore
+from .tiers import Tier, TieredLatency, TierSink, TierStore
 
 
 @attrs.frozen(kw_only=True)
 class EngineParts:
     """What every engine of the fleet is made of.
 
-    `drafts_of`, `sinks_of` and `listeners_of` are asked with the engine's index; `on_finished` is given the record of
-    each request of any engine as it finishes. `tiers` stand behind every pool, each engine with its own;
-    `tier_bytes_per_block` is what a block's copy moves. With `histograms` each engine counts those of vLLM's metrics.
+    `drafts_of`, `sinks_of`, `tier_sinks_of` and `listeners_of` are asked with the engine's index; `on_finished` is
+    given the record of each request of any engine as it finishes. `tiers` stand behind every pool, each engine with its
+    own; `tier_bytes_per_block` is what a block's copy moves. With `histograms` each engine counts those of vLLM's
+    metrics.
     """
 
     allocator: AllocatorConfig
@@ -36,6 +37,7 @@ class EngineParts:
     latency: LatencyModel
     drafts_of: Callable[[int], DraftModel | None] = lambda index: None
     sinks_of: Callable[[int], Iterable[EventSink]] = lambda index: ()
+    tier_sinks_of: Callable[[int], Iterable[TierSink]] = lambda index: ()
     listeners_of: Callable[[int], Iterable[RunListener]] = lambda index: ()
     on_finished: Callable[[RequestRecord], None] | None = None
     async_scheduling: bool = False
@@ -110,7 +112,9 @@ def start_engine(
         recorder = role.make_recorder(now_ns, allocator.max_num_reqs, histograms)
     listeners = tuple(parts.listeners_of(role.index))
     watcher = Broadcast(now_ns, recorder, listeners) if listeners else recorder
-    tiers = TierStore(parts.tiers, allocator, parts.tier_bytes_per_block) if parts.tiers else None
+    tiers: TierStore | None = None
+    if parts.tiers:
+        tiers = TierStore(parts.tiers, allocator, parts.tier_bytes_per_block, parts.tier_sinks_of(role.index))
     latency = parts.latency if tiers is None else TieredLatency(parts.latency, tiers)
     backend = SimBackend(latency, parts.drafts_of(role.index))
     view = ReplicaView(now_ns, round(event_delay_s * NANOSECONDS))

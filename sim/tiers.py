@@ -6,9 +6,9 @@ gone. A hit promotes: the key leaves its tier and is findable in the pool again.
 """
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, Protocol
 
 import attrs
 
@@ -25,7 +25,9 @@ from ..core.events import (
     Key,
     RowsAssigned,
 )
+from ..core.tier_events import POOL, BlocksMoved, MoveReason, TierCommit, TierEvent, TiersCreated
 from ..core.types import LatencyModel, Request, StepLoad
+from .tier_state import TierState
 
 
 @attrs.frozen(kw_only=True)
@@ -49,40 +51,39 @@ class Tier:
             raise InputError(f"the {self.name} tier copies {self.bytes_per_s} bytes a second; it must be above 0")
 
 
-@attrs.define
-class TierCounts:
-    """What happened to one tier's blocks: `came_in == promoted + superseded + moved_on + cleared + held`.
+class TierSink(Protocol):
+    """Who hears of what happens behind a pool: a log, a publisher of KV events."""
 
-    Attributes:
-        came_in: blocks written to it, from the pool or from the tier before.
-        promoted: copied back into the pool on a hit.
-        superseded: forgotten because the pool computed the same content again.
-        moved_on: pushed out: to the next tier, or, from the last one, out of the cache.
-        cleared: forgotten when the prefix cache was reset.
-    """
-
-    came_in: int = 0
-    promoted: int = 0
-    superseded: int = 0
-    moved_on: int = 0
-    cleared: int = 0
+    def apply(self, commit: TierCommit) -> None:
+        """Take note of one commit."""
+        ...
 
 
 class TierStore:
     """The tiers behind one engine's pool: a sink of its commits, and the scheduler's external tokens.
+
+    What it decides it writes down as `BlocksMoved`, one commit for each of the pool's that moves something; `state` is
+    the fold of them.
 
     A promotion waits for its copy: `pending_s` are the seconds that the next step starts later. Copies of different
     tiers run one after the other, write-backs beside them on the other direction of the link (the step that overwrites
     a block waits for its copy). What moves from tier to tier does so in the background and delays nothing.
     """
 
-    def __init__(self, tiers: Sequence[Tier], config: AllocatorConfig, bytes_per_block: float | None) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        config: AllocatorConfig,
+        bytes_per_block: float | None,
+        sinks: Iterable[TierSink] = (),
+    ) -> None:
         """Start empty.
 
         Args:
             tiers: from the nearest to the farthest.
             config: of the pool: one full-attention group, prefix caching on.
             bytes_per_block: what one block's copy moves over a GPU's link; needed where a bandwidth is finite.
+            sinks: who hears of every tier commit, once, in order.
 
         Raises:
             InputError: groups that cannot be copied in block by block, no tier, or no bytes for a finite bandwidth.
@@ -98,15 +99,20 @@ class TierStore:
         if finite and not bytes_per_block:
             raise InputError(f"the bandwidth of the {finite[0].name} tier needs the bytes of a block: give a model")
         self.tiers = tuple(tiers)
-        self.counts = [TierCounts() for _ in tiers]
-        self.num_hit_blocks = 0
         self._bytes_per_block = bytes_per_block or 0.0
         self._block_size = config.groups[0].block_size
-        self._kept: list[OrderedDict[Key, None]] = [OrderedDict() for _ in tiers]
         self._blocks_with_key: dict[Key, int] = {}
         self._asked: dict[str, frozenset[Key]] = {}
         self._read_blocks = [0] * len(tiers)
         self._written_blocks = 0
+        self._sinks = tuple(sinks)
+        created = TiersCreated(
+            tuple([tier.name for tier in tiers]), tuple([tier.num_blocks for tier in tiers]), self._block_size
+        )
+        self.state = TierState(created)
+        self._events: list[TierEvent] = []
+        self._emit(created)
+        self._commit(pool_sequence=0)
 
     # -- the scheduler's question ------------------------------------------------------------------------------------
 
@@ -124,12 +130,17 @@ class TierStore:
         return len(found) * self._block_size
 
     def tier_of(self, key: Key) -> int | None:
-        """The tier that keeps a key, from 0; None: none does."""
-        return next((index for index, kept in enumerate(self._kept) if key in kept), None)
+        """The tier that keeps a key, from 1; None: none does."""
+        return self.state.tier_of(key)
 
     def kept(self, tier: int) -> frozenset[Key]:
-        """The keys of a tier."""
-        return frozenset(self._kept[tier])
+        """The keys of a tier, from 1."""
+        return frozenset(self.state.kept[tier - 1])
+
+    @property
+    def num_hit_blocks(self) -> int:
+        """Blocks that were promoted, from any tier."""
+        return sum(counts.promoted for counts in self.state.counts)
 
     @property
     def keys_in_pool(self) -> frozenset[Key]:
@@ -147,8 +158,7 @@ class TierStore:
                 for request_id in event.requests:
                     promised |= self._asked.pop(request_id, frozenset())
             elif isinstance(event, BlocksCached):
-                for key in event.keys:
-                    self._key_came(key, key in promised)
+                self._keys_came(event.keys, promised)
             elif isinstance(event, BlocksAllocated):
                 lost += self._gone(event.lost_keys)
             elif isinstance(event, BlockCopied):
@@ -157,23 +167,23 @@ class TierStore:
                 self._gone(event.keys)  # taken back on purpose: nothing of it may be found again
             elif isinstance(event, CacheReset):
                 self._clear()
-        for key in lost:
-            if key not in self._blocks_with_key:
-                self._written_blocks += 1
-                self._put(0, key)
+        self._write_back([key for key in dict.fromkeys(lost) if key not in self._blocks_with_key])
+        if self._events:
+            self._commit(commit.sequence)
 
-    def _key_came(self, key: Key, is_promised: bool) -> None:
-        self._blocks_with_key[key] = self._blocks_with_key.get(key, 0) + 1
-        tier = self.tier_of(key)
-        if tier is None:
-            return
-        del self._kept[tier][key]
-        if is_promised:
-            self.counts[tier].promoted += 1
-            self._read_blocks[tier] += 1
-            self.num_hit_blocks += 1
-        else:
-            self.counts[tier].superseded += 1
+    def _keys_came(self, keys: Iterable[Key], promised: frozenset[Key]) -> None:
+        """The pool holds these again: a hit's copy, or content that was computed anew."""
+        moves: dict[tuple[int, MoveReason], list[Key]] = {}
+        for key in keys:
+            self._blocks_with_key[key] = self._blocks_with_key.get(key, 0) + 1
+            tier = self.state.tier_of(key)
+            if tier is not None and self._blocks_with_key[key] == 1:
+                reason = MoveReason.PROMOTED if key in promised else MoveReason.SUPERSEDED
+                moves.setdefault((tier, reason), []).append(key)
+        for (tier, reason), moved in moves.items():
+            if reason is MoveReason.PROMOTED:
+                self._read_blocks[tier - 1] += len(moved)
+            self._emit(BlocksMoved(reason, tuple(moved), tier, POOL if reason is MoveReason.PROMOTED else None))
 
     def _gone(self, keys: Iterable[Key | None]) -> list[Key]:
         """Blocks lost these keys; those that no other block carried."""
@@ -189,21 +199,36 @@ class TierStore:
                 out.append(key)
         return out
 
-    def _put(self, tier: int, key: Key) -> None:
-        kept, counts = self._kept[tier], self.counts[tier]
-        kept[key] = None
-        counts.came_in += 1
-        if len(kept) > self.tiers[tier].num_blocks:
-            pushed_out, _ = kept.popitem(last=False)
-            counts.moved_on += 1
-            if tier + 1 < len(self.tiers):
-                self._put(tier + 1, pushed_out)
+    def _write_back(self, keys: Sequence[Key]) -> None:
+        """Into the first tier; what is too much for a tier goes on to the next, what came first before the others."""
+        if not keys:
+            return
+        self._written_blocks += len(keys)
+        self._emit(BlocksMoved(MoveReason.WRITTEN_BACK, tuple(keys), POOL, 1))
+        for index, tier in enumerate(self.tiers, 1):
+            kept = self.state.kept[index - 1]
+            surplus = len(kept) - tier.num_blocks
+            if surplus <= 0:
+                return
+            target = index + 1 if index < len(self.tiers) else None
+            self._emit(BlocksMoved(MoveReason.OVERFLOWED, tuple(islice(kept, surplus)), index, target))
 
     def _clear(self) -> None:
         self._blocks_with_key.clear()
-        for kept, counts in zip(self._kept, self.counts, strict=True):
-            counts.cleared += len(kept)
-            kept.clear()
+        for index, kept in enumerate(self.state.kept, 1):
+            if kept:
+                self._emit(BlocksMoved(MoveReason.CLEARED, tuple(kept), index, None))
+
+    def _emit(self, event: TierEvent) -> None:
+        self.state.apply(event)
+        self._events.append(event)
+
+    def _commit(self, pool_sequence: int) -> None:
+        commit = TierCommit(self.state.next_sequence, pool_sequence, tuple(self._events))
+        self.state.next_sequence += 1
+        self._events.clear()
+        for sink in self._sinks:
+            sink.apply(commit)
 
     # -- time --------------------------------------------------------------------------------------------------------
 
@@ -233,7 +258,7 @@ class TierStore:
                 **attrs.asdict(counts),
                 "held": len(kept),
             }
-            for tier, counts, kept in zip(self.tiers, self.counts, self._kept, strict=True)
+            for tier, counts, kept in zip(self.tiers, self.state.counts, self.state.kept, strict=True)
         ]
 
 

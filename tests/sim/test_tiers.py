@@ -5,11 +5,17 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvledger.backends.sinks.kv_event_encoder import block_hash
+from kvledger.backends.sinks.kv_events import BlockHash, BlockRemoved, BlockStored
+from kvledger.backends.sinks.tier_event_encoder import TierEventEncoder
 from kvledger.core import AllocatorConfig, Commit, FullAttention, InputError, SlidingWindow
+from kvledger.core.errors import CorruptLedgerError, MisuseError
 from kvledger.core.scheduler_config import SchedulerConfig
+from kvledger.core.tier_events import BlocksMoved, MoveReason, TierCommit, TiersCreated
 from kvledger.sim.fleet import EngineParts, Fleet, FleetShape, replay_fleet
 from kvledger.sim.latency import LinearLatency
 from kvledger.sim.routing import make_router
+from kvledger.sim.tier_state import TierState
 from kvledger.sim.tiers import Tier, TierStore
 from kvledger.sim.traces import TraceRequest
 from kvledger.sim.workload import open_workload
@@ -93,23 +99,50 @@ class Auditor:
         self.store: TierStore | None = None
         self.pool = None
         self.num_commits = 0
+        self.tier_log: list[TierCommit] = []
+        self.encoder = TierEventEncoder()
+        self.on_the_wire: dict[str, set[BlockHash]] = {}
+
+    def told(self) -> "TierLog":
+        return TierLog(self)
 
     def apply(self, commit: Commit) -> None:
         self.num_commits += 1
         store = self.store
         if store is None or self.pool is None:
             return
-        places = [store.keys_in_pool, *(store.kept(index) for index in range(len(store.tiers)))]
+        places = [store.keys_in_pool, *(store.kept(index) for index in range(1, len(store.tiers) + 1))]
         assert sum(map(len, places)) == len(frozenset().union(*places))
         assert places[0] == {
             key for block in range(1, self.pool.num_blocks) if (key := self.pool.key_of(block)) is not None
         }
-        for place, tier, counts in zip(places[1:], store.tiers, store.counts, strict=True):
+        for place, tier, counts in zip(places[1:], store.tiers, store.state.counts, strict=True):
             assert len(place) <= tier.num_blocks
             assert counts.came_in == counts.promoted + counts.superseded + counts.moved_on + counts.cleared + len(place)
-        for before, after in zip(store.counts, store.counts[1:], strict=False):
+        for before, after in zip(store.state.counts, store.state.counts[1:], strict=False):
             assert after.came_in == before.moved_on
-        assert store.num_hit_blocks == sum(counts.promoted for counts in store.counts)
+        assert store.num_hit_blocks == sum(counts.promoted for counts in store.state.counts)
+
+
+class TierLog:
+    """Keeps the tier commits, and follows the KV events made of them as a subscriber would: a set for each medium."""
+
+    def __init__(self, auditor: Auditor) -> None:
+        self.auditor = auditor
+
+    def apply(self, commit: TierCommit) -> None:
+        auditor = self.auditor
+        auditor.tier_log.append(commit)
+        for event in auditor.encoder.encode(commit):
+            assert isinstance(event, BlockStored | BlockRemoved)
+            held = auditor.on_the_wire.setdefault(str(event.medium), set())
+            hashes = set(event.block_hashes)
+            if isinstance(event, BlockStored):
+                assert not hashes & held
+                held |= hashes
+            else:
+                assert hashes <= held
+                held -= hashes
 
 
 requests = st.lists(
@@ -142,6 +175,7 @@ def test_conservation_across_tiers(rows, num_blocks: int, sizes: list[int], take
             scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
             latency=LinearLatency(0.05, 1e-4, 1e-3),
             sinks_of=lambda index: [auditor],
+            tier_sinks_of=lambda index: [auditor.told()],
             tiers=tuple(Tier(name=str(n), num_blocks=size, bytes_per_s=speed) for n, size in enumerate(sizes)),
             tier_bytes_per_block=MB,
         ),
@@ -153,6 +187,83 @@ def test_conservation_across_tiers(rows, num_blocks: int, sizes: list[int], take
     fleet.run(trace)
     assert run.scheduler.stats.num_finished == len(trace)
     assert auditor.num_commits > len(trace)
+    store = run.tiers
+    assert store is not None
+    # The log alone gives the tiers, down to the order in which they forget; so do the events on the wire, by medium.
+    assert TierState.replay(auditor.tier_log).snapshot() == store.state.snapshot()
+    for index in range(len(sizes)):
+        assert auditor.on_the_wire.get(str(index), set()) == {block_hash(key) for key in store.kept(index + 1)}
+
+
+def moves(log: list[TierCommit]) -> list[tuple[str, tuple, int, int | None]]:
+    return [
+        (str(event.reason), event.keys, event.from_tier, event.to_tier)
+        for commit in log
+        for event in commit.events
+        if isinstance(event, BlocksMoved)
+    ]
+
+
+def test_every_move_is_written_down_and_goes_on_the_wire_with_its_medium() -> None:
+    """A pool of 3 usable blocks, a host tier of 2, an SSD of 4; three prompts of 2 whole blocks, and the first again.
+
+    A prompt's last block is freed, and so forgotten, first; a hit brings its blocks back in the prompt's order.
+    """
+    log: list[TierCommit] = []
+
+    class Keep:
+        def apply(self, commit: TierCommit) -> None:
+            log.append(commit)
+
+    fleet = Fleet(
+        FleetShape(num_replicas=1),
+        EngineParts(
+            allocator=config(4, 16),
+            scheduler=SchedulerConfig(),
+            latency=LinearLatency(),
+            tiers=(Tier(name="host", num_blocks=2), Tier(name="ssd", num_blocks=4)),
+            tier_sinks_of=lambda index: [Keep()],
+        ),
+        make_router("round-robin"),
+        16,
+    )
+    prompts = [(1, 2, 3), (11, 12, 13), (21, 22, 23), (1, 2, 4)]
+    fleet.run([TraceRequest(10.0 * n, 33, 1, ids, n + 1) for n, ids in enumerate(prompts)])
+    assert moves(log) == [
+        ("written_back", (2, 1), 0, 1),
+        ("written_back", (12, 11), 0, 1),
+        ("overflowed", (2, 1), 1, 2),
+        ("promoted", (1, 2), 2, 0),
+        ("written_back", (22, 21), 0, 1),
+        ("overflowed", (12, 11), 1, 2),
+    ]
+    encoder = TierEventEncoder()
+    wire = [(type(event).__name__, event.medium, len(event.block_hashes)) for c in log for event in encoder.encode(c)]
+    assert wire == [
+        ("BlockStored", "CPU", 2),
+        ("BlockStored", "CPU", 2),
+        ("BlockRemoved", "CPU", 2),
+        ("BlockStored", "SSD", 2),
+        ("BlockRemoved", "SSD", 2),
+        ("BlockStored", "CPU", 2),
+        ("BlockRemoved", "CPU", 2),
+        ("BlockStored", "SSD", 2),
+    ]
+
+
+def test_a_tier_log_that_is_not_whole_is_refused() -> None:
+    created = TierCommit(0, 0, (TiersCreated(("host",), (2,), 16),))
+    gone = BlocksMoved(MoveReason.PROMOTED, ("a",), 1, 0)
+    with pytest.raises(CorruptLedgerError, match="begins with TiersCreated"):
+        TierState.replay([TierCommit(0, 5, (gone,))])
+    with pytest.raises(CorruptLedgerError, match="an empty tier log"):
+        TierState.replay([])
+    with pytest.raises(CorruptLedgerError, match="tier commit 2 follows 0"):
+        TierState.replay([created, TierCommit(2, 5, ())])
+    with pytest.raises(CorruptLedgerError, match="promoted: the host tier does not keep 'a'"):
+        TierState.replay([created, TierCommit(1, 5, (gone,))])
+    with pytest.raises(MisuseError, match="the encoder came too late"):
+        TierEventEncoder().encode(TierCommit(1, 5, (gone,)))
 
 
 def test_a_reset_clears_the_tiers_as_well() -> None:
@@ -170,9 +281,9 @@ def test_a_reset_clears_the_tiers_as_well() -> None:
     fleet.run([TraceRequest(float(n), 33, 1, (3 * n, 3 * n + 1, 3 * n + 2), n + 1) for n in range(3)])
     store = fleet.runs[0].tiers
     assert store is not None
-    assert len(store.kept(0)) > 0
+    assert len(store.kept(1)) > 0
     fleet.runs[0].scheduler.allocator.reset_prefix_cache()
-    assert store.kept(0) == store.keys_in_pool == frozenset()
+    assert store.kept(1) == store.keys_in_pool == frozenset()
 
 
 @pytest.mark.parametrize(
