@@ -117,7 +117,7 @@ def _index(view: AllocatorView) -> str | None:
 
 
 def _null_blocks(view: AllocatorView) -> str | None:
-    if view.null_block is not None and view.ref_cnt is not None and view.ref_cnt[view.null_block] > 0:
+    if view.null_block is not None and view.ref_cnt is not None and view.ref_cnt[view.null_block] != 0:
         return f"the null block {view.null_block} has ref_cnt {int(view.ref_cnt[view.null_block])}"
     if view.null_block is not None and view.keyed is not None and view.null_block in view.keyed:
         return f"the null block {view.null_block} can be found"

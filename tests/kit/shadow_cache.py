@@ -4,6 +4,7 @@ Where device code computes strides, this reshapes contiguous memory into its axe
 agree only if both are right.
 """
 
+import math
 from typing import TypeAlias
 
 import numpy as np
@@ -31,20 +32,23 @@ class ShadowCache:
         self,
         config: KVCacheConfig,
         arrangement: str,
-        kernel_block_size: int | None = None,
+        splits: int = 1,
         element: type[np.generic] = np.uint16,
         seed: int = 0,
+        buffer: NDArray[np.uint8] | None = None,
     ) -> None:
-        """Seeded noise for content, so that a byte that changes is seen wherever it is.
+        """Seeded noise for content, so that a byte that changes is seen wherever it is; or a buffer that is there.
 
         Args:
             config: the plan.
             arrangement: "packed", "flash_nhd", "flash_hnd", "interleaved_nhd", "interleaved_hnd" or "classic".
-            kernel_block_size: tokens of a block as kernels see it; None: as the block table does.
+            splits: kernel blocks that each block of the block table is split into.
             element: a NumPy type of the elements' width.
             seed: of the noise.
+            buffer: uint8 `[config.size_bytes]` to look at instead.
         """
-        self.buffer = np.random.default_rng(seed).integers(0, 256, config.size_bytes, dtype=np.uint8)
+        noise = np.random.default_rng(seed)
+        self.buffer = noise.integers(0, 256, config.size_bytes, dtype=np.uint8) if buffer is None else buffer
         self.elements: dict[str, tuple[Elements, ...]] = {}
         self.group_of: dict[str, int] = {}
         self._config = config
@@ -56,7 +60,7 @@ class ShadowCache:
                     if name in group.layer_names:
                         spec = group.layer_specs[group.layer_names.index(name)]
                         self.group_of[name] = number
-                        self.elements[name] = self._parts(tensor, index, spec, kernel_block_size or spec.block_size)
+                        self.elements[name] = self._parts(tensor, index, spec, spec.block_size // splits)
 
     def write(self, layer: str, slots: NDArray[np.int64], parts: tuple[Elements, ...]) -> None:
         """Put one vector a token into its slot; a slot of -1 has none. `parts[i]` is `[num_tokens, heads, size]`."""
@@ -70,16 +74,15 @@ class ShadowCache:
         found: list[Elements] = []
         for cache in self.elements[layer]:
             blocks, offsets = np.divmod(slots, cache.shape[1])
-            found.append(cache[blocks, offsets].reshape(len(slots), -1))
+            found.append(cache[blocks, offsets].reshape(len(slots), math.prod(cache.shape[2:])))
         return tuple(found)
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         """Copy a block of the block table in every layer of its group."""
         for layer, parts in self.elements.items():
             if self.group_of[layer] == group:
-                spec = self._config.groups[group].spec
                 for cache in parts:
-                    per_block = spec.block_size // cache.shape[1]
+                    per_block = len(cache) // self._config.num_blocks
                     for part in range(per_block):
                         cache[target * per_block + part] = cache[source * per_block + part]
 

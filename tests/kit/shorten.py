@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Iterator
+from itertools import combinations
 from typing import Any
 
 import attrs
-from kvledger.testing.commands import Command, New, TokenRuns
+from kvledger.testing.commands import Append, Command, Fork, New, TokenRuns
 from kvledger.testing.differential import Differential
 from kvledger.testing.failure import History, KitFailure
 from kvledger.testing.protocol import ManagerFactory
@@ -21,9 +22,16 @@ def shorten(
     Plays candidates until nothing gets simpler or `budget_s` seconds are over.
     """
     search = _Search(failure, make, rival, time.monotonic() + budget_s)
-    while search.leave_out_commands() | search.simplify_commands() | search.simplify_scenario():
-        if search.is_over:
-            break
+    ways = (
+        search.leave_out_requests,
+        search.leave_out_commands,
+        search.simplify_commands,
+        search.simplify_scenario,
+        search.leave_out_pairs,
+    )
+    # A later way takes more time, so it waits until the earlier ones get nowhere.
+    while not search.is_over and any(way() for way in ways):
+        pass
     return search.best
 
 
@@ -39,6 +47,22 @@ class _Search:
     @property
     def is_over(self) -> bool:
         return time.monotonic() > self._deadline
+
+    def leave_out_requests(self) -> bool:
+        """Try without everything that one request does."""
+        improved = False
+        for name in [command.request for command in self._commands if isinstance(command, New)][::-1]:
+            commands = [_without(command, name) for command in self._commands]
+            improved |= self._fails(self._scenario, tuple([command for command in commands if command is not None]))
+        return improved
+
+    def leave_out_pairs(self) -> bool:
+        """Try without two commands that make sense only together, wherever they stand."""
+        for first, second in combinations(range(len(self._commands)), 2):
+            commands = self._commands
+            if self._fails(self._scenario, (*commands[:first], *commands[first + 1 : second], *commands[second + 1 :])):
+                return True
+        return False
 
     def leave_out_commands(self) -> bool:
         """Try without halves, quarters, ... and single commands, from the end."""
@@ -88,6 +112,15 @@ class _Search:
             return False
         self.best = failure
         return True
+
+
+def _without(command: Command, name: str) -> Command | None:
+    """The command without a part in it for this request; None if nothing is left of it."""
+    if isinstance(command, Append):
+        others = tuple([other for other in command.requests if other != name])
+        return attrs.evolve(command, requests=others) if others else None
+    named = (command.parent, command.child) if isinstance(command, Fork) else (getattr(command, "request", None),)
+    return None if name in named else command
 
 
 def failure_of(history: History, make: ManagerFactory, rival: ManagerFactory | None = None) -> KitFailure | None:

@@ -432,7 +432,7 @@ class Trial(Refusals):
                 promises.OWN_CONTENT.require(problem is None, str(problem))
         self._check_keys()
         if "rebuild" in self.capabilities:
-            live, rebuilt = self.manager.rebuild()
+            live, rebuilt = self._rebuilt()
             if live != rebuilt:
                 parts = [part for part in live if live[part] != rebuilt.get(part)]
                 detail = "; ".join([f"{part}: {live[part]} live, {rebuilt.get(part)} rebuilt" for part in parts])

@@ -114,6 +114,12 @@ class TrialState:
         except Exception as error:
             raise promises.NO_CRASH.broken(f"its state cannot be read: {type(error).__name__}: {error}") from error
 
+    def _rebuilt(self) -> tuple[Any, Any]:
+        try:
+            return self.manager.rebuild()
+        except Exception as error:
+            raise promises.NO_CRASH.broken(f"its events cannot be folded: {type(error).__name__}: {error}") from error
+
     def _unchanged(self, promise: promises.Promise = promises.REFUSAL_CHANGES_NOTHING) -> None:
         assert self._before is not None
         difference = promises.first_difference(self._before, self.view)

