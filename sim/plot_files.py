@@ -166,7 +166,7 @@ def _draw_bar(
 
 
 def _set_axis(axis: Any, wanted: Mapping[str, Any], colours: Mapping[str, str]) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, MultipleLocator, NullFormatter
+    from matplotlib.ticker import FixedFormatter, FixedLocator, MultipleLocator, NullLocator
 
     title = wanted.get("title", {}).get("text", "")
     axis.set_label_text(_plain(title), color=colours["--ink"])
@@ -174,10 +174,11 @@ def _set_axis(axis: Any, wanted: Mapping[str, Any], colours: Mapping[str, str]) 
     if wanted.get("type") == "log":
         (owner.set_xscale if is_x else owner.set_yscale)("log")
         low, high = axis.get_view_interval()
-        is_short = high / low < 2_000
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if is_short else (1,)))
-        axis.set_minor_formatter(NullFormatter())
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        ticks = zip(wanted["tickvals"], wanted["ticktext"], strict=True)
+        shown = [(value, text) for value, text in ticks if low <= value <= high]
+        axis.set_major_locator(FixedLocator([value for value, _ in shown]))
+        axis.set_major_formatter(FixedFormatter([text for _, text in shown]))
+        axis.set_minor_locator(NullLocator())
         return
     set_limits = owner.set_xlim if is_x else owner.set_ylim
     if "range" in wanted:

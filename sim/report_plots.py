@@ -5,14 +5,16 @@ that one figure serves light, dark and print. Nothing here comes from the user: 
 """
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from math import ceil, floor, log10
 from typing import Any
 
 from .console import GIB
 from .replay_report import LATENCIES
 
 LEGEND_ABOVE = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
-# Ticks at 1, 2 and 5 of every decade.
-LOGARITHMIC = {"type": "log", "dtick": "D2"}
+# Steps of a logarithmic axis by how many decades it spans: its labels must fit a phone.
+STEPS_OF_A_DECADE = ((2.0, (1, 2, 5)), (3.5, (1, 3)), (float("inf"), (1,)))
 SERIES = (
     ("kv_cache_usage", "KV cache<br>in use, %", "--lru"),
     ("num_requests_running", "requests<br>running", "--engine"),
@@ -91,9 +93,10 @@ def curve_plot(curve: dict[str, Any], replay: dict[str, Any] | None) -> dict[str
         ),
         line("LRU", lru_line, mode="lines", line={"color": "--lru", "width": 3}),
     ]
+    title = "memory for keys and values, GiB" if in_bytes else "capacity, tokens"
     layout = layout_of(
         height=420,
-        xaxis=axis_of("memory for keys and values, GiB" if in_bytes else "capacity, tokens", **LOGARITHMIC),
+        xaxis=axis_of(title, **logarithmic([size(point) for point in lru_line])),
         yaxis=axis_of("prompt tokens served, %", rangemode="tozero"),
         legend=LEGEND_ABOVE,
     )
@@ -182,8 +185,12 @@ def latency_plot(replay: dict[str, Any]) -> dict[str, Any]:
                 "hovertemplate": "%{y} " + quantile + ": %{x:.4~g} s<extra></extra>",
             }
         )
+    times_s = [value for key, _ in measured for value in (replay[key]["p50"], replay[key]["p99"])]
     layout = layout_of(
-        height=320, xaxis=axis_of("seconds (logarithmic)", **LOGARITHMIC), yaxis=axis_of(""), legend=LEGEND_ABOVE
+        height=320,
+        xaxis=axis_of("seconds (logarithmic)", **logarithmic(times_s)),
+        yaxis=axis_of(""),
+        legend=LEGEND_ABOVE,
     )
     return {"data": data, "layout": layout}
 
@@ -205,7 +212,7 @@ def distribution_plot(distributions: dict[str, dict[str, list[float]]]) -> dict[
     ]
     layout = layout_of(
         height=380,
-        xaxis=axis_of("within seconds (logarithmic)", **LOGARITHMIC),
+        xaxis=axis_of("within seconds (logarithmic)", **logarithmic([x for line in data for x in line["x"]])),
         yaxis=axis_of("share of samples, %", range=[0, 102]),
         legend=LEGEND_ABOVE,
     )
@@ -303,6 +310,16 @@ def axis_of(title: str, **own: Any) -> dict[str, Any]:
     }
 
 
+def logarithmic(values: Iterable[float]) -> dict[str, Any]:
+    """A logarithmic axis over positive values, with a label in full at every tick: 20, 50, 100, not 2, 5, 100."""
+    positive = [value for value in values if value > 0] or [1.0]
+    low, high = floor(log10(min(positive))), ceil(log10(max(positive)))
+    decades = log10(max(positive) / min(positive))
+    steps = next(steps for most, steps in STEPS_OF_A_DECADE if decades <= most)
+    ticks = [step * 10.0**decade for decade in range(low, high + 1) for step in steps]
+    return {"type": "log", "tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks]}
+
+
 def _vertical(x: float) -> dict[str, Any]:
     line = {"color": "--ink", "width": 1.5, "dash": "dashdot"}
     return {"type": "line", "xref": "x", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "line": line}
@@ -310,8 +327,6 @@ def _vertical(x: float) -> dict[str, Any]:
 
 def _note(text: str, x: float, log: bool = False) -> dict[str, Any]:
     """A label at the top of a vertical line; on a logarithmic axis plotly wants the exponent."""
-    from math import log10
-
     place = log10(x) if log else x
     note = {"text": text, "x": place, "xref": "x", "y": 1, "yref": "paper", "showarrow": False}
     return {**note, "xanchor": "left", "yanchor": "top", "xshift": 4, "font": {"color": "--ink"}}

@@ -11,7 +11,7 @@ import pytest
 from kvledger.sim.cli import main
 from kvledger.sim.report_html import tag
 from kvledger.sim.report_page import render_page
-from kvledger.sim.report_plots import study_plots
+from kvledger.sim.report_plots import logarithmic, study_plots
 from kvledger.sim.study_answer import at_path
 
 PLOTS = {"plot-curve", "plot-time", "plot-latency", "plot-distribution", "plot-ledger", "plot-compare"}
@@ -248,3 +248,11 @@ def test_the_style_and_the_script_are_part_of_the_package() -> None:
 
     for name in ("report_page.css", "report_page.js"):
         assert files("kvledger.sim").joinpath(name).is_file()
+
+
+def test_a_logarithmic_axis_has_whole_numbers_at_its_ticks() -> None:
+    axis = logarithmic([15.0, 700.0])
+    shown = dict(zip(axis["tickvals"], axis["ticktext"], strict=True))
+    assert {20.0: "20", 50.0: "50", 100.0: "100", 500.0: "500"}.items() <= shown.items()
+    assert logarithmic([0.0, 0.004, 0.2])["ticktext"][:3] == ["0.001", "0.002", "0.005"]
+    assert logarithmic([1e-3, 1e4])["ticktext"] == ["0.001", "0.01", "0.1", "1", "10", "100", "1,000", "10,000"]
