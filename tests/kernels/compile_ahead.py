@@ -38,13 +38,19 @@ def report(launch: Launch, code: MachineCode) -> dict[str, Any]:
 
 
 def outcome(call: Call, driver: FakeDriver, read: Callable[[Launch], MachineCode]) -> dict[str, Any]:
-    """The launches of one call, or why it was refused."""
-    before = len(driver.launches)
+    """The launches of one call, or why it was refused; and whether the same call launches the same a second time.
+
+    The first call goes through Triton's launcher, the second one through the handle that was kept.
+    """
+    kernels, before = TritonKernels(), len(driver.launches)
     try:
-        call(TritonKernels())
+        call(kernels)
     except KernelInputError as refused:
         return {"refused": str(refused)}
-    return {"launches": [report(launch, read(launch)) for launch in driver.launches[before:]]}
+    first = driver.launches[before:]
+    call(kernels)
+    second = driver.launches[before + len(first) :]
+    return {"launches": [report(launch, read(launch)) for launch in first], "repeats": first == second}
 
 
 def main(target_name: str) -> None:

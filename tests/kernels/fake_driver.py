@@ -32,12 +32,19 @@ class Launch:
         grid: program instances along three axes.
         num_warps: of an instance.
         files: the compiler's outputs by their suffix (`cubin`, `ptx`, `hsaco`, `amdgcn`).
+        arguments: what the launcher was given for each parameter of the kernel, constants included; a tensor as its
+            dtype and shape.
     """
 
     kernel: str
     grid: tuple[int, int, int]
     num_warps: int
     files: dict[str, Path]
+    arguments: tuple[Any, ...]
+
+
+def _comparable(argument: Any) -> Any:
+    return (str(argument.dtype), tuple(argument.shape)) if hasattr(argument, "data_ptr") else argument
 
 
 class _Utils:
@@ -77,8 +84,11 @@ class FakeDriver:
                 self.files = {Path(path).suffix[1:]: Path(path) for path in (group or {}).values()}
                 self.metadata = metadata
 
-            def __call__(self, x: int, y: int, z: int, stream: int, function: int, *_: object) -> None:
-                launches.append(Launch(self.metadata.name, (x, y, z), self.metadata.num_warps, self.files))
+            def __call__(self, x: int, y: int, z: int, stream: int, function: int, *arguments: Any) -> None:
+                # Packed metadata, launch metadata and two hooks come before the kernel's own arguments.
+                given = tuple(_comparable(argument) for argument in arguments[4:])
+                name, num_warps = self.metadata.name, self.metadata.num_warps
+                launches.append(Launch(name, (x, y, z), num_warps, self.files, given))
 
         self.launcher_cls = Launcher
 

@@ -111,6 +111,18 @@ def test_every_kernel_compiles_for_every_target(compiled: Any, target: str) -> N
 
 
 @pytest.mark.parametrize("target", TARGETS)
+def test_each_call_is_one_launch_for_all_groups_and_all_layers(compiled: Any, target: str) -> None:
+    counts = {name: len(outcome["launches"]) for name, outcome in compiled(target).items() if "launches" in outcome}
+    assert {name: count for name, count in counts.items() if count != 1} == {}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_kept_launch_gives_the_launcher_what_tritons_own_path_gave_it(compiled: Any, target: str) -> None:
+    outcomes = compiled(target)
+    assert [name for name, outcome in outcomes.items() if not outcome.get("repeats", "refused" in outcome)] == []
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_nothing_spills_and_nothing_uses_local_memory(compiled: Any, target: str) -> None:
     wrong = [
         f"{name}: {launch['local_accesses']} accesses to {launch['local_bytes']} bytes"
