@@ -47,9 +47,18 @@ def require_expressible(groups: Sequence[KVCacheGroup], layout: KVCacheLayout) -
     """Check that `layout` can hold the pages of `groups`.
 
     Raises:
-        InputError: pages differ in size and the layout tears pages apart, or keeps layers whole across several groups.
+        InputError: pages differ in size and the layout tears pages apart, or keeps layers whole across several groups;
+            or groups would share bytes that belong to different blocks.
     """
-    page_sizes = {spec.page_size_bytes for group in groups for spec in group.layer_specs}
+    specs = [spec for group in groups for spec in group.layer_specs]
+    # With heads outside blocks, a block is the same bytes in two groups only if both cut their pages alike.
+    head_slots = {spec.num_head_slots for spec in specs}
+    if len(groups) > 1 and len(head_slots) > 1 and not (layout.is_block_compact or layout.is_block_outermost):
+        raise InputError(
+            f"layout {layout.name} puts heads outside blocks, so groups of {', '.join(map(str, sorted(head_slots)))} "
+            "head slots would overwrite each other's blocks; use LBNHC, LBHNC, BLNHC, BLHNC or BHLNC"
+        )
+    page_sizes = {spec.page_size_bytes for spec in specs}
     if len(page_sizes) <= 1:
         return
     if not layout.is_block_compact or (len(groups) > 1 and layout.is_layer_outermost):

@@ -54,6 +54,20 @@ def test_a_layout_that_tears_pages_apart_cannot_hold_pages_of_two_sizes(layout: 
         lay_out(groups, 3, layout)
 
 
+def test_groups_of_different_heads_cannot_overlay_each_other_with_heads_outside_blocks() -> None:
+    """Block 1 of two heads would lie where one head has parts of blocks 0 and 1, although the pages are equal."""
+    one_head = SlidingWindowSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="bf16", sliding_window=8)
+    assert one_head.page_size_bytes == FULL.page_size_bytes
+    for layout in KVCacheLayout:
+        groups = group_layers({"a": FULL, "b": one_head}, layout, False)
+        assert len(groups) == 2
+        if layout is KVCacheLayout.LHBNC:
+            with pytest.raises(InputError, match="groups of 1, 2 head slots would overwrite each other's blocks"):
+                lay_out(groups, 3, layout)
+        else:
+            assert lay_out(groups, 3, layout).size_bytes == 3 * FULL.page_size_bytes
+
+
 SLIDING = SlidingWindowSpec(block_size=4, num_kv_heads=2, head_size=4, dtype="bf16", sliding_window=8)
 STATE = MambaLikeSpec(block_size=64, states=(StateArray((100,), "uint8"),))
 MIXES: dict[str, dict[str, KVCacheSpec]] = {
