@@ -214,7 +214,8 @@ class CudaBackend:
         shape = (len(event.groups), self._max_num_batched_tokens)
         slots = torch.full(shape, PADDING_SLOT, dtype=torch.int64, device=self.device)
         self._known_pool = _Pool(tables, slot_tables, slots, block_sizes, holds_tokens)
-        self.warm_up()
+        if self.device.type == "cuda":  # on a CPU nothing is compiled
+            self.warm_up()
 
     def _check_pool(self, event: PoolCreated, config: KVCacheConfig) -> None:
         if self._known_pool is not None:
@@ -476,7 +477,7 @@ class CudaBackend:
     def warm_up(self) -> None:
         """Run every kernel once in each size class that it is compiled for; nothing that requests see changes.
 
-        Called once the pool exists, before the first request.
+        On a GPU it is called once the pool exists, before the first request.
         """
         pool = self._pool
         nothing = np.zeros(0, dtype=np.int64)

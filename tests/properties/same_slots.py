@@ -1,0 +1,426 @@
+"""Follows a log with SimBackend and with real memory in many layouts, and demands that they agree byte for byte.
+
+Three paths compute each slot: the kit's oracle from the allocator's tables, SimBackend's NumPy, and CudaBackend's
+device tables through the kernel, read back from the device. Tokens are written as they are placed: each one's marker
+is a pattern of its content (which is that of all tokens up to it, so whoever shares a prefix shares markers), its
+layer, and key or value. Beside each real buffer a NumPy shadow is written at the oracle's slots, and all bytes of both
+must be equal after every step.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import attrs
+import numpy as np
+import torch
+from kvledger.backends import SimBackend
+from kvledger.backends.cache_layout import CacheArrangement
+from kvledger.backends.cuda_backend import CudaBackend
+from kvledger.backends.sim_backend import ContextRank
+from kvledger.core import Commit, TokenBatch
+from kvledger.core.events import (
+    BlockCopied,
+    BlocksAllocated,
+    BlocksFreed,
+    BlocksShared,
+    BlocksUncached,
+    FreeReason,
+    PoolCreated,
+    PrefixAdopted,
+    TokensPlaced,
+    as_ints,
+)
+from kvledger.core.kv_cache_config import KVCacheConfig, KVCacheGroup
+from kvledger.core.kv_cache_layout import KVCacheLayout
+from kvledger.core.kv_cache_spec import FullAttentionSpec, KVCacheSpec
+from kvledger.core.kv_cache_tensors import lay_out
+from kvledger.core.latent_and_state_spec import CompressedStateSpec, MambaLikeSpec, MLASpec, StateArray
+from kvledger.core.ledger_state import LedgerState
+from kvledger.testing.scenario import GroupShape
+from kvledger.testing.shadow_cache import ShadowCache
+from kvledger.testing.slot_oracle import slot_of
+from numpy.typing import NDArray
+
+# Elements that a token has in each group, at the block size that all groups' sizes divide: a classic key cache holds
+# vectors of 8 16-bit elements.
+_ELEMENTS_PER_TOKEN = 8
+_MAX_BATCHED_TOKENS = 2_048
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+class SlotMismatchError(AssertionError):
+    """The simulation and the memory disagree."""
+
+
+@attrs.frozen
+class Variant:
+    """One way to lay out memory.
+
+    Attributes:
+        layout: the plan's.
+        arrangement: of keys and values.
+        is_latent: groups of attention keep one latent a token; compressed and state groups are what they are.
+        splits: kernel blocks that a block is split into, where its size allows.
+    """
+
+    layout: KVCacheLayout
+    arrangement: CacheArrangement = CacheArrangement.PACKED
+    is_latent: bool = False
+    splits: int = 1
+
+    def __str__(self) -> str:
+        kind = "latent" if self.is_latent else self.arrangement.value
+        return f"{kind} {self.layout.name}" + (f" in {self.splits}" if self.splits > 1 else "")
+
+
+VARIANTS = (
+    *[Variant(layout) for layout in KVCacheLayout],
+    Variant(KVCacheLayout.LBNHC, CacheArrangement.FLASH_NHD),
+    Variant(KVCacheLayout.LBHNC, CacheArrangement.FLASH_HND),
+    Variant(KVCacheLayout.LBNHC, CacheArrangement.INTERLEAVED_NHD),
+    Variant(KVCacheLayout.BLHNC, CacheArrangement.INTERLEAVED_HND),
+    Variant(KVCacheLayout.LBNHC, CacheArrangement.CLASSIC),
+    Variant(KVCacheLayout.BLNHC, is_latent=True),
+    Variant(KVCacheLayout.BLHNC, splits=2),
+    Variant(KVCacheLayout.LBHNC, CacheArrangement.FLASH_HND, splits=2),
+)
+
+MakeBackend = Callable[..., CudaBackend]
+
+
+def plan_for(groups: Sequence[GroupShape], num_blocks: int, variant: Variant, ranks: int = 1) -> KVCacheConfig:
+    """A small plan whose groups all have pages of one size: two layers in the first group, one in each other."""
+    unit = math.lcm(*[group.block_size for group in groups])
+    made: list[KVCacheGroup] = []
+    heads = [2 if unit // group.block_size % 2 == 0 else 1 for group in groups]
+    if variant.layout is KVCacheLayout.LHBNC:
+        heads = [min(heads)] * len(groups)  # heads outside blocks: all groups must cut their pages alike
+    for number, group in enumerate(groups):
+        spec = _spec(group, unit, heads[number], variant, ranks)
+        names = tuple([f"group{number}.layer{layer}" for layer in range(1 if number else 2)])
+        made.append(KVCacheGroup(names, (spec,) * len(names), spec))
+    return lay_out(made, num_blocks, variant.layout)
+
+
+def _spec(group: GroupShape, unit: int, heads: int, variant: Variant, ranks: int) -> KVCacheSpec:
+    per_token = unit // group.block_size * _ELEMENTS_PER_TOKEN
+    if variant.is_latent:
+        if group.kind == "state":
+            return MambaLikeSpec(block_size=group.block_size, states=(StateArray((unit * 8,), "bf16"),))
+        if group.kind == "compressed":
+            states = {"tokens_per_state": group.span, "head_size": per_token * group.span}
+            return CompressedStateSpec(block_size=group.block_size, dtype="bf16", **states)
+        return MLASpec(block_size=group.block_size // ranks, head_size=per_token * ranks, dtype="bf16")
+    return FullAttentionSpec(
+        block_size=group.block_size // ranks,
+        num_kv_heads=heads * ranks,
+        head_size=per_token // heads,
+        dtype="bf16",
+    )
+
+
+def markers(contents: NDArray[np.int64], layer: str, part: int, shape: tuple[int, ...]) -> NDArray[np.uint16]:
+    """uint16 `[num_tokens, *shape]`: bf16 bit patterns that are different for different tokens, layers and parts.
+
+    Finite ones: NaN need not survive arithmetic, and the reading kernels may do some.
+    """
+    kind = np.uint64(int.from_bytes(f"{layer}.{part}".encode(), "big") % (1 << 61))
+    size = math.prod(shape)
+    value = (contents.astype(np.uint64)[:, None] * np.uint64(1 << 20) + np.arange(size, dtype=np.uint64)) * _MIX ^ kind
+    value = (value ^ (value >> np.uint64(29))) * _MIX
+    patterns = (value >> np.uint64(40)).astype(np.uint16) & np.uint16(0xBFFF)
+    return patterns.reshape(len(contents), *shape)
+
+
+class Memory:
+    """One CudaBackend and its shadow."""
+
+    def __init__(self, variant: Variant, backend: CudaBackend, config: KVCacheConfig, noise: NDArray[np.uint8]) -> None:
+        self.variant, self.backend, self.config = variant, backend, config
+        backend.initialize(config)
+        self.shadow = ShadowCache(config, variant.arrangement.value, variant.splits, buffer=noise.copy())
+        backend.raw.copy_(torch.from_numpy(noise.view(np.int8)))
+
+    @property
+    def bytes(self) -> NDArray[np.uint8]:
+        """The real buffer, read back."""
+        return self.backend.raw.cpu().numpy().view(np.uint8)
+
+    def as_arrays(self) -> ShadowCache:
+        """The real buffer, read back and taken apart by reshaping."""
+        return ShadowCache(self.config, self.variant.arrangement.value, self.variant.splits, buffer=self.bytes)
+
+    def writes(self, group: int) -> list[str]:
+        """Layers of a group that keys and values are written to through a kernel."""
+        spec = self.config.groups[group].spec
+        return list(self.config.groups[group].layer_names) if isinstance(spec, FullAttentionSpec | MLASpec) else []
+
+    def parts_of(self, layer: str, tokens: "MarkedTokens") -> list[NDArray[np.uint16]]:
+        """The markers of these tokens in this layer."""
+        return [tokens.markers(layer, part, shape) for part, shape in enumerate(self._shapes(layer))]
+
+    def write(self, group: int, tokens: "MarkedTokens", slots: NDArray[np.int64], num_padding: int) -> None:
+        """Markers into the real memory through the kernel, and into the shadow at these slots."""
+        for layer in self.writes(group):
+            shapes = self._shapes(layer)
+            self.shadow.write(layer, slots, tuple(self.parts_of(layer, tokens)))
+            parts = [
+                tokens.on_device(layer, part, shape, num_padding, self.backend.device)
+                for part, shape in enumerate(shapes)
+            ]
+            if len(parts) == 1:
+                cut = shapes[0][0] // 2
+                parts = [parts[0][:, :cut], parts[0][:, cut:]]
+            self.backend.write_kv(layer, *parts)
+
+    def _shapes(self, layer: str) -> list[tuple[int, ...]]:
+        spec = self.backend.layers[layer].spec
+        if isinstance(spec, FullAttentionSpec):
+            return [(spec.num_kv_heads, spec.head_size)] * 2
+        assert isinstance(spec, MLASpec)
+        return [(spec.head_size,)]
+
+
+class MarkedTokens:
+    """Tokens of a batch and their markers, made once for all memories that store the same shape.
+
+    Attributes:
+        contents: int64 `[num_tokens]`, a number for what each token and all before it are.
+    """
+
+    def __init__(self, contents: NDArray[np.int64]) -> None:
+        self.contents = contents
+        self._markers: dict[tuple[object, ...], NDArray[np.uint16]] = {}
+        self._on_device: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def markers(self, layer: str, part: int, shape: tuple[int, ...]) -> NDArray[np.uint16]:
+        """uint16 `[num_tokens, *shape]`."""
+        key = (layer, part, shape)
+        if key not in self._markers:
+            self._markers[key] = markers(self.contents, layer, part, shape)
+        return self._markers[key]
+
+    def on_device(
+        self, layer: str, part: int, shape: tuple[int, ...], num_padding: int, device: torch.device
+    ) -> torch.Tensor:
+        """The same as bfloat16, with rows of NaN behind: padding of a graph-sized batch."""
+        key = (layer, part, shape, num_padding)
+        if key not in self._on_device:
+            padding = np.full((num_padding, *shape), 0x7FFF, dtype=np.uint16)
+            padded = np.concatenate([self.markers(layer, part, shape), padding])
+            self._on_device[key] = torch.from_numpy(padded).view(torch.bfloat16).to(device)
+        return self._on_device[key]
+
+
+class SameSlots:
+    """SimBackend and several CudaBackends on one log.
+
+    Attributes:
+        seen: what has happened so far, by name.
+        num_tokens: tokens written so far, and `num_read` read back, in each memory.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupShape],
+        created: PoolCreated,
+        variants: Sequence[Variant] = VARIANTS,
+        make_backend: MakeBackend = CudaBackend,
+        context: ContextRank | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self.groups = groups
+        self.context = ContextRank() if context is None else context
+        self.sim = SimBackend(context=context)
+        self.seen: Counter[str] = Counter()
+        self.num_tokens = self.num_read = 0
+        self._copies: list[BlockCopied] = []
+        self._gathers = 0
+        self.memories: list[Memory] = []
+        noise: dict[int, NDArray[np.uint8]] = {}
+        for variant in variants:
+            splits = variant.splits
+            if any(group.block_size % (splits * self.context.size) for group in groups):
+                splits = 1
+            used = attrs.evolve(variant, splits=splits)
+            config = plan_for(groups, created.num_blocks, used, self.context.size)
+            backend = make_backend(
+                device=device,
+                max_num_batched_tokens=_MAX_BATCHED_TOKENS,
+                arrangement=variant.arrangement,
+                kernel_block_sizes=[group.spec.block_size // splits for group in config.groups],
+                context=context,
+            )
+            if config.size_bytes not in noise:
+                noise[config.size_bytes] = np.random.default_rng(0).integers(0, 256, config.size_bytes, dtype=np.uint8)
+            self.memories.append(Memory(used, backend, config, noise[config.size_bytes]))
+
+    # -- following a log ---------------------------------------------------------------------------------------------
+
+    def apply(self, commit: Commit) -> None:
+        """Give every backend the commit."""
+        self.sim.apply(commit)
+        for memory in self.memories:
+            memory.backend.apply(commit)
+        for event in commit.events:
+            self._count(event)
+            if isinstance(event, BlockCopied):
+                self._copies.append(event)
+
+    def step(self, batch: TokenBatch, contents: NDArray[np.int64], state: LedgerState, writes: bool = True) -> None:
+        """The commits so far make up a step with this batch: compare all tables and slots, write, compare all bytes.
+
+        Args:
+            batch: the tokens.
+            contents: int64 `[num_tokens]`, a number for what each token and all before it are.
+            state: the allocator's.
+            writes: False for tokens that have slots but are not computed in this step (the child of a fork).
+
+        Raises:
+            SlotMismatchError: says where they differ.
+        """
+        num_padded = batch.num_tokens + batch.num_tokens % 3
+        slots = [self._slots(batch, group, num_padded, state) for group in range(len(self.groups))]
+        tokens = MarkedTokens(contents)
+        for memory in self.memories:
+            self._compare_tables(memory, batch, slots, num_padded)
+            for copy in self._copies:
+                memory.shadow.copy_block(copy.group, copy.source, copy.target)
+            if writes and batch.num_tokens:
+                self._write(memory, tokens, slots, num_padded)
+            self._compare_bytes(memory)
+        self._copies = []
+        self.num_tokens += batch.num_tokens if writes else 0
+
+    def read_back(self, rows: Sequence[int], contents: Sequence[NDArray[np.int64]]) -> None:
+        """Every position of these rows that still has a block holds its own marker, where the simulation says.
+
+        Raises:
+            SlotMismatchError: says which one does not.
+        """
+        lengths = np.array([len(content) for content in contents], dtype=np.int64)
+        batch = TokenBatch(np.array(rows, dtype=np.int64), np.zeros(len(rows), dtype=np.int64), lengths)
+        if not batch.num_tokens:
+            return
+        tokens = MarkedTokens(np.concatenate(contents))
+        for group, shape in enumerate(self.groups):
+            table = self.sim.block_tables[group]
+            slots = self.sim.slot_mapping(batch, group)
+            is_held = (table[batch.row_of_token(), batch.positions() // shape.block_size] != 0) & (slots >= 0)
+            self.num_read += int(is_held.sum())
+            for memory in self.memories:
+                self._compare_markers(memory, group, batch, tokens, slots, is_held)
+
+    # -- comparisons -------------------------------------------------------------------------------------------------
+
+    def _slots(self, batch: TokenBatch, group: int, num_padded: int, state: LedgerState) -> NDArray[np.int64]:
+        """Slots by the oracle; the simulation's must be the same."""
+        size, context = self.groups[group].block_size, self.context
+        ranks = context.size if self.groups[group].kind != "state" else 1
+        rank = context.rank if ranks > 1 else 0
+        tables = {row: state.tables[group].table[row].tolist() for row in set(batch.rows.tolist())}
+        expected = [
+            slot_of(tables[row], size, position, rank, ranks, context.interleave_tokens)
+            for row, position in zip(batch.row_of_token().tolist(), batch.positions().tolist(), strict=True)
+        ]
+        expected += [-1] * (num_padded - len(expected))
+        simulated = self.sim.slot_mapping(batch, group, num_padded)
+        if simulated.tolist() != expected:
+            raise SlotMismatchError(f"group {group}: SimBackend says {simulated.tolist()}, the oracle {expected}")
+        return simulated
+
+    def _compare_tables(
+        self, memory: Memory, batch: TokenBatch, slots: Sequence[NDArray[np.int64]], num_padded: int
+    ) -> None:
+        for group, expected in enumerate(slots):
+            found = memory.backend.slot_mapping(batch, group, num_padded).cpu().numpy()
+            if not np.array_equal(found, expected):
+                raise SlotMismatchError(
+                    f"{memory.variant}, group {group}: slots on the device are {found.tolist()}, simulated ones "
+                    f"{expected.tolist()}"
+                )
+            simulated, device = self.sim.block_tables[group], memory.backend.block_tables[group].cpu().numpy()
+            width = simulated.shape[1]
+            if not np.array_equal(device[:, :width], simulated) or device[:, width:].any():
+                where = np.argwhere(device[:, :width] != simulated)[:4].tolist()
+                raise SlotMismatchError(f"{memory.variant}, group {group}: block tables differ at {where}")
+            if not np.array_equal(memory.backend.num_blocks_per_row[group], self.sim.num_blocks_per_row[group]):
+                raise SlotMismatchError(f"{memory.variant}, group {group}: num_blocks_per_row differs")
+
+    def _write(self, memory: Memory, tokens: MarkedTokens, slots: Sequence[NDArray[np.int64]], num_padded: int) -> None:
+        num_tokens = len(tokens.contents)
+        for group, group_slots in enumerate(slots):
+            # Tokens whose content comes from elsewhere are not kept where no later token attends to them: their place
+            # is in the null block, which nobody writes.
+            is_null = group_slots // (self.groups[group].block_size // self.context.size) == 0
+            if is_null.any():
+                on_device = memory.backend.slots[group, : len(is_null)]
+                on_device[torch.from_numpy(is_null).to(on_device.device)] = -1
+            kept = np.where(is_null, -1, group_slots)
+            memory.write(group, tokens, kept[:num_tokens], num_padded - num_tokens)
+
+    def _compare_bytes(self, memory: Memory) -> None:
+        found, expected = memory.bytes, memory.shadow.buffer
+        if found.tobytes() != expected.tobytes():
+            where = np.flatnonzero(found != expected)
+            per_block = memory.config.size_bytes // memory.config.num_blocks
+            raise SlotMismatchError(
+                f"{memory.variant}: {len(where)} bytes differ, the first at {where[0]} of {len(found)} ({per_block} a "
+                "block)"
+            )
+
+    def _compare_markers(
+        self,
+        memory: Memory,
+        group: int,
+        batch: TokenBatch,
+        tokens: MarkedTokens,
+        slots: NDArray[np.int64],
+        is_held: NDArray[np.bool_],
+    ) -> None:
+        real = memory.as_arrays()
+        for layer in memory.writes(group):
+            expected = [part.reshape(len(slots), -1)[is_held] for part in memory.parts_of(layer, tokens)]
+            found = [real.read(layer, slots[is_held])]
+            if self.context.size == 1:
+                gathered = memory.backend.gather(layer, batch.rows.tolist(), batch.counts.tolist())
+                bits = [part.view(torch.int16).cpu().numpy().view(np.uint16) for part in gathered]
+                found.append(tuple([part.reshape(len(slots), -1)[is_held] for part in bits]))
+            for parts in found:
+                if not all(np.array_equal(part, marker) for part, marker in zip(parts, expected, strict=True)):
+                    raise SlotMismatchError(
+                        f"{memory.variant}: rows {batch.rows.tolist()} read other markers than their own in {layer}"
+                    )
+
+    # -- what was seen -----------------------------------------------------------------------------------------------
+
+    def _count(self, event: object) -> None:
+        match event:
+            case PrefixAdopted():
+                self.seen["shared prefix"] += 1
+            case BlocksShared():
+                self.seen["fork"] += 1
+            case BlockCopied():
+                self.seen["copy on write"] += 1
+            case BlocksAllocated(lost_keys=lost) if any(key is not None for key in lost):
+                self.seen["eviction"] += 1
+            case BlocksUncached():
+                self.seen["key dropped"] += 1
+            case BlocksFreed(reason=FreeReason.PREEMPTED):
+                self.seen["preemption"] += 1
+            case BlocksFreed(reason=FreeReason.TRUNCATED):
+                self.seen["truncation"] += 1
+            case BlocksFreed(reason=FreeReason.OUT_OF_WINDOW):
+                self.seen["out of window"] += 1
+            case _:
+                pass
+
+
+def batch_of(events: Sequence[TokensPlaced]) -> TokenBatch:
+    """The tokens that these events placed, in their order."""
+    columns = [
+        [n for event in events for n in as_ints(column(event))]
+        for column in (lambda e: e.rows, lambda e: e.first_positions, lambda e: e.counts)
+    ]
+    return TokenBatch(*[np.array(column, dtype=np.int64) for column in columns])
