@@ -24,12 +24,14 @@ def work(triton_kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("cache_of", ["flash_cache", "packed_cache"])
-def test_a_prefill_fills_whole_blocks_of_every_layer(work: Any, triton_kernels: Any, cache_of: str) -> None:
-    layers = work.make_layers(NUM_TOKENS, getattr(work, cache_of))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_a_prefill_fills_whole_blocks_of_every_layer(work: Any, triton_kernels: Any, cache_of: str, dtype: str) -> None:
+    layers = work.make_layers(NUM_TOKENS, getattr(work, cache_of), getattr(torch, dtype))
     slots = work.prefill_slots(NUM_TOKENS)
     assert len(slots.unique()) == NUM_TOKENS
     assert slots.min() >= work.BLOCK_SIZE  # block 0 is the null block
-    work.write_all_layers(triton_kernels, layers, slots)
+    scales = {name: torch.ones(1) for name in ("k_scale", "v_scale")} if dtype == "float8_e4m3fn" else {}
+    work.write_all_layers(triton_kernels, layers, slots, **scales)
     work.check_written(layers, slots)
 
 
