@@ -17,6 +17,7 @@ import simpy
 from ..core.errors import DoesNotFitError, InputError
 from ..core.types import Request
 from .engine import MAX_REJECTIONS_KEPT, NANOSECONDS
+from .engine_name import EngineName, engine_names
 from .fleet import FleetShape, PromptKeys, parts_assumptions
 from .fleet_arrivals import FleetArrivals
 from .fleet_engine import EngineParts, EngineRole, FleetEngine, start_engine
@@ -67,6 +68,15 @@ class DisaggregatedShape:
         return FleetShape(
             num_replicas=num_replicas, data_parallel_size=self.data_parallel_size, event_delay_s=self.event_delay_s
         )
+
+    @property
+    def engine_names(self) -> list[EngineName]:
+        """Of all engines, in the order of their indices."""
+        ranks = self.data_parallel_size
+        return [
+            *engine_names(self.num_prefill_replicas, ranks, "prefill"),
+            *engine_names(self.num_decode_replicas, ranks, "decode"),
+        ]
 
 
 @attrs.define(eq=False)
@@ -159,7 +169,7 @@ class DisaggregatedFleet:
                 now_ns,
                 num_rows,
                 histograms,
-                self._parts.on_finished,
+                self._parts.finished_on(index),
                 goes_on=self._is_handed_over,
                 hand_over=self._prefilled,
                 counts_tokens=self.shape.first_token_from == "prefill",
@@ -184,13 +194,20 @@ class DisaggregatedFleet:
 
     def _start_decode(self, index: int) -> FleetEngine:
         replica, rank = divmod(index, self.shape.data_parallel_size)
-        # What follows evicted blocks is the prefill engines': all that a decode engine lacks is copied from one.
-        parts = attrs.evolve(self._parts, on_finished=self._decoded, tiers=(), tier_bytes_per_block=None)
+        place = self.shape.num_prefill_replicas * self.shape.data_parallel_size + index
+        # What keeps evicted blocks is the prefill engines': all that a decode engine lacks is copied from one.
+        parts = attrs.evolve(
+            self._parts,
+            on_finished=partial(self._decoded, self._parts.finished_on(place)),
+            on_finished_on=None,
+            tiers=(),
+            tier_bytes_per_block=None,
+        )
         return start_engine(
             self.env,
             parts,
             EngineRole(
-                index=self.shape.num_prefill_replicas * self.shape.data_parallel_size + index,
+                index=place,
                 replica=replica,
                 data_parallel_rank=rank,
                 pool="decode",
@@ -298,17 +315,14 @@ class DisaggregatedFleet:
         self._handovers.pop(request.request_id)
         self.arrivals.ended(request)
 
-    def _decoded(self, record: RequestRecord) -> None:
+    def _decoded(self, tell: Callable[[RequestRecord], None] | None, record: RequestRecord) -> None:
         """The record of a whole request: what was found before its prompt was computed, not before it was copied."""
-        if self._parts.on_finished is not None:
-            prefill = self._handovers[record.request_id].prefill
-            self._parts.on_finished(
-                attrs.evolve(
-                    record,
-                    num_cached_tokens=prefill.num_cached_tokens or 0,
-                    num_preemptions=record.num_preemptions + prefill.num_preemptions,
-                )
-            )
+        if tell is None:
+            return
+        prefill = self._handovers[record.request_id].prefill
+        num_preemptions = record.num_preemptions + prefill.num_preemptions
+        cached = prefill.num_cached_tokens or 0
+        tell(attrs.evolve(record, num_cached_tokens=cached, num_preemptions=num_preemptions))
 
 
 def replay_disaggregated(

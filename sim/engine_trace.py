@@ -18,10 +18,6 @@ from .run_histograms import NANOSECONDS
 from .run_listener import RunListener
 from .trace_event_file import TraceEventFile, microseconds
 
-_ENGINE = '"pid":1'
-_STEPS = '"pid":1,"tid":1'
-_REQUESTS = '"pid":2,"tid":1,"cat":"request"'
-
 QUEUED, PREFILL, DECODE, PREEMPTED = "queued", "prefill", "decode", "preempted"
 
 
@@ -43,10 +39,17 @@ class _Event:
 
 
 class EngineTrace(RunListener):
-    """Writes events in order of time; what is gathered at once is at most what happens during two steps."""
+    """Writes an engine's events in order of time; what is gathered at once is at most what happens during two steps."""
 
-    def __init__(self, file: TraceEventFile) -> None:
+    def __init__(self, file: TraceEventFile, number: int = 0, name: str = "") -> None:
+        """Write to a file; in a fleet, beside the events of other engines, each with its own number and name."""
         self._file = file
+        engine_pid, requests_pid = 2 * number + 1, 2 * number + 2
+        self._engine = f'"pid":{engine_pid}'
+        self._steps = f'"pid":{engine_pid},"tid":1'
+        # The viewer joins asynchronous slices by category and number.
+        category = f"request on {name}" if name else "request"
+        self._requests = f'"pid":{requests_pid},"tid":1,"cat":{json.dumps(category)}'
         self._pending: list[_Event] = []
         self._by_id: dict[str, _Follow] = {}
         self._in_row: dict[int, _Follow] = {}
@@ -55,9 +58,10 @@ class EngineTrace(RunListener):
         self._num_steps = 0
         self._held_blocks = 0
         self._counters: dict[str, Mapping[str, float]] = {}
-        for pid, name in ((1, "engine"), (2, "requests")):
-            file.write(0, "M", f'"name":"process_name","pid":{pid},"tid":1', {"name": name})
-        file.write(0, "M", f'"name":"thread_name",{_STEPS}', {"name": "engine steps"})
+        for pid, track in ((engine_pid, "engine"), (requests_pid, "requests")):
+            shown = f"{track} {name}".strip()
+            file.write(0, "M", f'"name":"process_name","pid":{pid},"tid":1', {"name": shown})
+        file.write(0, "M", f'"name":"thread_name",{self._steps}', {"name": "engine steps"})
 
     def submitted(self, now_ns: int, request: Request) -> None:
         """Its slice starts when it arrived, which under asynchronous scheduling was before it is taken in."""
@@ -108,9 +112,8 @@ class EngineTrace(RunListener):
         self._write_before(start_ns)
 
     def finish(self) -> None:
-        """Write what is gathered and end the document."""
+        """Write what is gathered; the document is ended by whoever began it."""
         self._write_before(None)
-        self._file.finish()
 
     def _admitted(self, now_ns: int, request_id: str, row: int) -> None:
         follow = self._by_id.get(request_id)
@@ -161,7 +164,7 @@ class EngineTrace(RunListener):
         kind = "prefill" if not load.num_decode_tokens else "mixed" if load.num_prefill_tokens else "decode"
         for nanoseconds, taken in zip(result.nanoseconds, (0, *step.blocks_taken_at), strict=False):
             num_blocks += taken
-            fields = f'"dur":{microseconds(nanoseconds)},"name":"{kind}",{_STEPS}'
+            fields = f'"dur":{microseconds(nanoseconds)},"name":"{kind}",{self._steps}'
             shown = {"step": self._num_steps, **args, "num_held_blocks": num_blocks}
             self._pending.append(_Event(start_ns, "X", fields, shown))
             start_ns += nanoseconds
@@ -170,12 +173,12 @@ class EngineTrace(RunListener):
     def _count(self, at_ns: int, name: str, values: Mapping[str, float]) -> None:
         if self._counters.get(name) != values:
             self._counters[name] = values
-            self._pending.append(_Event(at_ns, "C", f'"name":"{name}",{_ENGINE}', values))
+            self._pending.append(_Event(at_ns, "C", f'"name":"{name}",{self._engine}', values))
 
     def _add_slice(
         self, at_ns: int, phase: str, name: str, follow: _Follow, args: Mapping[str, Any] | None = None
     ) -> None:
-        fields = f'"name":{json.dumps(name, ensure_ascii=False)},"id":{follow.number},{_REQUESTS}'
+        fields = f'"name":{json.dumps(name, ensure_ascii=False)},"id":{follow.number},{self._requests}'
         self._pending.append(_Event(at_ns, phase, fields, args))
 
     def _write_before(self, before_ns: int | None) -> None:

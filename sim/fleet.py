@@ -12,6 +12,7 @@ from ..core.errors import InputError
 from ..core.events import Key
 from ..core.types import Request
 from .engine import NANOSECONDS
+from .engine_name import EngineName, engine_names
 from .fleet_arrivals import FleetArrivals
 from .fleet_engine import EngineParts, EngineRole, FleetEngine, start_engine
 from .fleet_report import ReplicaRun, fleet_report
@@ -52,6 +53,11 @@ class FleetShape:
     def num_engines(self) -> int:
         """Ledgers: ranks of all replicas."""
         return self.num_replicas * self.data_parallel_size
+
+    @property
+    def engine_names(self) -> list[EngineName]:
+        """Of all engines, in the order of their indices."""
+        return engine_names(self.num_replicas, self.data_parallel_size)
 
 
 class Fleet:

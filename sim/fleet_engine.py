@@ -26,10 +26,9 @@ from .tiers import Tier, TieredLatency, TierSink, TierStore
 class EngineParts:
     """What every engine of the fleet is made of.
 
-    `drafts_of`, `sinks_of`, `tier_sinks_of` and `listeners_of` are asked with the engine's index; `on_finished` is
-    given the record of each request of any engine as it finishes. `tiers` stand behind every pool, each engine with its
-    own; `tier_bytes_per_block` is what a block's copy moves. With `histograms` each engine counts those of vLLM's
-    metrics.
+    What ends in `_of` is asked with the engine's index. `on_finished` is given the record of each request of any engine
+    as it finishes, `on_finished_on` the engine's index too. `tiers` stand behind every pool, each engine with its own;
+    `tier_bytes_per_block` is what a block's copy moves. With `histograms` each engine counts those of vLLM's metrics.
     """
 
     allocator: AllocatorConfig
@@ -40,11 +39,25 @@ class EngineParts:
     tier_sinks_of: Callable[[int], Iterable[TierSink]] = lambda index: ()
     listeners_of: Callable[[int], Iterable[RunListener]] = lambda index: ()
     on_finished: Callable[[RequestRecord], None] | None = None
+    on_finished_on: Callable[[int, RequestRecord], None] | None = None
     async_scheduling: bool = False
     macro_steps: bool = True
     histograms: bool = False
     tiers: tuple[Tier, ...] = ()
     tier_bytes_per_block: float | None = None
+
+    def finished_on(self, index: int) -> Callable[[RequestRecord], None] | None:
+        """Whom an engine tells of each request that finishes; None: nobody wants to know."""
+        everywhere, there = self.on_finished, self.on_finished_on
+        if there is None:
+            return everywhere
+
+        def tell(record: RequestRecord) -> None:
+            if everywhere is not None:
+                everywhere(record)
+            there(index, record)
+
+        return tell
 
 
 @attrs.frozen(kw_only=True)
@@ -107,7 +120,7 @@ def start_engine(
     allocator = parts.allocator
     histograms = RunHistograms(allocator.max_model_len) if parts.histograms else None
     if role.make_recorder is None:
-        recorder = Recorder(now_ns, allocator.max_num_reqs, histograms, parts.on_finished)
+        recorder = Recorder(now_ns, allocator.max_num_reqs, histograms, parts.finished_on(role.index))
     else:
         recorder = role.make_recorder(now_ns, allocator.max_num_reqs, histograms)
     listeners = tuple(parts.listeners_of(role.index))

@@ -21,6 +21,7 @@ from .stats_figures import (
     timing_figures,
 )
 from .tiers import TierStore
+from .vllm_metrics import take_snapshot
 
 MAX_SERIES_POINTS = 1024
 
@@ -77,6 +78,10 @@ def fleet_report(
         steps=num_steps,
         rejections=[reason for run in runs for reason in run.rejections][:MAX_REJECTIONS_SHOWN],
         series=_series(runs),
+        snapshot=None,
+        engine_snapshots=[
+            take_snapshot(run.scheduler, run.recorder) for run in runs if run.recorder.histograms is not None
+        ],
         replicas=[_replica(run, simulated_seconds) for run in runs],
         timing=timing_figures(wall_seconds, num_steps),
     )

@@ -3,6 +3,7 @@
 from typing import Any
 
 from .console import console, percent, table
+from .engine_name import EngineName
 from .replay_report import print_assumptions, print_outcome, seconds
 
 
@@ -13,7 +14,7 @@ def print_fleet(document: dict[str, Any]) -> None:
         _print_transfers(document)
     rows = [
         (
-            engine_name(one),
+            _name(one),
             f"{one['requests']['finished']:,}",
             percent(one["prefix_cache_hit_rate"]),
             percent(one["busy_share"], 1),
@@ -36,11 +37,8 @@ def print_fleet(document: dict[str, Any]) -> None:
     print_assumptions(document)
 
 
-def engine_name(one: dict[str, Any]) -> str:
-    """`prefill 1.3`: pool (of a disaggregated fleet), replica, and data-parallel rank where it is not the first."""
-    rank = one["data_parallel_rank"]
-    number = f"{one['replica']}.{rank}" if rank else f"{one['replica']}"
-    return f"{one['pool']} {number}" if "pool" in one else number
+def _name(one: dict[str, Any]) -> str:
+    return str(EngineName(one["replica"], one["data_parallel_rank"], one.get("pool", "")))
 
 
 def _print_transfers(document: dict[str, Any]) -> None:
@@ -61,7 +59,7 @@ def _print_tiers(document: dict[str, Any]) -> None:
     out.print(f"Hit rate with tiers: {percent(document['prefix_cache']['hit_rate_with_tiers'])}", soft_wrap=True)
     rows = [
         (
-            f"{engine_name(one)} {tier['tier']}",
+            f"{_name(one)} {tier['tier']}",
             *(tier[name] for name in ("num_blocks", "came_in", "promoted", "superseded", "moved_on", "held")),
         )
         for one in document["replicas"]

@@ -6,13 +6,12 @@ dashboards made for vLLM show the run as they would have shown the server.
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from ..core.errors import MisuseError
 from ..core.scheduler import Scheduler
 from .metrics import Recorder
-from .output_file import OutputFile
 from .run_histograms import NANOSECONDS
 from .run_listener import RunListener
 from .vllm_metrics import CACHE_CONFIG_INFO, FINISHED_REASON, METRICS, HistogramCounts, Metric, Snapshot, take_snapshot
@@ -27,18 +26,14 @@ class OpenMetricsSeries(RunListener):
     gathered in one temporary file a series; memory does not grow with the run.
     """
 
-    def __init__(
-        self, file: OutputFile, start_unix_s: int, labels: Mapping[str, str], cache_config: Mapping[str, str]
-    ) -> None:
+    def __init__(self, start_unix_s: int, labels: Mapping[str, str], cache_config: Mapping[str, str]) -> None:
         """Begin with nothing.
 
         Args:
-            file: where the document goes in the end.
             start_unix_s: what time the start of the run is shown as, seconds since 1970.
             labels: of every series but that of the cache's configuration.
             cache_config: labels of `vllm:cache_config_info`.
         """
-        self._file = file
         self._start_ns = start_unix_s * NANOSECONDS
         self._labels = _labels(labels)
         self._cache_config = _labels(cache_config)
@@ -69,21 +64,21 @@ class OpenMetricsSeries(RunListener):
             self._at_rest = self._snapshot()
 
     def finish(self) -> None:
-        """Scrape once more, at the end of the run, and write the document; the file itself is closed by its owner."""
+        """Scrape once more, at the end of the run."""
         if self._now_ns > self._last_ns:
             self._add(self._now_ns, self._snapshot())
-        stream = self._file.stream
-        for metric in METRICS:
-            stream.write(_header(metric.name, metric.kind, metric.text))
-            for (name, _), gathered in self._gathered.items():
-                if name == metric.name:
-                    gathered.seek(0)
-                    shutil.copyfileobj(gathered, stream)
-        stream.write(_header(CACHE_CONFIG_INFO, "gauge", "What the pool is."))
+
+    def write_samples(self, metric: Metric, stream: IO[bytes]) -> None:
+        """Write what was gathered of one metric."""
+        for (name, _), gathered in self._gathered.items():
+            if name == metric.name:
+                gathered.seek(0)
+                shutil.copyfileobj(gathered, stream)
+
+    def write_cache_config(self, stream: IO[bytes]) -> None:
+        """Write what the pool is, as of the start and of the end."""
         for at_ns in sorted({0, self._last_ns}):
             stream.write(f"{CACHE_CONFIG_INFO}{{{self._cache_config}}} 1 {self._timestamp(at_ns)}\n".encode())
-        stream.write(b"# EOF\n")
-        self.close()
 
     def close(self) -> None:
         """Let the temporary files go."""
@@ -126,6 +121,22 @@ class OpenMetricsSeries(RunListener):
         else:
             suffix = "_total" if metric.kind == "counter" else ""
             yield "", f"{metric.name}{suffix}{{{self._labels}}} {value} {at}\n"
+
+
+def write_openmetrics(series: Sequence[OpenMetricsSeries], stream: IO[bytes]) -> None:
+    """The document of one engine's series, or of several engines' with labels that tell them apart; lets them go."""
+    for one in series:
+        one.finish()
+    for metric in METRICS:
+        stream.write(_header(metric.name, metric.kind, metric.text))
+        for one in series:
+            one.write_samples(metric, stream)
+    stream.write(_header(CACHE_CONFIG_INFO, "gauge", "What the pool is."))
+    for one in series:
+        one.write_cache_config(stream)
+    stream.write(b"# EOF\n")
+    for one in series:
+        one.close()
 
 
 def _header(name: str, kind: str, text: str) -> bytes:

@@ -53,6 +53,8 @@ class ReplayReport:
     timing: dict[str, float]
     snapshot: Snapshot | None = None
     """The final state under the names of vLLM's metrics, where histograms were counted; not part of `to_json`."""
+    engine_snapshots: list[Snapshot] = attrs.field(factory=list)
+    """Of a fleet: that of each engine."""
     replicas: list[dict[str, Any]] = attrs.field(factory=list)
     """Of a fleet: the figures of each engine."""
     kv_transfer: dict[str, Any] | None = None

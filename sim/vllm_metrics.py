@@ -19,7 +19,7 @@ from .run_histograms import NANOSECONDS, RunHistograms
 FINISHED_REASON = "finished_reason"
 CACHE_CONFIG_INFO = "vllm:cache_config_info"
 MODEL_NAME_WITHOUT_MODEL = "simulated"
-_ENGINE = {"engine": "0"}
+_ENGINE: Mapping[str, str] = {"engine": "0"}
 
 
 @attrs.frozen
@@ -50,18 +50,20 @@ class Metric:
 Snapshot = dict[str, Any]
 
 
-def series_labels(facts: Mapping[str, Any]) -> dict[str, str]:
+def series_labels(facts: Mapping[str, Any], engine: Mapping[str, str] = _ENGINE) -> dict[str, str]:
     """The labels that dashboards select by. `facts` are those of the pool; without a model in them: "simulated"."""
-    return {**_ENGINE, "model_name": str(facts.get("model", MODEL_NAME_WITHOUT_MODEL))}
+    return {**engine, "model_name": str(facts.get("model", MODEL_NAME_WITHOUT_MODEL))}
 
 
-def cache_config_labels(config: AllocatorConfig, facts: Mapping[str, Any]) -> dict[str, str]:
+def cache_config_labels(
+    config: AllocatorConfig, facts: Mapping[str, Any], engine: Mapping[str, str] = _ENGINE
+) -> dict[str, str]:
     """The labels of `vllm:cache_config_info` that a simulation knows, spelled as vLLM does.
 
     With groups of several block sizes, `block_size` is the one that hits are multiples of.
     """
     labels = {
-        **_ENGINE,
+        **engine,
         "block_size": str(config.scheduler_block_size),
         "enable_prefix_caching": str(config.enable_caching),
         "num_gpu_blocks": str(config.num_blocks),

@@ -15,9 +15,9 @@ EXPORTS = (
     "openmetrics_start",
     "perfetto_out",
 )
-NOT_OF_THE_COMMAND = ("n", "log", "log_flush", *EXPORTS)
-# A search over many fleets sends requests at their recorded times.
-NOT_OF_A_FLEET = (*NOT_OF_THE_COMMAND, "closed_loop")
+NOT_OF_THE_COMMAND = ("n", "log", "log_flush")
+# A search over many fleets writes no files and sends requests at their recorded times.
+NOT_OF_A_FLEET = (*NOT_OF_THE_COMMAND, *EXPORTS, "closed_loop")
 
 
 @takes_options_of(replay, leave_out=NOT_OF_THE_COMMAND)
@@ -82,14 +82,17 @@ def fleet(
     Example: kvledger fleet --workload conversation --prefill-replicas 2 --decode-replicas 2 --transfer-gb-s 50 \
         --model llama-3.1-8b --gpu H100 --block-size 64
     """
+    import attrs
+
     from ..console import print_json, progress
-    from ..disaggregation import replay_disaggregated
+    from ..disaggregation import DisaggregatedShape, replay_disaggregated
     from ..engine_options import open_source, read_engine
     from ..fleet import FleetShape, replay_fleet
     from ..fleet_options import DisaggregationOptions
     from ..fleet_tables import print_fleet
     from ..replay_report import trace_as_dict
     from ..routing import make_router
+    from ..run_exports import ExportOptions, RunExports
     from ..tier_options import TierOptions, with_tiers
 
     engine = with_tiers(
@@ -115,18 +118,35 @@ def fleet(
     )
     router = make_router(routing, routing_load_weight)
     disaggregated = pools.shape(data_parallel_size, event_delay_ms / 1e3)
+    shape = disaggregated or FleetShape(
+        num_replicas=pools.num_replicas, data_parallel_size=data_parallel_size, event_delay_s=event_delay_ms / 1e3
+    )
     source = open_source(given)
+    exports = RunExports(
+        ExportOptions(**{name: given[name] for name in EXPORTS}),
+        engine.pool.allocator,
+        engine.pool.facts,
+        inputs=[*(given["trace"] or ()), *(given[name] for name in ("latency_table", "model") if given[name])],
+        engines=shape.engine_names,
+    )
+    parts = attrs.evolve(
+        engine.parts,
+        listeners_of=exports.listeners_of,
+        on_finished_on=exports.on_finished_on,
+        macro_steps=exports.macro_steps,
+        histograms=exports.histograms,
+    )
     bar, task = progress("Replaying", total=given["limit"])
 
     def on_progress(count: int) -> None:
         bar.update(task, completed=count)
 
-    with bar:
-        if disaggregated is not None:
+    with exports, bar:
+        if isinstance(shape, DisaggregatedShape):
             report = replay_disaggregated(
                 source,
-                shape=disaggregated,
-                parts=engine.parts,
+                shape=shape,
+                parts=parts,
                 transfer=pools.transfer(engine.pool),
                 prefill_router=router,
                 decode_router=pools.decode_router(),
@@ -137,18 +157,15 @@ def fleet(
         else:
             report = replay_fleet(
                 source,
-                shape=FleetShape(
-                    num_replicas=pools.num_replicas,
-                    data_parallel_size=data_parallel_size,
-                    event_delay_s=event_delay_ms / 1e3,
-                ),
-                parts=engine.parts,
+                shape=shape,
+                parts=parts,
                 router=router,
                 trace_block_size=source.info.trace_block_size,
                 closed_loop=given["closed_loop"],
                 on_progress=on_progress,
             )
-    report.assumptions = {**engine.pool.facts, **report.assumptions}
+        report.assumptions = {**engine.pool.facts, **report.assumptions}
+        exports.publish(report)
     document = {"trace": trace_as_dict(source.info, source.info.trace_block_size), **report.to_json()}
     if given["json"]:
         print_json(document)
