@@ -260,7 +260,8 @@ class MemoryProfiler:
         if actual < planned_bytes:
             raise InputError(
                 f"the pool was planned at {format_bytes(planned_bytes)} and live tensors grew by"
-                f" {format_bytes(actual)}: the allocation returned too little, or let go of it"
+                f" {format_bytes(actual)}: the allocation returned too little, or let go of it, or (on the host) has"
+                " not touched it yet"
             )
         self._pool = (planned_bytes, actual)
         self._stage = Stage.POOL
