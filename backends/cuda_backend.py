@@ -303,6 +303,11 @@ class CudaBackend:
         """Transfers of tables and batches to the device so far: one a step."""
         return self._pool.tables.num_transfers
 
+    @property
+    def num_transfer_bytes(self) -> int:
+        """Bytes of these transfers together."""
+        return self._pool.tables.num_transfer_bytes
+
     def prepare(self, batch: TokenBatch) -> None:
         """Bring the device's tables up to date and tell it the batch, in one transfer; copy what must be copied.
 

@@ -40,7 +40,8 @@ class DeviceTables:
     Attributes:
         mirrors: the host's table of each group.
         tables: int32 `[max_num_reqs, width]` a group, on the device.
-        inputs: the last batch, on the device.
+        copies: blocks to be copied before the next step.
+        regions: where each group's blocks lie in memory; None for a group without layers on this rank.
     """
 
     def __init__(
@@ -72,6 +73,11 @@ class DeviceTables:
     def num_transfers(self) -> int:
         """Transfers to the device so far."""
         return self._staging.num_transfers
+
+    @property
+    def num_transfer_bytes(self) -> int:
+        """Bytes of all of them together."""
+        return self._staging.num_bytes
 
     @property
     def has_changes(self) -> bool:

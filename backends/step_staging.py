@@ -54,11 +54,12 @@ class StepStaging:
     Attributes:
         inputs: the batch that was sent last.
         num_transfers: how many transfers were started.
+        num_bytes: bytes of all of them together.
     """
 
     def __init__(self, device: torch.device, max_num_reqs: int, payload_bytes: int) -> None:
         """Allocate them: on the host twice, and once on the device."""
-        self.num_transfers = 0
+        self.num_transfers = self.num_bytes = 0
         self._max_num_reqs = max_num_reqs
         sizes = _header_bytes(max_num_reqs)
         self._header_bytes = _aligned(sum(sizes))
@@ -122,6 +123,7 @@ class StepStaging:
         if host.sent is not None:
             host.sent.record()
         self.num_transfers += 1
+        self.num_bytes += begin
         return [
             self._device[place].view(torch.int32 if array.itemsize == 4 else torch.int64)
             for place, array in zip(places, arrays, strict=True)

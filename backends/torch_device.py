@@ -12,7 +12,8 @@ def torch_device(device: str | torch.device) -> torch.device:
     """`"cpu"`, `"cuda"` (the current one) or `"cuda:1"`.
 
     Raises:
-        InputError: no such kind of device, or a GPU that torch does not see; the message says what it sees.
+        InputError: no such kind of device, a GPU that torch does not see (the message says what it sees), or one that
+            is not the current device.
     """
     try:
         found = torch.device(device)
@@ -23,7 +24,13 @@ def torch_device(device: str | torch.device) -> torch.device:
     if found.type != "cuda":
         raise InputError(f"device {device!r}: the cache lives on 'cpu' or 'cuda', not on {found.type!r}")
     open_cuda_device(0 if found.index is None else found.index)
-    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+    current = torch.cuda.current_device()
+    if found.index not in (None, current):
+        raise InputError(
+            f"device {device!r} is not the current one (cuda:{current}), where kernels are launched; call "
+            f"torch.cuda.set_device({found.index}) first"
+        )
+    return torch.device("cuda", current)
 
 
 def default_kernels(device: torch.device) -> Kernels:
