@@ -1,5 +1,6 @@
 """One CUDA device as the memory profiler sees it: a protocol of plain calls, and torch with NVML behind it."""
 
+import gc
 import os
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -47,7 +48,7 @@ class DeviceAccess(HasAllocatorSettings, Protocol):
         ...
 
     def release_cached(self) -> None:
-        """Wait for pending work, then give back what the allocator holds and nothing uses."""
+        """Collect garbage, wait for pending work, then give back what the allocator holds and nothing uses."""
         ...
 
     def free_and_total_bytes(self) -> tuple[int, int]:
@@ -156,7 +157,8 @@ class CudaDevice:
         torch.cuda.synchronize(self._index)
 
     def release_cached(self) -> None:
-        """Synchronise, and empty the caching allocator."""
+        """Collect garbage, synchronise, and empty the caching allocator."""
+        gc.collect()
         self._torch.cuda.synchronize(self._index)
         with self._torch.cuda.device(self._index):
             self._torch.cuda.empty_cache()

@@ -1,7 +1,5 @@
 """A device behind the planner's probe protocol: consistent readings, or a refusal that shows the numbers."""
 
-import gc
-
 import attrs
 
 from ..core.errors import InputError
@@ -29,7 +27,6 @@ class DeviceProbe:
         Raises:
             InputError: figures that cannot be true together.
         """
-        gc.collect()
         self.device.release_cached()
         return self.read_as_it_is()
 
