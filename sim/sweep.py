@@ -20,6 +20,8 @@ SWEEPABLE = ("replay", "fleet", "curve", "compare", "plan", "size")
 # Figures that depend on the machine's clock have no place in a row.
 NOT_REPRODUCIBLE = ("timing",)
 POINT_FORMAT = 1
+INTERRUPTED = 130
+PORTION_OF_A_WORKER = 8
 _REQUIREMENT = re.compile(r"^\s*([\w.]+)\s*(<=|>=)\s*([-+.\deE]+)\s*$")
 
 
@@ -133,7 +135,7 @@ def run_sweep(
 
     Raises:
         InputError: no worker, or Ray is not installed.
-        KeyboardInterrupt: passed through; what is done by then is kept.
+        KeyboardInterrupt: passed through; what is done by then was told to `on_row`, and is kept.
     """
     from joblib import Parallel, delayed, parallel_config
 
@@ -142,14 +144,18 @@ def run_sweep(
     if kept_in is not None:
         Path(kept_in).mkdir(parents=True, exist_ok=True)
     backend = _ray_backend() if cluster else "loky"
+    # Ray's backend hands its results over all at once, so it is given the points in portions.
+    portion = PORTION_OF_A_WORKER * num_workers if cluster else max(len(points), 1)
     rows: list[dict[str, Any]] = []
-    with parallel_config(backend=backend, n_jobs=num_workers):
-        # Ray's backend hands its results over all at once.
-        parallel = Parallel(return_as="list" if cluster else "generator")
-        done: Any = parallel(delayed(run_point)(point, kept_in) for point in points)
-        for row in done:
-            rows.append(row)
-            on_row(row)
+    with (
+        parallel_config(backend=backend, n_jobs=num_workers),
+        Parallel(return_as="list" if cluster else "generator") as parallel,
+    ):
+        for start in range(0, len(points), portion):
+            done: Any = parallel(delayed(run_point)(point, kept_in) for point in points[start : start + portion])
+            for row in done:
+                rows.append(row)
+                on_row(row)
     return rows
 
 
@@ -184,7 +190,9 @@ def _document(argv: Sequence[str]) -> dict[str, Any]:
     command = typer.main.get_command(build_app())
     try:
         with redirect_stdout(out), redirect_stderr(complaints):
-            command.main(args=list(argv), prog_name="kvledger", standalone_mode=False)
+            code = command.main(args=list(argv), prog_name="kvledger", standalone_mode=False)
+            if code == INTERRUPTED:  # typer makes an exit code of it
+                raise KeyboardInterrupt
     except SystemExit as error:
         if error.code not in (None, 0) and not out.getvalue():
             raise InputError(complaints.getvalue().strip() or f"exit {error.code}") from None

@@ -61,21 +61,45 @@ class SweepQuestion:
         return name.strip().lstrip("-"), value
 
 
-def sweep_document(question: SweepQuestion) -> dict[str, Any]:
-    """Run the sweep: `command`, `grid`, `rows` in the order of the grid, and `best`.
+class Sweep:
+    """One run of all points. `document` may be asked for at any moment: it holds the rows that are done by then."""
 
-    The document does not say how many workers there were, nor when: it is the same, byte for byte, for all of them.
-    """
-    points = question.points()
-    bar, task = progress("Points", total=len(points))
-    with bar:
-        rows = run_sweep(
-            points,
-            num_workers=question.num_workers,
-            kept_in=question.kept_in,
-            cluster=question.cluster,
-            on_row=lambda row: bar.advance(task),
-        )
+    def __init__(self, question: SweepQuestion) -> None:
+        self._question = question
+        self._points = question.points()
+        self.rows: list[dict[str, Any]] = []
+
+    def run(self) -> None:
+        """Run every point.
+
+        Raises:
+            KeyboardInterrupt: passed through; the rows done by then are in `document`.
+        """
+        question = self._question
+        bar, task = progress("Points", total=len(self._points))
+
+        def on_row(row: dict[str, Any]) -> None:
+            self.rows.append(row)
+            bar.advance(task)
+
+        with bar:
+            run_sweep(
+                self._points,
+                num_workers=question.num_workers,
+                kept_in=question.kept_in,
+                cluster=question.cluster,
+                on_row=on_row,
+            )
+
+    def document(self) -> dict[str, Any]:
+        """`command`, `grid`, `rows` in the order of the grid, and `best`.
+
+        It does not say how many workers there were, nor when: it is the same, byte for byte, for all of them.
+        """
+        return _document(self._question, self.rows, len(self._points))
+
+
+def _document(question: SweepQuestion, rows: list[dict[str, Any]], num_points: int) -> dict[str, Any]:
     figure = question.minimize or question.maximize
     index = None if figure is None else best_row(rows, figure, question.maximize is not None, question.require)
     return {
@@ -83,6 +107,7 @@ def sweep_document(question: SweepQuestion) -> dict[str, Any]:
         "trace": list(question.files),
         "grid": {name: list(values) for name, values in map(parse_axis, question.axes)},
         "num_failed": sum("error" in row for row in rows),
+        "num_not_done": num_points - len(rows),
         "rows": rows,
         "best": None if figure is None else _best(rows, index, question, figure),
     }
@@ -117,6 +142,8 @@ def print_sweep(document: dict[str, Any], figures: list[str] | None) -> None:
         rows.append((mark, *options, *cells))
     out = console()
     out.print(table(f"{document['command']}: {len(rows):,} points", ("", *names, *(figures or ["outcome"])), rows))
+    if document["num_not_done"]:
+        out.print(f"{document['num_not_done']:,} points were not done: the sweep was interrupted")
     if document["num_failed"]:
         out.print(f"{document['num_failed']:,} points have no result; they are tried again when the sweep is repeated")
     if best:

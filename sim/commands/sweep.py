@@ -1,6 +1,7 @@
 """`kvledger sweep`: any command over a grid of options."""
 
-from typing import Annotated
+import sys
+from typing import Annotated, Any
 
 import typer
 
@@ -33,7 +34,7 @@ def sweep(
     Example: kvledger sweep --set workload=code --grid num-gpu-blocks-override=2000,4000 --grid max-num-seqs=64,128
     """
     from ..console import print_json
-    from ..sweep_report import SweepQuestion, print_sweep, sweep_document
+    from ..sweep_report import Sweep, SweepQuestion, print_sweep
 
     question = SweepQuestion(
         command=command,
@@ -47,11 +48,25 @@ def sweep(
         kept_in=keep,
         cluster=cluster,
     )
-    document = sweep_document(question)
-    if json:
-        print_json(document)
-    else:
-        print_sweep(document, None if show is None else show.split(","))
+    run = Sweep(question)
+
+    def tell() -> dict[str, Any]:
+        document = run.document()
+        if json:
+            print_json(document)
+        else:
+            print_sweep(document, None if show is None else show.split(","))
+        return document
+
+    try:
+        run.run()
+    except KeyboardInterrupt:
+        if run.rows:
+            tell()
+            again = "give --keep FOLDER to go on from them" if keep is None else "the same command goes on"
+            print(f"kvledger: the rows above were done before the interrupt; {again}", file=sys.stderr)
+        raise
+    document = tell()
     if not any("result" in row for row in document["rows"]):
         from ...core.errors import InputError
 

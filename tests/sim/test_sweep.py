@@ -16,6 +16,7 @@ from kvledger.sim.sweep_report import SweepQuestion
 BIN = Path(sys.executable).parent / "kvledger"
 BASE = ("--set", "workload=code", "--set", "limit=6")
 GRID = ("--grid", "num-gpu-blocks-override=600,700,800,0", "--grid", "seed=0..2")
+MEDIUM = ("--grid", "num-gpu-blocks-override=600,700", "--grid", "max-num-seqs=4,16", "--grid", "seed=0..9")
 LARGE = (
     "--grid",
     "num-gpu-blocks-override=600,700,800,900",
@@ -97,24 +98,58 @@ def test_a_folder_is_known_by_what_is_in_it(tmp_path: Path) -> None:
     assert content_of([str(tmp_path)]) != before
 
 
-def test_a_sweep_that_was_killed_finishes_the_rest_only(tmp_path: Path) -> None:
-    """Two hundred points on two processes."""
-    command = [BIN, "sweep", *BASE, *LARGE, "--jobs", "2", "--keep", str(tmp_path), "--json"]
+@pytest.mark.parametrize(
+    ("grid", "num_points"),
+    [(MEDIUM, 40), pytest.param(LARGE, 200, marks=pytest.mark.slow)],
+    ids=["40 points", "200 points"],
+)
+def test_a_sweep_that_was_killed_finishes_the_rest_only(tmp_path: Path, grid: tuple[str, ...], num_points: int) -> None:
+    """On two processes, killed after a third or so."""
+    wanted = 3 * num_points // 10
+    command = [BIN, "sweep", *BASE, *grid, "--jobs", "2", "--keep", str(tmp_path), "--json"]
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + 120
-    while len(list(tmp_path.glob("*.json"))) < 60 and time.monotonic() < deadline and running.poll() is None:
+    while len(list(tmp_path.glob("*.json"))) < wanted and time.monotonic() < deadline and running.poll() is None:
         time.sleep(0.02)
     assert running.poll() is None, "the sweep ended before it could be killed"
     os.killpg(running.pid, signal.SIGKILL)
     running.wait()
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
-    assert 60 <= len(before) < 200
-    document = json.loads(done(*BASE, *LARGE, "--jobs", "2", "--keep", str(tmp_path)))
-    assert len(document["rows"]) == 200
+    assert wanted <= len(before) < num_points
+    document = json.loads(done(*BASE, *grid, "--jobs", "2", "--keep", str(tmp_path)))
+    assert len(document["rows"]) == num_points
     assert document["num_failed"] == 0
     after = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
-    assert len(after) == 200
+    assert len(after) == num_points
     assert {name: after[name] for name in before} == before
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_an_interrupted_sweep_tells_the_rows_that_are_done(tmp_path: Path, jobs: str) -> None:
+    """A Ctrl-C on a terminal reaches every process of the sweep."""
+    command = [BIN, "sweep", *BASE, *LARGE, "--jobs", jobs, "--keep", str(tmp_path), "--json"]
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("*.json"))) < 6 and time.monotonic() < deadline and running.poll() is None:
+        time.sleep(0.02)
+    os.killpg(running.pid, signal.SIGINT)
+    out, complaints = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "the same command goes on" in complaints
+    document = json.loads(out)
+    rows = document["rows"]
+    assert 3 <= len(rows) < 200
+    assert document["num_not_done"] == 200 - len(rows)
+    asked = [
+        (blocks, seqs, str(seed)) for blocks in (600, 700, 800, 900) for seqs in (2, 4, 8, 16, 32) for seed in range(10)
+    ]
+    options = [
+        tuple(row["options"][name] for name in ("num-gpu-blocks-override", "max-num-seqs", "seed")) for row in rows
+    ]
+    assert options == [(str(blocks), str(seqs), seed) for blocks, seqs, seed in asked[: len(rows)]]
+    assert document["num_failed"] == 0
 
 
 def test_curve_and_compare_are_swept_as_well() -> None:
