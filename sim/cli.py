@@ -19,6 +19,8 @@ COMMANDS: tuple[str, ...] = (
     "replay",
     "fleet",
     "size",
+    "optimum",
+    "ab",
     "compare",
     "sweep",
     "sampling",
