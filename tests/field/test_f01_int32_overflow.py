@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="kernels need torch")
 
-from kvledger.kernels import BlockRegions  # noqa: E402
+from kvledger.kernels import BlockRegions, SlotTables  # noqa: E402
 
 from tests.kernels.cache_layouts import integers, longs, rows_of  # noqa: E402
 from tests.kernels.kernel_sets import KERNEL_SETS, device, kernel_set  # noqa: E402
@@ -147,3 +147,41 @@ def test_a_latent_cache_past_2_to_the_34_elements(name: str, pool: Callable[[int
     )
     assert torch.equal(read.view(torch.uint8), rows.contiguous().view(torch.uint8))
     assert made.changed_blocks((1 << 20) + 1) == pages
+
+
+def test_slots_past_2_to_the_31_and_32_are_mapped_written_read_and_attended(
+    name: str, pool: Callable[[int, Any], Pool]
+) -> None:
+    kernels, num_blocks, blocks = kernel_set(name), (1 << 28) + 2, [0, 1 << 27, 1 << 28]
+    pools = [pool(num_blocks * 16, torch.float8_e5m2) for _ in "kv"]
+    caches = {
+        view: made.elements.view(num_blocks, 16, 1, 1)
+        for view, made in zip(("key_cache", "value_cache"), pools, strict=True)
+    }
+    table, slots = integers(*blocks).view(1, 3), torch.zeros(1, 48, dtype=torch.int64, device=device())
+    kernels.compute_slot_mapping(
+        tables=SlotTables.of([table], [16]),
+        rows=integers(0),
+        query_start_loc=integers(0, 48),
+        first_positions=longs(0),
+        slot_mapping=slots,
+    )
+    assert slots[0, [16, 47]].tolist() == [1 << 31, (1 << 32) + 15]
+    rows = torch.arange(1, 49, device=device()).half().to(torch.float8_e5m2).view(48, 1, 1)
+    kernels.reshape_and_cache(key=rows, value=rows, **caches, slot_mapping=slots[0])
+    assert [made.changed_blocks(num_blocks) for made in pools] == [blocks] * 2
+    batch = {"block_table": table, "rows": integers(0)}
+    for read in kernels.gather_cache(**caches, **batch, cu_seqlens=integers(0, 48), num_tokens=48):
+        assert torch.equal(read.view(torch.uint8), rows.view(torch.uint8))
+    # Equal weights: the result is the mean of what is stored.
+    ones = {"k_scale": torch.ones(1, device=device()), "v_scale": torch.ones(1, device=device())}
+    mean = kernels.paged_attention(
+        query=torch.zeros(1, 1, 1, device=device()),
+        **caches,
+        **batch,
+        query_start_loc=integers(0, 1),
+        seq_lens=integers(48),
+        scale=1.0,
+        **ones,
+    )
+    assert abs(mean.item() - rows.float().mean().item()) < 1e-4
