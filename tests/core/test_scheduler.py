@@ -376,3 +376,19 @@ def test_with_drafts_and_swapping_too_every_request_ends(
     assert produced == expected
     assert scheduler.allocator.pool.usage == 0
     assert log.replay().snapshot() == scheduler.allocator.state.snapshot()
+
+
+def test_without_chunked_prefill_a_preempted_request_that_outgrew_a_step_comes_back_all_the_same() -> None:
+    """Two requests of 60 + 68 tokens, steps of 64, a pool for one and a half of them."""
+    scheduler = make(12, enable_chunked_prefill=False)
+    for name in ("a", "b"):
+        scheduler.submit(Request(name, 60, 68))
+    finished = []
+    while scheduler.has_unfinished:
+        step = scheduler.schedule()
+        assert step is not None
+        assert step.batch.num_tokens <= 64
+        finished += [request.request_id for request in scheduler.complete(step).finished_requests]
+    assert finished == ["a", "b"]
+    assert scheduler.stats.num_preemptions == 1
+    assert scheduler.stats.recomputed_tokens > 64
