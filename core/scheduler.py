@@ -516,7 +516,7 @@ class Scheduler:
     def _first_chunk(self, wanted: int, budget: int) -> int:
         """Tokens of a new request in this step; 0 if it must wait for a step with more room."""
         if not self.config.enable_chunked_prefill:
-            # A request that was preempted may have outgrown a step with its outputs: in one piece it would never return.
+            # With its outputs a preempted request may have outgrown a step: in one piece it would never return.
             in_pieces = wanted > self.config.max_num_batched_tokens
             return wanted if wanted <= budget else budget if in_pieces else 0
         limit = self.config.long_prefill_token_threshold
