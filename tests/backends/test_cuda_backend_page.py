@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch", reason="real memory needs torch")
-from kvledger.backends import CacheArrangement  # noqa: E402
+from kvledger.backends import CacheArrangement
 
-from tests.properties.same_slots import VARIANTS  # noqa: E402
+from tests.properties.same_slots import VARIANTS
 
 pytestmark = pytest.mark.torch
 
