@@ -79,6 +79,7 @@ def fleet(
     With --prefill-replicas and --decode-replicas, each prompt is computed on one engine and copied to another.
 
     Example: kvledger fleet --workload conversation --replicas 4 --model llama-3.1-8b --gpu H100 --block-size 64
+
     Example: kvledger fleet --workload conversation --prefill-replicas 2 --decode-replicas 2 --transfer-gb-s 50 \
         --model llama-3.1-8b --gpu H100 --block-size 64
     """
