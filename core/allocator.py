@@ -161,15 +161,19 @@ class KVCacheAllocator(LedgerWriter):
         state = self.state
         row = state.row_of.get(request.request_id)
         hits = self._checks.match(request, row, match)
-        self._checks.external(request, match, num_external_tokens)
+        num_hit_tokens = match.num_hit_tokens if match else 0
+        if num_external_tokens:
+            self._checks.external(request, num_hit_tokens, num_external_tokens)
         self._checks.counts(num_new_tokens or min(num_external_tokens, 1), 0, num_lookahead_tokens, reserved_blocks)
-        start = (0 if row is None else state.placed[row]) if num_computed_tokens is None else num_computed_tokens
-        self._checks.start(row, request.request_id, start)
-        found = (match.num_hit_tokens if match else 0) + num_external_tokens
-        total = min(start + found, self.config.max_model_len)
-        end = min(total + num_new_tokens, self.config.max_model_len)
+        placed = 0 if row is None else state.placed[row]
+        start = placed if num_computed_tokens is None else num_computed_tokens
+        if start != placed:
+            self._checks.start(row, request.request_id, start)
+        limit = self.config.max_model_len
+        total = min(start + num_hit_tokens + num_external_tokens, limit)
+        end = min(total + num_new_tokens, limit)
         num_slots = min(end + num_lookahead_tokens, self.config.max_model_len)
-        guarded = row is not None and (row in state.guarded or start < state.placed[row])
+        guarded = row is not None and (row in state.guarded or start < placed)
         written_from = total - num_external_tokens
         private = self._copies.of_row(row, written_from, num_slots, Counter()) if guarded and row is not None else ()
         copies = sum([copy for *_, copy in private])
@@ -182,12 +186,13 @@ class KVCacheAllocator(LedgerWriter):
 
         # What is still to be copied in must not be found: another request would read it too early.
         registers = self.config.enable_caching and num_new_tokens > 0
+        known = min(end, request.num_tokens)
         if registers:
-            self._registrar.ask_for_keys(request, row, hits, total, min(end, request.num_tokens))
+            self._registrar.ask_for_keys(request, row, hits, total, known)
         events: list[Event] = []
         if row is None:
             row = self._assign_row(request, events)
-        elif self._copies.rolls_back_registered(row, written_from):
+        elif start < placed and self._copies.rolls_back_registered(row, written_from):
             events.append(self._emit(TokensPlaced((row,), (written_from,), (0,))))
         if hits is not None or (num_external_tokens and not start):
             for group, kind in enumerate(self.config.groups):
@@ -198,20 +203,21 @@ class KVCacheAllocator(LedgerWriter):
         for group, _, index, copy in private:
             events.append(self._emit(self._copies.event(group, row, index, copy)))
         taken: list[tuple[int, ...]] = []
+        rows = (row,)
         for group, table in enumerate(state.tables):
             count = _ceil_div(num_slots, table.block_size) - table.count(row)
             if count > 0:
                 blocks = state.pool.free_queue.peek(count)
-                events.append(self._emit(self._taking.event(group, (row,), (count,), blocks)))
+                events.append(self._emit(self._taking.event(group, rows, (count,), blocks)))
                 taken.append(blocks)
             else:
                 taken.append(())
         if registers:
-            self._register([row], [min(end, request.num_tokens)], events)
+            self._register(rows, (known,), events)
         if num_external_tokens:
-            events.append(self._emit(TokensPlaced((row,), (written_from,), (num_external_tokens,))))
+            events.append(self._emit(TokensPlaced(rows, (written_from,), (num_external_tokens,))))
         if num_new_tokens:
-            events.append(self._emit(TokensPlaced((row,), (total,), (end - total,))))
+            events.append(self._emit(TokensPlaced(rows, (total,), (end - total,))))
         self._commit(events)
         return tuple(taken)
 
@@ -499,7 +505,7 @@ class KVCacheAllocator(LedgerWriter):
         self._request_in_row[row] = request
         return row
 
-    def _register(self, rows: list[int], known_tokens: list[int], events: list[Event]) -> None:
+    def _register(self, rows: Sequence[int], known_tokens: Sequence[int], events: list[Event]) -> None:
         for group in range(len(self.config.groups)):
             event = self._registrar.decide(group, rows, known_tokens, self._request_in_row)
             if event is not None:

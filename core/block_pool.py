@@ -99,52 +99,50 @@ class BlockPool:
 
     def keys_of(self, blocks: Sequence[int]) -> tuple[Key | None, ...]:
         """The keys of blocks that are about to be taken; empty when none of them has one."""
-        key_of = self._key_of
-        keys = tuple([key_of[block] for block in blocks])
+        keys = tuple(map(self._key_of.__getitem__, blocks))
         return keys if keys.count(None) < len(keys) else ()
 
     def groups_of(self, blocks: Sequence[int]) -> tuple[int, ...]:
         """The groups that the keys of these blocks belong to."""
-        group_of = self._group_of
-        return tuple([group_of[block] for block in blocks])
+        return tuple(map(self._group_of.__getitem__, blocks))
 
     def num_free_among(self, blocks: Sequence[int]) -> int:
         """How many of these (non-null) blocks are unreferenced: adopting them takes that many from the free queue."""
-        ref_cnt = self._ref_cnt
-        return sum([not ref_cnt[block] for block in blocks if block])
+        # Nothing ever references the null block.
+        return list(map(self._ref_cnt.__getitem__, blocks)).count(0) - blocks.count(NULL_BLOCK)
 
-    # -- transitions -------------------------------------------------------------------------------------------------
+    # -- transitions: loops in C (map, count, slices) wherever a batch is all of one sort, as it usually is -----------
 
     def take(self, blocks: tuple[int, ...]) -> None:
         """Hand out queued blocks for new content; each loses its key now, not when it was freed."""
         self._check_ids(blocks, "take")
         ref_cnt, key_of = self._ref_cnt, self._key_of
-        for block in blocks:
-            if ref_cnt[block]:
-                raise MisuseError(f"block {block} is taken while {ref_cnt[block]} references to it are live")
+        if any(map(ref_cnt.__getitem__, blocks)):
+            block = next(block for block in blocks if ref_cnt[block])
+            raise MisuseError(f"block {block} is taken while {ref_cnt[block]} references to it are live")
         self.free_queue.take(blocks)
+        index, group_of = self._index, self._group_of
+        has_duplicates = any(self._duplicates)
         for block in blocks:
             ref_cnt[block] = 1
-        keyed = [block for block in blocks if key_of[block] is not None]
-        if not keyed:
-            return
-        if any(self._duplicates):
-            for block in keyed:
+            key = key_of[block]
+            if key is None:
+                continue
+            if has_duplicates:
                 self._forget(block)
-        else:
-            index, group_of = self._index, self._group_of
-            for block in keyed:
-                del index[group_of[block]][key_of[block]]
+            else:
+                del index[group_of[block]][key]
                 key_of[block] = None
 
     def adopt(self, blocks: Sequence[int]) -> None:
         """Add one reference to each (non-null) block; unreferenced ones leave the free queue."""
         ref_cnt = self._ref_cnt
-        live = [block for block in blocks if block] if 0 in blocks else blocks
+        live = [block for block in blocks if block] if NULL_BLOCK in blocks else blocks
         self._check_ids(live, "adopt")
         if self.free_queue.observes_keys:
             self.free_queue.on_adopted(live)
-        queued = [block for block in live if not ref_cnt[block]]
+        counts = list(map(ref_cnt.__getitem__, live))
+        queued = [block for block, count in zip(live, counts, strict=True) if not count] if any(counts) else live
         if queued:
             self.free_queue.remove(queued)
         for block in live:
@@ -160,17 +158,35 @@ class BlockPool:
                 not a block. The counts are as before the call.
         """
         self._check_ids(blocks, "release")
-        ref_cnt, key_of = self._ref_cnt, self._key_of
-        keyed: list[int] = []
-        unkeyed: list[int] = []
+        ref_cnt = self._ref_cnt
+        unheld = blocks
         for done, block in enumerate(blocks):
+            if ref_cnt[block] != 1:
+                unheld = [*blocks[:done], *self._release_shared(blocks, done)]
+                break
+            ref_cnt[block] = 0
+        keys = list(map(self._key_of.__getitem__, unheld))
+        num_unkeyed = keys.count(None)
+        if keys[:num_unkeyed].count(None) == num_unkeyed:  # what has no key came first: a request's last block
+            unkeyed, keyed = unheld[:num_unkeyed], unheld[num_unkeyed:]
+        else:
+            unkeyed = [block for block, key in zip(unheld, keys, strict=True) if key is None]
+            keyed = [block for block, key in zip(unheld, keys, strict=True) if key is not None]
+        if unkeyed:
+            self.free_queue.prepend(unkeyed)
+        if keyed:
+            self.free_queue.append(keyed)
+
+    def _release_shared(self, blocks: Sequence[int], start: int) -> list[int]:
+        """`release` from `blocks[start]` on, block by block; returns those that nobody holds any more."""
+        ref_cnt = self._ref_cnt
+        unheld: list[int] = []
+        for done, block in enumerate(blocks[start:], start):
             left = ref_cnt[block] - 1
             ref_cnt[block] = left
-            if left > 0:
-                continue
             if left == 0:
-                (unkeyed if key_of[block] is None else keyed).append(block)
-            else:
+                unheld.append(block)
+            elif left < 0:
                 for undone in blocks[: done + 1]:
                     ref_cnt[undone] += 1
                 held = ref_cnt[block]
@@ -179,10 +195,7 @@ class BlockPool:
                     f"double free: block {block} is released {times} time(s) in one call but held {held} time(s); "
                     "nothing was released"
                 )
-        if unkeyed:
-            self.free_queue.prepend(unkeyed)
-        if keyed:
-            self.free_queue.append(keyed)
+        return unheld
 
     def cache(self, group: int, blocks: Sequence[int], keys: Sequence[Key], indices: Sequence[int]) -> None:
         """Make referenced blocks findable. A key that is indexed already keeps its older block in front."""
@@ -197,10 +210,8 @@ class BlockPool:
         for block, key in zip(blocks, keys, strict=True):
             key_of[block] = key
             group_of[block] = group
-            if key in index:
+            if index.setdefault(key, block) != block:
                 self._duplicates[group].setdefault(key, []).append(block)
-            else:
-                index[key] = block
         if self.free_queue.observes_keys:
             self.free_queue.on_cached(group, blocks, indices, keys)
 

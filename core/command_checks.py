@@ -79,13 +79,12 @@ class CommandChecks:
                 )
         return match.blocks
 
-    def external(self, request: Request, match: PrefixMatch | None, num_external_tokens: int) -> None:
+    def external(self, request: Request, num_hit_tokens: int, num_external_tokens: int) -> None:
         """Tokens from elsewhere: part of the known ones, and at least one is left to be computed."""
-        found = (match.num_hit_tokens if match else 0) + num_external_tokens
-        if num_external_tokens < 0 or (num_external_tokens and found >= request.num_tokens):
+        if num_external_tokens < 0 or num_hit_tokens + num_external_tokens >= request.num_tokens:
             raise InputError(
-                f"request {request.request_id!r} has {request.num_tokens} tokens; a hit of "
-                f"{found - num_external_tokens} and {num_external_tokens} external ones must leave one to be computed"
+                f"request {request.request_id!r} has {request.num_tokens} tokens; a hit of {num_hit_tokens} and "
+                f"{num_external_tokens} external ones must leave one to be computed"
             )
 
     def start(self, row: int | None, request_id: str, start: int) -> None:

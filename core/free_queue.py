@@ -91,9 +91,12 @@ class FreeQueue:
 
     def remove(self, blocks: Sequence[int]) -> None:
         """Remove queued blocks from wherever they stand (a prefix hit adopts them)."""
-        ring, position_of = self._ring, self._position_of
-        for block in blocks:
-            ring[position_of[block]] = 0
+        if len(blocks) < _NUMPY_PAYS_FROM:
+            ring, position_of = self._ring, self._position_of
+            for block in blocks:
+                ring[position_of[block]] = 0
+        else:
+            self._ring_view[self._position_view[np.array(blocks, dtype=np.int32)]] = 0
         self._num_queued -= len(blocks)
         self._peeked_end = -1
 
@@ -125,9 +128,9 @@ class FreeQueue:
         self._num_queued += count
         self._peeked_end = -1
         if count < _NUMPY_PAYS_FROM:
-            ring, position_of = self._ring, self._position_of
+            self._ring[start : start + count] = array("i", blocks)
+            position_of = self._position_of
             for block in blocks:
-                ring[start] = block
                 position_of[block] = start
                 start += 1
         else:

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,8 @@ from .events import (
     as_ints,
 )
 from .eviction import EvictionOrder, make_eviction_order
+
+E = TypeVar("E", bound=Event)
 
 
 class LedgerState:
@@ -89,9 +91,10 @@ class LedgerState:
             CacheReset: self._cache_reset,
         }
 
-    def apply(self, event: Event) -> None:
-        """Change the state by one event. Trusts the event: it was decided here, or a verified log holds it."""
+    def apply(self, event: E) -> E:
+        """Change the state by one event and hand it back. Trusts it: it was decided here, or a verified log holds it."""
         self._handlers[type(event)](event)
+        return event
 
     def apply_commit(self, commit: Commit) -> None:
         """Replay one commit; its sequence number must be the next one."""
@@ -132,36 +135,44 @@ class LedgerState:
             self.guarded.discard(row)
 
     def _prefix_adopted(self, event: PrefixAdopted) -> None:
+        group, row = event.group, event.row
         blocks = as_ints(event.blocks)
         self.pool.adopt(blocks)
-        self.tables[event.group].extend(event.row, blocks)
-        self.considered[event.group][event.row] = len(blocks)
-        self.skipped[event.group][event.row] = _num_leading_nulls(blocks)
+        self.tables[group].extend(row, blocks)
+        self.considered[group][row] = len(blocks)
+        if not blocks[0]:
+            self.skipped[group][row] = _num_leading_nulls(blocks)
 
     def _blocks_allocated(self, event: BlocksAllocated) -> None:
-        blocks = as_ints(event.blocks)
+        group, rows, counts, blocks, _, _ = event
+        blocks = as_ints(blocks)
         self.pool.take(blocks)
-        table = self.tables[event.group]
-        if len(event.rows) == 1:
-            table.extend(int(event.rows[0]), blocks)
-        elif len(event.rows) == len(blocks):
-            table.extend_each(np.asarray(event.rows), blocks)
+        table = self.tables[group]
+        if len(rows) == 1:
+            table.extend(int(rows[0]), blocks)
+        elif len(rows) == len(blocks):
+            table.extend_each(np.asarray(rows), blocks)
         else:
             start = 0
-            for row, count in zip(as_ints(event.rows), as_ints(event.counts), strict=True):
+            for row, count in zip(as_ints(rows), as_ints(counts), strict=True):
                 table.extend(row, blocks[start : start + count])
                 start += count
 
     def _blocks_cached(self, event: BlocksCached) -> None:
-        if event.keys:
-            self.pool.cache(event.group, as_ints(event.blocks), event.keys, as_ints(event.indices))
-        considered = self.considered[event.group]
-        for row, stop in zip(as_ints(event.rows), as_ints(event.stops), strict=True):
+        group, rows, _, stops, _, indices, blocks, keys, _ = event
+        if keys:
+            self.pool.cache(group, as_ints(blocks), keys, as_ints(indices))
+        considered = self.considered[group]
+        for row, stop in zip(as_ints(rows), as_ints(stops), strict=True):
             considered[row] = stop
 
     def _tokens_placed(self, event: TokensPlaced) -> None:
         if len(event.rows) == 1:
-            self._place(int(event.rows[0]), int(event.first_positions[0]), int(event.counts[0]))
+            row, end = int(event.rows[0]), int(event.first_positions[0]) + int(event.counts[0])
+            if row in self.guarded or end < self.placed[row]:
+                self._place(row, end - int(event.counts[0]), int(event.counts[0]))
+            else:
+                self.placed[row] = end
             return
         rows, firsts = np.asarray(event.rows), np.asarray(event.first_positions)
         careful = self.guarded and not self.guarded.isdisjoint(as_ints(event.rows))
@@ -213,16 +224,17 @@ class LedgerState:
         self.tables[event.group].replace(event.row, (event.index,), event.target)
 
     def _blocks_freed(self, event: BlocksFreed) -> None:
-        self.pool.release(as_ints(event.blocks))
+        reason, groups, rows, counts, blocks, indices = event
+        self.pool.release(as_ints(blocks))
         start = 0
-        for group, row, count in zip(as_ints(event.groups), as_ints(event.rows), as_ints(event.counts), strict=True):
+        for group, row, count in zip(as_ints(groups), as_ints(rows), as_ints(counts), strict=True):
             table = self.tables[group]
-            if event.reason is FreeReason.OUT_OF_WINDOW:
-                indices = as_ints(event.indices)[start : start + count]
-                table.replace(row, indices, 0)
-                self.skipped[group][row] = max(indices) + 1
-            elif event.reason is FreeReason.TRUNCATED:
-                table.shrink(row, min(as_ints(event.indices)[start : start + count]))
+            if reason is FreeReason.OUT_OF_WINDOW:
+                out = as_ints(indices)[start : start + count]
+                table.replace(row, out, 0)
+                self.skipped[group][row] = max(out) + 1
+            elif reason is FreeReason.TRUNCATED:
+                table.shrink(row, min(as_ints(indices)[start : start + count]))
             else:
                 table.clear(row)
             start += count

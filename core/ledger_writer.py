@@ -20,6 +20,8 @@ class LedgerWriter:
 
     def __init__(self, created: PoolCreated, sinks: Iterable[EventSink], eviction: EvictionOrder | None) -> None:
         self.state = LedgerState(created, eviction)
+        # The one way to change anything: a decided event is applied, and handed back for the commit.
+        self._emit = self.state.apply
         self.sinks = tuple(sinks)
         self._commit([self._emit(created)])
 
@@ -56,10 +58,6 @@ class LedgerWriter:
         return self.state.placed[self.row_of(request_id)]
 
     # -- the commit --------------------------------------------------------------------------------------------------
-
-    def _emit(self, event: Event) -> Event:
-        self.state.apply(event)
-        return event
 
     def _commit(self, events: list[Event]) -> None:
         commit = Commit(self.state.next_sequence, tuple(events))
