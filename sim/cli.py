@@ -19,6 +19,7 @@ COMMANDS: tuple[str, ...] = (
     "replay",
     "fleet",
     "size",
+    "block-size",
     "optimum",
     "ab",
     "compare",
@@ -42,7 +43,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     for name in COMMANDS:
-        module = importlib.import_module(f".commands.{name}", __package__)
+        module = importlib.import_module(f".commands.{name.replace('-', '_')}", __package__)
         app.command(name)(getattr(module, name.replace("-", "_")))
     for name in GROUPS:
         module = importlib.import_module(f".commands.{name}", __package__)

@@ -32,8 +32,12 @@ def test_each_side_is_the_replay_of_its_options() -> None:
         assert found[side]["result"] == alone
     assert found["options_that_differ"] == [{"name": "kv-cache-dtype", "a": None, "b": "fp8"}]
     assert found["same"] == {
-        "workload": "conversation", "model": "llama-3.1-8b", "gpu": "H100", "block-size": "64",
-        "limit": "80", "rate-scale": "2.0",
+        "workload": "conversation",
+        "model": "llama-3.1-8b",
+        "gpu": "H100",
+        "block-size": "64",
+        "limit": "80",
+        "rate-scale": "2.0",
     }
     differing = {row["name"] for row in found["assumptions_that_differ"]}
     assert {"kv_cache_dtype", "num_blocks", "bytes_per_block_per_gpu"} <= differing
@@ -104,7 +108,11 @@ def test_options_are_written_as_they_are_spelled_on_the_command_line() -> None:
     given = {"trace_format": "azure", "enable_prefix_caching": False, "closed_loop": False, "async_scheduling": True}
     texts = option_texts({**given, "n": 2, "limit": None, "max_num_seqs": 256, "model": "m", "trace": ["f"]}, replay)
     assert texts == {
-        "format": "azure", "enable-prefix-caching": "no", "open-loop": "yes", "async-scheduling": "yes",
-        "n": "2", "model": "m",
+        "format": "azure",
+        "enable-prefix-caching": "no",
+        "open-loop": "yes",
+        "async-scheduling": "yes",
+        "n": "2",
+        "model": "m",
     }
     assert changed({"a": "1", "b": "2"}, {"b": "default", "c": "3"}) == (("a", "1"), ("c", "3"))
