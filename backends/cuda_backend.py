@@ -26,7 +26,7 @@ from ..core.events import (
     PoolCreated,
     PrefixAdopted,
 )
-from ..core.kv_cache_config import KVCacheConfig
+from ..core.kv_cache_config import KVCacheConfig, needs_zeroing
 from ..core.kv_cache_layout import block_table_width
 from ..core.types import ScheduledStep, StepResult, TokenBatch
 from ..kernels.copy_blocks import BlockRegions
@@ -39,6 +39,7 @@ from .layer_access import KVScales, LayerAccess
 from .sim_backend import ContextRank
 from .step_runner import FinishStep, StepOutputs, StepRunner, StepTimer
 from .step_staging import BatchInputs
+from .table_mirror import NULL_BLOCK
 from .torch_device import default_kernels, torch_device
 
 
@@ -116,6 +117,7 @@ class CudaBackend:
         self._caches: list[LayerCache] = []
         self._layers: dict[str, LayerCache] = {}
         self._known_pool: _Pool | None = None
+        self._clears_taken_blocks = False
         self._next_sequence = 0
         self._mapped_batch: TokenBatch | None = None
         self._in_flight: tuple[FinishStep, StepTimer] | None = None
@@ -133,6 +135,8 @@ class CudaBackend:
     def initialize(self, config: KVCacheConfig) -> None:
         """Allocate the rank's one buffer, zeroed, and view it as the cache of every layer.
 
+        Where `needs_zeroing` says so (states, groups of different precision), blocks are cleared when they are taken.
+
         Raises:
             InputError: the arrangement does not fit the plan's layout or specs, or a kernel block size does not divide.
             MisuseError: it was initialized before.
@@ -144,6 +148,8 @@ class CudaBackend:
         self._access.add(caches)
         self._raw, self._caches, self._config = raw, caches, config
         self._layers = {cache.name: cache for cache in caches}
+        # Nobody writes the null block, so it stays as it is now: copying it clears another one.
+        self._clears_taken_blocks = needs_zeroing(config.groups)
 
     @property
     def raw(self) -> torch.Tensor:
@@ -245,6 +251,9 @@ class CudaBackend:
         mirror = self._pool.tables.mirrors[event.group]
         rows, counts = as_int64(event.rows), as_int64(event.counts)
         blocks = np.asarray(event.blocks, dtype=np.int32)
+        if self._clears_taken_blocks:
+            for block in blocks.tolist():
+                self._pool.tables.copies.add(event.group, NULL_BLOCK, block)
         if (counts == 1).all():
             mirror.append_one_each(rows, blocks)
             return
@@ -263,7 +272,7 @@ class CudaBackend:
             mirror = self._pool.tables.mirrors[group]
             columns = event.indices[begin : begin + count]
             if event.reason is FreeReason.OUT_OF_WINDOW:
-                mirror.put(row, [int(column) for column in columns], 0)
+                mirror.put(row, [int(column) for column in columns], NULL_BLOCK)
             elif event.reason is FreeReason.TRUNCATED:
                 mirror.cut(row, int(min(columns)))
             else:

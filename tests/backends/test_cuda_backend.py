@@ -355,6 +355,27 @@ def test_a_state_is_copied_but_not_written_through_slots() -> None:
         backend.write_kv("q", numbers(1), numbers(1))
 
 
+@pytest.mark.parametrize("is_mixed", [True, False])
+def test_blocks_of_groups_that_would_misread_each_other_are_cleared_when_they_are_taken(is_mixed) -> None:
+    """A state is read before all of it is written; what another group left there must not be taken for it."""
+    state = MambaLikeSpec(block_size=4, states=(StateArray((16, 16), "bf16"),))
+    window = SlidingWindowSpec(block_size=4, num_kv_heads=2, head_size=16, dtype="bf16", sliding_window=4)
+    backend = backend_for(plan(FULL, state if is_mixed else window, num_blocks=12))
+    kinds = [FullAttention(4), SequenceState(4) if is_mixed else SlidingWindow(4, 4)]
+    allocator, _ = serve(backend, kinds, num_blocks=12)
+    ones = torch.ones(20, 2, 16, dtype=torch.bfloat16)
+    allocator.allocate(Request("x", 20), 20)  # 10 of 11 blocks, of which 5 are written
+    backend.slot_mapping(batch((0, 0, 20)))
+    backend.write_kv("a", ones, ones)
+    allocator.free("x")
+    allocator.allocate(Request("y", 16), 16)
+    backend.prepare(batch((0, 0, 16)))
+    taken = [block for group in allocator.block_ids("y") for block in group]
+    is_dirty = [backend.layers["a"].pages[0][block].any().item() for block in taken]
+    assert any(is_dirty) is not is_mixed
+    assert backend.layers["a"].pages[0].any()
+
+
 def test_layers_that_share_a_cache_are_bound_to_one() -> None:
     backend = backend_for(plan())
     allocator, _ = serve(backend)

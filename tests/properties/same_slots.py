@@ -31,7 +31,7 @@ from kvledger.core.events import (
     TokensPlaced,
     as_ints,
 )
-from kvledger.core.kv_cache_config import KVCacheConfig, KVCacheGroup
+from kvledger.core.kv_cache_config import KVCacheConfig, KVCacheGroup, needs_zeroing
 from kvledger.core.kv_cache_layout import KVCacheLayout
 from kvledger.core.kv_cache_spec import FullAttentionSpec, KVCacheSpec
 from kvledger.core.kv_cache_tensors import lay_out
@@ -147,6 +147,14 @@ class Memory:
         """The real buffer, read back."""
         return self.backend.raw.cpu().numpy().view(np.uint8)
 
+    def move(self, event: BlockCopied | BlocksAllocated) -> None:
+        """What an event does to the shadow's bytes: where taken blocks are cleared, they become like the null block."""
+        if isinstance(event, BlockCopied):
+            self.shadow.copy_block(event.group, event.source, event.target)
+        elif needs_zeroing(self.config.groups):
+            for block in as_ints(event.blocks):
+                self.shadow.copy_block(event.group, 0, block)
+
     def as_arrays(self) -> ShadowCache:
         """The real buffer, read back and taken apart by reshaping."""
         return ShadowCache(self.config, self.variant.arrangement.value, self.variant.splits, buffer=self.bytes)
@@ -235,8 +243,7 @@ class SameSlots:
         self.sim = SimBackend(context=context)
         self.seen: Counter[str] = Counter()
         self.num_tokens = self.num_read = 0
-        self._copies: list[BlockCopied] = []
-        self._gathers = 0
+        self._moves: list[BlockCopied | BlocksAllocated] = []
         self.memories: list[Memory] = []
         noise: dict[int, NDArray[np.uint8]] = {}
         for variant in variants:
@@ -265,8 +272,8 @@ class SameSlots:
             memory.backend.apply(commit)
         for event in commit.events:
             self._count(event)
-            if isinstance(event, BlockCopied):
-                self._copies.append(event)
+            if isinstance(event, BlockCopied | BlocksAllocated):
+                self._moves.append(event)
 
     def step(self, batch: TokenBatch, contents: NDArray[np.int64], state: LedgerState, writes: bool = True) -> None:
         """The commits so far make up a step with this batch: compare all tables and slots, write, compare all bytes.
@@ -285,12 +292,12 @@ class SameSlots:
         tokens = MarkedTokens(contents)
         for memory in self.memories:
             self._compare_tables(memory, batch, slots, num_padded)
-            for copy in self._copies:
-                memory.shadow.copy_block(copy.group, copy.source, copy.target)
+            for event in self._moves:
+                memory.move(event)
             if writes and batch.num_tokens:
                 self._write(memory, tokens, slots, num_padded)
             self._compare_bytes(memory)
-        self._copies = []
+        self._moves = []
         self.num_tokens += batch.num_tokens if writes else 0
 
     def read_back(self, rows: Sequence[int], contents: Sequence[NDArray[np.int64]]) -> None:
