@@ -86,7 +86,8 @@ def fleet(
     import attrs
 
     from ..console import print_json, progress
-    from ..disaggregation import DisaggregatedShape, replay_disaggregated
+    from ..disaggregated_replay import replay_disaggregated
+    from ..disaggregation import DisaggregatedShape
     from ..engine_options import open_source, read_engine
     from ..fleet import FleetShape, replay_fleet
     from ..fleet_options import DisaggregationOptions

@@ -10,7 +10,8 @@ from kvledger.core import AllocatorConfig, Commit, EventLog, FullAttention, Inpu
 from kvledger.core.conservation import ConservationAudit
 from kvledger.core.events import PoolCreated
 from kvledger.core.scheduler_config import SchedulerConfig
-from kvledger.sim.disaggregation import DisaggregatedFleet, DisaggregatedShape, replay_disaggregated
+from kvledger.sim.disaggregated_replay import replay_disaggregated
+from kvledger.sim.disaggregation import DisaggregatedFleet, DisaggregatedShape
 from kvledger.sim.fleet import EngineParts, FleetShape, replay_fleet
 from kvledger.sim.kv_links import TransferModel
 from kvledger.sim.latency import LinearLatency

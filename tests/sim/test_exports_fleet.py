@@ -11,7 +11,8 @@ import attrs
 import pytest
 from kvledger.core import AllocatorConfig, FullAttention
 from kvledger.core.scheduler_config import SchedulerConfig
-from kvledger.sim.disaggregation import DisaggregatedShape, replay_disaggregated
+from kvledger.sim.disaggregated_replay import replay_disaggregated
+from kvledger.sim.disaggregation import DisaggregatedShape
 from kvledger.sim.fleet import EngineParts, FleetShape, replay_fleet
 from kvledger.sim.kv_links import TransferModel
 from kvledger.sim.latency import LinearLatency

@@ -149,3 +149,20 @@ def test_pools_that_contradict_each_other_exit_with_2(arguments: tuple[str, ...]
     done = kvledger("fleet", *QUICK, *arguments)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def test_a_fleet_leaves_the_files_of_a_replay(tmp_path: Path) -> None:
+    names = {"requests-out": "r.csv", "series-out": "s.csv", "prometheus-out": "p.prom", "perfetto-out": "t.json"}
+    files = [word for option, name in names.items() for word in (f"--{option}", str(tmp_path / name))]
+    document("fleet", *QUICK, *POOLS, *BYTES, *files)
+    header, *rows = (tmp_path / "r.csv").read_text().splitlines()
+    assert header.startswith("engine,request_id,")
+    assert {row.split(",")[0] for row in rows} <= {"prefill 0", "decode 0", "decode 1"}
+    assert len(rows) == 60
+    assert 'instance="prefill-0"' in (tmp_path / "p.prom").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names.values())
+
+
+def test_a_fleet_in_a_closed_loop_says_so() -> None:
+    assert document("fleet", *QUICK, "--closed-loop")["assumptions"]["arrivals"].startswith("closed loop")
+    assert document("fleet", *QUICK)["assumptions"]["arrivals"].startswith("open loop")
