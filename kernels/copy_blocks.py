@@ -36,6 +36,7 @@ class BlockRegions:
         tensors: the caches, kept alive.
         num_blocks: of every one of them.
         regions: a block is one run of bytes in each. A block that is not dense (heads outside blocks) has several.
+        longest_run_bytes: of all regions.
         word_bytes: the widest word (up to 16) that divides all pointers, strides and lengths.
         descriptors: int64 `[num_regions, 3]` on the device: pointer, block stride and length, both in bytes.
     """
@@ -43,6 +44,7 @@ class BlockRegions:
     tensors: tuple[Tensor, ...]
     num_blocks: int
     regions: tuple[Region, ...]
+    longest_run_bytes: int
     word_bytes: int
     descriptors: Tensor
 
@@ -72,7 +74,8 @@ class BlockRegions:
         word_bytes = math.gcd(16, *(n for r in regions for n in (r.pointer, r.block_stride_bytes, r.num_bytes)))
         described = [(r.pointer, r.block_stride_bytes, r.num_bytes) for r in regions]
         descriptors = torch.tensor(described, dtype=torch.int64, device=device)
-        return cls(tuple(caches), num_blocks, regions, word_bytes, descriptors)
+        longest_run_bytes = max(region.num_bytes for region in regions)
+        return cls(tuple(caches), num_blocks, regions, longest_run_bytes, word_bytes, descriptors)
 
 
 def _regions_of(index: int, cache: Tensor) -> list[Region]:

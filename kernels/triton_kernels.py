@@ -167,7 +167,7 @@ class TritonKernels:
         )
         if len(sources):
             tile_bytes = COPY_TILE_WORDS * launch.constants["WORD_BYTES"]
-            num_tiles = -(-max(region.num_bytes for region in caches.regions) // tile_bytes)
+            num_tiles = -(-caches.longest_run_bytes // tile_bytes)
             launch((len(sources), len(caches.regions), num_tiles), (caches.descriptors, sources, targets))
 
     def gather_cache(

@@ -1,10 +1,18 @@
 """Kernel tests run on the twins and on Triton: compiled for the GPU if there is one, else interpreted."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
+from tests.kernels.interpreter_repairs import use_interpreter_without_gpu
 from tests.kernels.kernel_sets import KERNEL_SETS, kernel_set
+
+
+def pytest_configure() -> None:
+    """Choose Triton's mode while tests are collected: one that runs earlier may import triton, which fixes it."""
+    if find_spec("torch") is not None and find_spec("triton") is not None:
+        use_interpreter_without_gpu()
 
 
 @pytest.fixture(params=KERNEL_SETS)

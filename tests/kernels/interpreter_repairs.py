@@ -23,8 +23,8 @@ UNSIGNED = {
 def use_interpreter_without_gpu() -> None:
     """Without a GPU, make Triton interpret its kernels in this process, with the repairs.
 
-    The mode is fixed when triton is first imported, so this comes before. Nothing but the kernels imports triton, so
-    other tests in the same process are not touched; a subprocess that compiles must drop TRITON_INTERPRET again.
+    The mode is fixed when triton is first imported. Other libraries import it too, so tests/conftest.py already sets
+    the variable where it finds no GPU; a subprocess that compiles must drop it again.
     """
     if torch.cuda.is_available():
         return
