@@ -31,7 +31,7 @@ from .eviction import EvictionOrder
 from .ledger_writer import LedgerWriter
 from .orphans import ChainLinks
 from .prefix_match import PrefixMatch, PrefixMatcher
-from .registration import Registrar
+from .registration import AskedKeys, Registrar
 from .types import EventSink, Request
 
 
@@ -186,9 +186,9 @@ class KVCacheAllocator(LedgerWriter):
 
         # What is still to be copied in must not be found: another request would read it too early.
         registers = self.config.enable_caching and num_new_tokens > 0
-        known = min(end, request.num_tokens)
+        asked: list[tuple[AskedKeys, ...]] = []
         if registers:
-            self._registrar.ask_for_keys(request, row, hits, total, known)
+            asked.append(self._registrar.ask_for_keys(request, row, hits, total, min(end, request.num_tokens)))
         events: list[Event] = []
         if row is None:
             row = self._assign_row(request, events)
@@ -213,7 +213,7 @@ class KVCacheAllocator(LedgerWriter):
             else:
                 taken.append(())
         if registers:
-            self._register(rows, (known,), events)
+            self._register(rows, asked, events)
         if num_external_tokens:
             events.append(self._emit(TokensPlaced(rows, (written_from,), (num_external_tokens,))))
         if num_new_tokens:
@@ -259,7 +259,8 @@ class KVCacheAllocator(LedgerWriter):
         num_slots = np.minimum(end + num_lookahead_tokens, self.config.max_model_len) if num_lookahead_tokens else end
         private = self._copies.among(rows, first, placed, num_slots)
         shortfalls = [table.shortfall(rows, num_slots) for table in state.tables]
-        total_short = sum([int(counts.sum()) for _, counts in shortfalls]) + sum([copy for *_, copy in private])
+        total_short = sum([int(counts.sum()) for which, counts in shortfalls if len(which)])
+        total_short += sum([copy for *_, copy in private])
         if total_short > len(state.pool.free_queue) - reserved_blocks:
             return False
 
@@ -279,13 +280,15 @@ class KVCacheAllocator(LedgerWriter):
     ) -> None:
         """Carry out an append whose blocks are known to be there; `blocks` gives their ids where order matters."""
         due_rows: list[int] = []
-        due_known: list[int] = []
+        asked: list[tuple[AskedKeys, ...]] = []
         if self.config.enable_caching:
             known = end - num_draft_tokens
             due = self._registrar.due(rows, known, first if may_roll_back else None)
             if len(due):
-                due_rows, due_known = rows[due].tolist(), known[due].tolist()
-                self._registrar.ask_for_keys_of_batch(due_rows, first[due].tolist(), due_known, self._request_in_row)
+                due_rows = rows[due].tolist()
+                asked = self._registrar.ask_for_keys_of_batch(
+                    due_rows, first[due].tolist(), known[due].tolist(), self._request_in_row
+                )
         events: list[Event] = []
         if may_roll_back:
             for row, position in self._copies.rollbacks(rows, first):
@@ -294,7 +297,7 @@ class KVCacheAllocator(LedgerWriter):
             events.append(self._emit(self._copies.event(group, row, index, copy)))
         events += [self._emit(event) for event in self._taking.events_for_batch(rows, shortfalls, blocks)]
         if due_rows:
-            self._register(due_rows, due_known, events)
+            self._register(due_rows, asked, events)
         counts = end - first
         events.append(self._emit(TokensPlaced(_own(rows), _own(first), frozen_column(counts))))
         self._commit(events)
@@ -505,9 +508,9 @@ class KVCacheAllocator(LedgerWriter):
         self._request_in_row[row] = request
         return row
 
-    def _register(self, rows: Sequence[int], known_tokens: Sequence[int], events: list[Event]) -> None:
+    def _register(self, rows: Sequence[int], asked: Sequence[tuple[AskedKeys, ...]], events: list[Event]) -> None:
         for group in range(len(self.config.groups)):
-            event = self._registrar.decide(group, rows, known_tokens, self._request_in_row)
+            event = self._registrar.decide(group, rows, asked, self._request_in_row)
             if event is not None:
                 events.append(self._emit(event))
                 if self.config.orphans == "drop":

@@ -92,7 +92,7 @@ class LedgerState:
         }
 
     def apply(self, event: E) -> E:
-        """Change the state by one event and hand it back. Trusts it: it was decided here, or a verified log holds it."""
+        """Change the state by one event; hands it back. Trusts it: it was decided here, or a verified log holds it."""
         self._handlers[type(event)](event)
         return event
 
@@ -176,7 +176,7 @@ class LedgerState:
             return
         rows, firsts = np.asarray(event.rows), np.asarray(event.first_positions)
         careful = self.guarded and not self.guarded.isdisjoint(as_ints(event.rows))
-        if careful or (firsts < self.num_placed[rows]).any():
+        if careful or np.count_nonzero(firsts < self.num_placed[rows]):
             for row, first, count in zip(
                 as_ints(event.rows), as_ints(event.first_positions), as_ints(event.counts), strict=True
             ):

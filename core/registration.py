@@ -1,6 +1,7 @@
 """Which complete blocks become findable: rule 21 of golden/ops."""
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,9 @@ from .prefix_match import PrefixMatcher
 from .types import Request
 
 _NONE: NDArray[np.intp] = np.empty(0, dtype=np.intp)
+# The keys of a row's blocks from a logical index on: what is due, and the key before it, if there is one.
+AskedKeys: TypeAlias = tuple[int, Sequence[Key]]
+_NO_KEYS: AskedKeys = (0, ())
 
 
 class Registrar:
@@ -46,14 +50,25 @@ class Registrar:
 
     def ask_for_keys(
         self, request: Request, row: int | None, hits: Sequence[Sequence[int]] | None, total: int, known_tokens: int
-    ) -> None:
-        """Ask the key source for what `decide` will need, so that one which fails does so before any event."""
+    ) -> tuple[AskedKeys, ...]:
+        """For each group the keys that `decide` will need; a source that fails, fails here, before any event."""
+        sure = self._sure(known_tokens)
+        asked: list[AskedKeys] = []
         for group, kind in enumerate(self._config.groups):
-            considered = 0 if row is None else self._state.considered[group][row]
-            start = min(max(considered, 0), total // kind.block_size) if hits is None else len(hits[group])
-            stop = self._sure(known_tokens) // kind.block_size
+            size = kind.block_size
+            if hits is None:
+                start = 0 if row is None else max(self._state.considered[group][row], 0)
+                if start * size > total:
+                    start = total // size
+            else:
+                start = len(hits[group])
+            stop = sure // size
             if stop > start:
-                self._matcher.block_keys(request, kind, start - (start > 0), stop)
+                first = start - (start > 0)
+                asked.append((first, self._matcher.block_keys(request, kind, first, stop)))
+            else:
+                asked.append(_NO_KEYS)
+        return tuple(asked)
 
     def ask_for_keys_of_batch(
         self,
@@ -61,12 +76,14 @@ class Registrar:
         first_positions: Sequence[int],
         known_tokens: Sequence[int],
         requests: Sequence[Request | None],
-    ) -> None:
+    ) -> list[tuple[AskedKeys, ...]]:
         """`ask_for_keys` for rows that are `due` and go on at `first_positions`."""
+        nothing = (_NO_KEYS,) * len(self._config.groups)
+        asked: list[tuple[AskedKeys, ...]] = []
         for row, first, known in zip(rows, first_positions, known_tokens, strict=True):
             request = requests[row]
-            if request is not None:
-                self.ask_for_keys(request, row, None, first, known)
+            asked.append(nothing if request is None else self.ask_for_keys(request, row, None, first, known))
+        return asked
 
     def _sure(self, known_tokens: int) -> int:
         return known_tokens // self._config.scheduler_block_size * self._config.scheduler_block_size
@@ -75,10 +92,10 @@ class Registrar:
         self,
         group: int,
         rows: Sequence[int],
-        known_tokens: Sequence[int],
+        asked: Sequence[tuple[AskedKeys, ...]],
         requests: Sequence[Request | None],
     ) -> BlocksCached | None:
-        """What becomes findable in one group, for rows whose first `known_tokens` tokens are known.
+        """What becomes findable in one group, for rows whose keys were `asked` for.
 
         `requests` is by row: whose tokens they are.
         """
@@ -86,6 +103,10 @@ class Registrar:
         # Where every complete block is worth a key and none can be out of reach, whole ranges register at once.
         whole = kind.needs_whole_prefix and self._config.orphans == "keep"
         shared = len(rows) > 1
+        if whole and shared:
+            event = self._one_block_each(group, rows, asked)
+            if event is not None:
+                return event
         table = self._state.tables[group]
         considered = self._state.considered[group]
         columns: tuple[list[int], ...] = ([], [], [], [])
@@ -95,18 +116,13 @@ class Registrar:
         seen: set[int] = set()
         keys: list[Key] = []
         parents: list[Key | None] = []
-        for row, known in zip(rows, known_tokens, strict=True):
+        for row, ranges in zip(rows, asked, strict=True):
+            offset, range_keys = ranges[group]
             request = requests[row]
             start = max(considered[row], 0)
-            stop = self._sure(known) // kind.block_size
+            stop = offset + len(range_keys)  # a source may withhold keys: those blocks are never found
             if stop <= start or request is None:
                 continue
-            before = start > 0
-            range_keys = self._matcher.block_keys(request, kind, start - before, stop)
-            stop = start - before + len(range_keys)  # a source may withhold keys: those blocks are never found
-            if stop <= start:
-                continue
-            offset = start - before
             held = table.blocks(row, start, stop)
             first_new = self._num_registered(held, seen)
             if first_new:
@@ -144,12 +160,47 @@ class Registrar:
             tuple(parents),
         )
 
+    def _one_block_each(
+        self, group: int, rows: Sequence[int], asked: Sequence[tuple[AskedKeys, ...]]
+    ) -> BlocksCached | None:
+        """What `decide` says of a decode step, where every row has filled one block that nobody else registered.
+
+        None where that is not so.
+        """
+        considered = self._state.considered[group]
+        starts: list[int] = []
+        keys: list[Key] = []
+        parents: list[Key | None] = []
+        for row, ranges in zip(rows, asked, strict=True):
+            offset, range_keys = ranges[group]
+            start = considered[row]
+            if start > 0 and start == offset + 1 and len(range_keys) == 2:
+                parents.append(range_keys[0])
+            elif start <= 0 and len(range_keys) == 1:
+                start = 0
+                parents.append(None)
+            else:
+                return None
+            starts.append(start)
+            keys.append(range_keys[-1])
+        blocks: list[int] = self._state.tables[group].table[rows, starts].tolist()
+        if self._state.pool.keys_of(blocks) or 0 in blocks or len(set(blocks)) < len(blocks):
+            return None
+        indices = tuple(starts)
+        stops = tuple([start + 1 for start in starts])
+        ones = (1,) * len(starts)
+        return BlocksCached(
+            group, tuple(rows), indices, stops, ones, indices, tuple(blocks), tuple(keys), tuple(parents)
+        )
+
     def _num_registered(self, held: Sequence[int], seen: set[int]) -> int:
         """How many blocks at the start were registered by the other side of a fork: those behind them follow on these,
         not on what the row itself registered last.
         """
         count = 0
-        while count < len(held) and held[count] and self._is_registered(held[count], seen):
+        for block in held:
+            if not block or not self._is_registered(block, seen):
+                break
             count += 1
         return count
 
