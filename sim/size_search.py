@@ -162,7 +162,7 @@ class SizeStudy:
                 ),
             )
             if found.answer is None:
-                row["reason"] = _why_none(found, most, self._name)
+                row["reason"] = _why_none(found, most, self._name, is_bounded=most < question.max_replicas)
                 return
             answers.append(found.answer if self._name == "rate_scale" else int(found.answer))
         row[self._name] = min(answers) if self._name == "rate_scale" else max(answers)
@@ -251,11 +251,12 @@ def _not_run(found: SearchResult) -> list[int]:
     return [number for number in range(1, int(found.answer)) if number not in tried]
 
 
-def _why_none(found: SearchResult, most: int, name: str) -> str:
+def _why_none(found: SearchResult, most: int, name: str, *, is_bounded: bool) -> str:
     if name == "rate_scale":
         slowest = found.trials[0]
         return f"not even at {slowest.value:g} times the rate: it gave{misses(slowest.verdict.figures)}"
-    return f"more than {most:,} replicas: {most:,} gave{misses(found.trials[-1].verdict.figures)}"
+    as_many = ", which are as many GPUs as the best shape needs" if is_bounded else ""
+    return f"more than {most:,} replicas{as_many}: {most:,} gave{misses(found.trials[-1].verdict.figures)}"
 
 
 def _between(found: SearchResult, name: str) -> str:

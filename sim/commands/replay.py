@@ -1,5 +1,6 @@
 """`kvledger replay`: what happens to a trace on given hardware."""
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -242,7 +243,8 @@ def replay(
     if log is None and log_flush is not None:
         raise InputError(f"--log-flush {log_flush} has no effect without --log; leave it out")
     recorder = None if log is None else start_log(log, log_flush or "50ms", options, source)
-    bar, task = progress("Replaying", total=None if limit is None else limit * n)
+    # On a terminal the requests are counted first, for an estimate of the time left.
+    bar, task = progress("Replaying", total=sum(1 for _ in source) if sys.stderr.isatty() else None)
     with ExitStack() as opened:
         for part in (exports, bar, *([] if recorder is None else [recorder])):
             opened.enter_context(part)
