@@ -41,4 +41,11 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    try:
+        return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "triton"):
+            raise
+        raise ModuleNotFoundError(
+            f"{name} needs {error.name}, which is not installed: pip install 'kvledger[cuda]'", name=error.name
+        ) from error

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.interpreter_repairs import use_interpreter_without_gpu
 from tests.kernels.kernel_sets import KERNEL_SETS, kernel_set
 
 
 def pytest_configure() -> None:
     """Choose Triton's mode while tests are collected: one that runs earlier may import triton, which fixes it."""
     if find_spec("torch") is not None and find_spec("triton") is not None:
+        from tests.kernels.interpreter_repairs import use_interpreter_without_gpu
+
         use_interpreter_without_gpu()
 
 

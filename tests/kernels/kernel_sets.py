@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.interpreter_repairs import use_interpreter_without_gpu
-
 KERNEL_SETS = ("torch", "triton")
 
 
@@ -39,5 +37,7 @@ def _kernel_set(name: str) -> Any:
 
     if name == "torch":
         return kernels.TorchKernels()
+    from tests.kernels.interpreter_repairs import use_interpreter_without_gpu
+
     use_interpreter_without_gpu()
     return kernels.TritonKernels()

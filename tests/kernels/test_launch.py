@@ -74,6 +74,15 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = kernels.CudaKernels
 
 
+@pytest.mark.parametrize(("package", "name"), [("torch", "TorchKernels"), ("triton", "TritonKernels")])
+def test_what_needs_a_missing_package_says_how_to_get_it(package: str, name: str) -> None:
+    program = (
+        f"import sys, kvledger.kernels as k\nsys.modules['{package}'] = None\n"
+        f"try: k.{name}\nexcept ModuleNotFoundError as e: print(e)"
+    )
+    assert printed(program) == f"{name} needs {package}, which is not installed: pip install 'kvledger[cuda]'"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_and_without_the_interpreter_the_way_out_is_named() -> None:
     if find_spec("triton") is None:
