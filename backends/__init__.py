@@ -7,14 +7,14 @@ from ..core.types import Backend
 from .sim_backend import ContextRank, SimBackend
 
 if TYPE_CHECKING:
-    from .cache_layout import CacheArrangement
+    from .cache_arrangement import CacheArrangement
     from .cuda_backend import CudaBackend
     from .layer_access import KVScales
 
 __all__ = ["Backend", "CacheArrangement", "ContextRank", "CudaBackend", "KVScales", "SimBackend"]
 
 # What needs torch, which is imported when one of these is asked for, not before.
-_NEEDS_TORCH = {"CacheArrangement": "cache_layout", "CudaBackend": "cuda_backend", "KVScales": "layer_access"}
+_NEEDS_TORCH = {"CacheArrangement": "cache_arrangement", "CudaBackend": "cuda_backend", "KVScales": "layer_access"}
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,6 @@ the attention kernel's business: its `CacheArrangement`. Everything here is view
 dtype cannot express is an error.
 """
 
-import enum
 import math
 from collections.abc import Sequence
 
@@ -14,41 +13,15 @@ import torch
 
 from ..core.errors import InputError
 from ..core.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheTensor
-from ..core.kv_cache_layout import layer_shape_bytes, layout_strides_bytes
+from ..core.kv_cache_layout import layer_shape_bytes
 from ..core.kv_cache_spec import AttentionSpec, KVCacheSpec
 from ..core.latent_and_state_spec import CompressedStateSpec, MambaLikeSpec, MLASpec, OpaqueSpec
+from .cache_arrangement import CacheArrangement
+from .cache_place import LayerPlace
 from .torch_dtypes import torch_dtype
 
 # The `x` of a classic key cache `[num_blocks, num_heads, head_size / x, block_size, x]`, in bytes.
 CLASSIC_VECTOR_BYTES = 16
-
-
-class CacheArrangement(enum.Enum):
-    """How keys and values of an attention layer are arranged; a latent or a state has one vector and needs none.
-
-    PACKED: K and V of a token side by side, `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, in the physical
-    order of the plan's layout. FLASH: all keys, then all values, `[2, num_blocks, block_size, num_kv_heads,
-    head_size]`. INTERLEAVED: keys, then values of each block, `[num_blocks, 2, ...]`. NHD and HND say whether tokens or
-    heads are the outer axis inside a block. CLASSIC: keys `[num_blocks, num_kv_heads, head_size / x, block_size, x]`
-    with 16 bytes a vector of x, values `[num_blocks, num_kv_heads, head_size, block_size]`.
-    """
-
-    PACKED = "packed"
-    FLASH_NHD = "flash_nhd"
-    FLASH_HND = "flash_hnd"
-    INTERLEAVED_NHD = "interleaved_nhd"
-    INTERLEAVED_HND = "interleaved_hnd"
-    CLASSIC = "classic"
-
-    @property
-    def splits_layer(self) -> bool:
-        """All keys of a layer lie before all its values, so a block of it is two runs of bytes."""
-        return self in (CacheArrangement.FLASH_NHD, CacheArrangement.FLASH_HND, CacheArrangement.CLASSIC)
-
-    @property
-    def is_heads_first(self) -> bool:
-        """Heads are the outer axis inside a block (HND)."""
-        return self in (CacheArrangement.FLASH_HND, CacheArrangement.INTERLEAVED_HND)
 
 
 @attrs.frozen(eq=False)
@@ -90,89 +63,6 @@ class LayerCache:
     def is_latent(self) -> bool:
         """One vector a token serves all heads (MLA)."""
         return self.key is not None and self.value is None
-
-
-@attrs.frozen(eq=False)
-class _Place:
-    """Where the layers of one tensor lie, in kernel blocks, and the buffer that they lie in."""
-
-    raw: torch.Tensor
-    config: KVCacheConfig
-    tensor: KVCacheTensor
-    spec: KVCacheSpec
-    arrangement: CacheArrangement
-    kernel_block_size: int
-    splits: int
-
-    @property
-    def num_blocks(self) -> int:
-        """Kernel blocks of the pool."""
-        return self.config.num_blocks * self.splits
-
-    @property
-    def block_stride_bytes(self) -> int:
-        """Bytes from one kernel block of a layer to the next."""
-        return self._exact(self.tensor.block_stride_bytes, self.splits, "block stride")
-
-    def offset_bytes(self, index: int) -> int:
-        """Where layer `index` of the tensor starts.
-
-        Where the block is the outermost axis, a kernel block holds its part of every layer, so layers move closer
-        together by as much as blocks get smaller.
-        """
-        start_bytes = self.tensor.offset_bytes + index * self.tensor.layer_stride_bytes
-        if self.config.layout.is_block_outermost:
-            return self._exact(start_bytes, self.splits, "offset")
-        return start_bytes
-
-    def byte_strides(self) -> tuple[int, int, int, int, int]:
-        """Strides of `[L, B, H, N, C]` in bytes."""
-        layer_stride = self.tensor.layer_stride_bytes
-        if self.config.layout.is_block_outermost:
-            layer_stride = self._exact(layer_stride, self.splits, "layer stride")
-        return layout_strides_bytes(
-            self.spec,
-            self.config.num_blocks,
-            len(self.tensor.layers),
-            self.config.layout,
-            None if self.kernel_block_size == self.spec.block_size else self.kernel_block_size,
-            (layer_stride, self.block_stride_bytes, None, None, None),
-        )
-
-    def strided(
-        self, shape: Sequence[int], strides_bytes: Sequence[int], offset_bytes: int, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """A typed view of the buffer.
-
-        Raises:
-            InputError: the dtype cannot express a stride, or the view leaves the buffer.
-        """
-        itemsize = dtype.itemsize
-        where = f"layers {', '.join(self.tensor.layers)} ({self.arrangement.value}, layout {self.config.layout.name})"
-        if offset_bytes % itemsize or any(stride % itemsize for stride in strides_bytes):
-            raise InputError(
-                f"{where}: offset {offset_bytes:,} and strides {tuple(strides_bytes)} bytes are no whole numbers of "
-                f"{dtype} ({itemsize} bytes); pad pages so that each array begins at a multiple of {itemsize} bytes"
-            )
-        end_bytes = offset_bytes + itemsize
-        end_bytes += sum((size - 1) * stride for size, stride in zip(shape, strides_bytes, strict=True))
-        if offset_bytes < 0 or end_bytes > self.raw.numel():
-            raise InputError(
-                f"{where}: the cache ends at byte {end_bytes:,} of a buffer of {self.raw.numel():,}; the tensor's "
-                f"strides and offset do not belong to {self.config.num_blocks} blocks"
-            )
-        whole = self.raw[: self.raw.numel() // itemsize * itemsize].view(dtype)
-        strides = [stride // itemsize for stride in strides_bytes]
-        return whole.as_strided(list(shape), strides, whole.storage_offset() + offset_bytes // itemsize)
-
-    def _exact(self, num_bytes: int, divisor: int, what: str) -> int:
-        if num_bytes % divisor:
-            raise InputError(
-                f"layers {', '.join(self.tensor.layers)}: a {what} of {num_bytes:,} bytes does not split into "
-                f"{divisor} kernel blocks of {self.kernel_block_size} tokens; use a kernel block size of "
-                f"{self.spec.block_size}"
-            )
-        return num_bytes // divisor
 
 
 def layer_caches(
@@ -219,7 +109,7 @@ def layer_caches(
                 )
             used = arrangement if isinstance(spec, AttentionSpec) else CacheArrangement.PACKED
             splits = spec.block_size // kernel_block_size
-            place = _Place(raw, config, tensor, spec, used, kernel_block_size, splits)
+            place = LayerPlace(raw, config, tensor, spec, used, kernel_block_size, splits)
             place.byte_strides()  # refuses padded pages that kernels would split
             caches += [_layer_cache(place, index, number) for index in range(len(tensor.layers))]
     return caches
@@ -289,7 +179,7 @@ def _check_arrangement(config: KVCacheConfig, arrangement: CacheArrangement) -> 
         )
 
 
-def _layer_cache(place: _Place, index: int, group: int) -> LayerCache:
+def _layer_cache(place: LayerPlace, index: int, group: int) -> LayerCache:
     spec, arrangement = place.spec, place.arrangement
     key: torch.Tensor | None = None
     value: torch.Tensor | None = None
@@ -319,7 +209,7 @@ def _layer_cache(place: _Place, index: int, group: int) -> LayerCache:
 
 
 def _attention_views(
-    place: _Place, index: int, spec: AttentionSpec
+    place: LayerPlace, index: int, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     if place.arrangement is CacheArrangement.PACKED:
         return _packed(place, index, spec)
@@ -328,7 +218,9 @@ def _attention_views(
     return _two_part(place, index, spec)
 
 
-def _packed(place: _Place, index: int, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _packed(
+    place: LayerPlace, index: int, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     dtype = torch_dtype(spec.dtype)
     _, block, head, token, _ = place.byte_strides()
     shape = (place.num_blocks, spec.num_kv_heads, place.kernel_block_size, _cell_elements(spec, dtype))
@@ -344,7 +236,9 @@ def _cell_elements(spec: AttentionSpec | MLASpec | CompressedStateSpec, dtype: t
     return spec.state_content_bytes // dtype.itemsize
 
 
-def _two_part(place: _Place, index: int, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _two_part(
+    place: LayerPlace, index: int, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Flash and interleaved caches: K and V apart, each `[num_blocks, block_size, num_kv_heads, head_size]`."""
     dtype = torch_dtype(spec.dtype)
     cell_bytes = spec.state_content_bytes // 2
@@ -365,7 +259,9 @@ def _two_part(place: _Place, index: int, spec: AttentionSpec) -> tuple[torch.Ten
     return (parts if place.arrangement.splits_layer else parts.transpose(0, 1)), key, value
 
 
-def _classic(place: _Place, index: int, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _classic(
+    place: LayerPlace, index: int, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     dtype = torch_dtype(spec.dtype)
     vector = CLASSIC_VECTOR_BYTES // dtype.itemsize
     heads, tokens, blocks, head_size = spec.num_kv_heads, place.kernel_block_size, place.num_blocks, spec.head_size
@@ -390,7 +286,7 @@ def _classic(place: _Place, index: int, spec: AttentionSpec) -> tuple[torch.Tens
     )
 
 
-def _latent(place: _Place, index: int, spec: MLASpec | CompressedStateSpec | OpaqueSpec) -> torch.Tensor:
+def _latent(place: LayerPlace, index: int, spec: MLASpec | CompressedStateSpec | OpaqueSpec) -> torch.Tensor:
     """`[num_blocks, states per block, elements of a state]`; bytes for an opaque format."""
     dtype = torch.uint8 if isinstance(spec, OpaqueSpec) else torch_dtype(spec.dtype)
     _, block, _, state, _ = place.byte_strides()
@@ -402,7 +298,7 @@ def _latent(place: _Place, index: int, spec: MLASpec | CompressedStateSpec | Opa
     return place.strided(shape, (block, state, dtype.itemsize), place.offset_bytes(index), dtype)
 
 
-def _states(place: _Place, index: int, spec: MambaLikeSpec) -> tuple[torch.Tensor, ...]:
+def _states(place: LayerPlace, index: int, spec: MambaLikeSpec) -> tuple[torch.Tensor, ...]:
     """Each array of the state, one after the other in the page: `[num_blocks, *shape]`."""
     offset_bytes = place.offset_bytes(index)
     views: list[torch.Tensor] = []
@@ -415,14 +311,14 @@ def _states(place: _Place, index: int, spec: MambaLikeSpec) -> tuple[torch.Tenso
     return tuple(views)
 
 
-def _page_bytes(place: _Place, index: int) -> torch.Tensor:
+def _page_bytes(place: LayerPlace, index: int) -> torch.Tensor:
     """int8 `[num_blocks, page_size_bytes]`, in blocks of the block table, for a page that is one run of bytes."""
     start_bytes = place.tensor.offset_bytes + index * place.tensor.layer_stride_bytes
     shape = (place.config.num_blocks, place.spec.page_size_bytes)
     return place.strided(shape, (place.tensor.block_stride_bytes, 1), start_bytes, torch.int8)
 
 
-def _pages(place: _Place, index: int) -> tuple[torch.Tensor, ...]:
+def _pages(place: LayerPlace, index: int) -> tuple[torch.Tensor, ...]:
     """int8 views, block first, that hold the layer's pages between them, padding included where there is any.
 
     Blocks of the block table, not of the kernel: a copy on write copies those.
@@ -437,7 +333,7 @@ def _pages(place: _Place, index: int) -> tuple[torch.Tensor, ...]:
     return (_torn_page_bytes(place, index),)
 
 
-def _torn_page_bytes(place: _Place, index: int) -> torch.Tensor:
+def _torn_page_bytes(place: LayerPlace, index: int) -> torch.Tensor:
     """A page in several runs: int8 `[num_blocks, kernel blocks of a block, heads, run_bytes]`."""
     _, block, head, token, _ = place.byte_strides()
     if place.config.layout.is_block_compact:

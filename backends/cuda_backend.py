@@ -8,7 +8,7 @@ backend.write_kv("layers.0", key, value)                    # what each layer of
 result = backend.collect()
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -16,30 +16,22 @@ import numpy as np
 import torch
 
 from ..core.errors import InputError, MisuseError
-from ..core.events import (
-    BlockCopied,
-    BlocksAllocated,
-    BlocksFreed,
-    BlocksShared,
-    Commit,
-    FreeReason,
-    PoolCreated,
-    PrefixAdopted,
-)
+from ..core.events import Commit, PoolCreated
 from ..core.kv_cache_config import KVCacheConfig, needs_zeroing
 from ..core.kv_cache_layout import block_table_width
 from ..core.types import ScheduledStep, StepResult, TokenBatch
 from ..kernels.copy_blocks import BlockRegions
 from ..kernels.kernel_set import Kernels
 from ..kernels.slot_mapping import PADDING_SLOT, SlotTables
-from .cache_layout import CacheArrangement, LayerCache, bind_layers, layer_caches
-from .device_tables import DeviceTables, as_int64
+from .cache_arrangement import CacheArrangement
+from .cache_layout import LayerCache, bind_layers, layer_caches
+from .device_tables import DeviceTables
 from .flashinfer_tables import FlashInferTables, flashinfer_tables
 from .layer_access import KVScales, LayerAccess
 from .sim_backend import ContextRank
 from .step_runner import FinishStep, StepOutputs, StepRunner, StepTimer
 from .step_staging import BatchInputs
-from .table_mirror import NULL_BLOCK
+from .table_events import TableEvents
 from .torch_device import default_kernels, torch_device
 
 
@@ -48,6 +40,7 @@ class _Pool:
     """What exists once the pool is known."""
 
     tables: DeviceTables
+    events: TableEvents
     slot_tables: SlotTables
     slots: torch.Tensor
     block_sizes: tuple[int, ...]
@@ -117,18 +110,9 @@ class CudaBackend:
         self._caches: list[LayerCache] = []
         self._layers: dict[str, LayerCache] = {}
         self._known_pool: _Pool | None = None
-        self._clears_taken_blocks = False
         self._next_sequence = 0
         self._mapped_batch: TokenBatch | None = None
         self._in_flight: tuple[FinishStep, StepTimer] | None = None
-        self._handlers: dict[type, Callable[[Any], None]] = {
-            PoolCreated: self._create_tables,
-            PrefixAdopted: self._adopt,
-            BlocksAllocated: self._extend,
-            BlocksShared: self._share,
-            BlockCopied: self._copy,
-            BlocksFreed: self._give_back,
-        }
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -148,8 +132,6 @@ class CudaBackend:
         self._access.add(caches)
         self._raw, self._caches, self._config = raw, caches, config
         self._layers = {cache.name: cache for cache in caches}
-        # Nobody writes the null block, so it stays as it is now: copying it clears another one.
-        self._clears_taken_blocks = needs_zeroing(config.groups)
 
     @property
     def raw(self) -> torch.Tensor:
@@ -188,9 +170,10 @@ class CudaBackend:
                 f"commit {commit.sequence} came where {self._next_sequence} is next; commits come in order"
             )
         for event in commit.events:
-            handler = self._handlers.get(type(event))
-            if handler is not None:
-                handler(event)
+            if isinstance(event, PoolCreated):
+                self._create_tables(event)
+            else:
+                self._pool.events.apply(event)
         self._next_sequence += 1
 
     def _create_tables(self, event: PoolCreated) -> None:
@@ -219,7 +202,8 @@ class CudaBackend:
         )
         shape = (len(event.groups), self._max_num_batched_tokens)
         slots = torch.full(shape, PADDING_SLOT, dtype=torch.int64, device=self.device)
-        self._known_pool = _Pool(tables, slot_tables, slots, block_sizes, holds_tokens)
+        events = TableEvents(tables, needs_zeroing(config.groups))
+        self._known_pool = _Pool(tables, events, slot_tables, slots, block_sizes, holds_tokens)
         if self.device.type == "cuda":  # on a CPU nothing is compiled
             self.warm_up()
 
@@ -240,44 +224,6 @@ class CudaBackend:
                     f"blocks of {kind.block_size} tokens do not divide into stripes of "
                     f"{self.context.interleave_tokens} on {self.context.size} ranks; use a multiple of {stripes}"
                 )
-
-    def _adopt(self, event: PrefixAdopted) -> None:
-        self._pool.tables.mirrors[event.group].append(event.row, np.asarray(event.blocks, dtype=np.int32))
-
-    def _share(self, event: BlocksShared) -> None:
-        self._pool.tables.mirrors[event.group].append(event.child_row, np.asarray(event.blocks, dtype=np.int32))
-
-    def _extend(self, event: BlocksAllocated) -> None:
-        mirror = self._pool.tables.mirrors[event.group]
-        rows, counts = as_int64(event.rows), as_int64(event.counts)
-        blocks = np.asarray(event.blocks, dtype=np.int32)
-        if self._clears_taken_blocks:
-            for block in blocks.tolist():
-                self._pool.tables.copies.add(event.group, NULL_BLOCK, block)
-        if (counts == 1).all():
-            mirror.append_one_each(rows, blocks)
-            return
-        ends = np.cumsum(counts)
-        for row, begin, end in zip(rows.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
-            mirror.append(row, blocks[begin:end])
-
-    def _copy(self, event: BlockCopied) -> None:
-        self._pool.tables.mirrors[event.group].put(event.row, [event.index], event.target)
-        self._pool.tables.copies.add(event.group, event.source, event.target)
-
-    def _give_back(self, event: BlocksFreed) -> None:
-        begin = 0
-        segments = zip(as_int64(event.groups).tolist(), as_int64(event.rows).tolist(), event.counts, strict=True)
-        for group, row, count in segments:
-            mirror = self._pool.tables.mirrors[group]
-            columns = event.indices[begin : begin + count]
-            if event.reason is FreeReason.OUT_OF_WINDOW:
-                mirror.put(row, [int(column) for column in columns], NULL_BLOCK)
-            elif event.reason is FreeReason.TRUNCATED:
-                mirror.cut(row, int(min(columns)))
-            else:
-                mirror.cut(row, 0)
-            begin += int(count)
 
     # -- slots -------------------------------------------------------------------------------------------------------
 

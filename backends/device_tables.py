@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import attrs
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -128,8 +127,3 @@ class DeviceTables:
                 yield _Piece(group, False, (changes.indices, changes.blocks))
         for round_ in self.copies.take():
             yield _Piece(round_.group, True, (round_.sources, round_.targets))
-
-
-def as_int64(column: Any) -> NDArray[np.int64]:
-    """An event's column as an int64 array."""
-    return np.asarray(column, dtype=np.int64)

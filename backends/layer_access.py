@@ -13,7 +13,8 @@ from ..core.kv_cache_spec import AttentionSpec
 from ..core.latent_and_state_spec import MLASpec
 from ..kernels.kernel_set import Kernels
 from ..kernels.scales import kv_scale
-from .cache_layout import CacheArrangement, LayerCache
+from .cache_arrangement import CacheArrangement
+from .cache_layout import LayerCache
 from .step_staging import BatchInputs
 
 QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)

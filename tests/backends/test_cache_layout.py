@@ -8,7 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="cache views need torch")
 
-from kvledger.backends.cache_layout import CacheArrangement, LayerCache, bind_layers, layer_caches  # noqa: E402
+from kvledger.backends.cache_arrangement import CacheArrangement  # noqa: E402
+from kvledger.backends.cache_layout import LayerCache, bind_layers, layer_caches  # noqa: E402
 from kvledger.core.cache_dtype import ScaleStorage  # noqa: E402
 from kvledger.core.errors import InputError  # noqa: E402
 from kvledger.core.kv_cache_config import KVCacheConfig, KVCacheGroup  # noqa: E402

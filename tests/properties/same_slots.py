@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 import torch
 from kvledger.backends import SimBackend
-from kvledger.backends.cache_layout import CacheArrangement
+from kvledger.backends.cache_arrangement import CacheArrangement
 from kvledger.backends.cuda_backend import CudaBackend
 from kvledger.backends.sim_backend import ContextRank
 from kvledger.core import Commit, TokenBatch

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="real memory needs torch")
 
 from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from kvledger.backends.cache_layout import CacheArrangement  # noqa: E402
+from kvledger.backends.cache_arrangement import CacheArrangement  # noqa: E402
 from kvledger.backends.cuda_backend import CudaBackend  # noqa: E402
 from kvledger.backends.sim_backend import ContextRank  # noqa: E402
 from kvledger.core.kv_cache_layout import KVCacheLayout  # noqa: E402

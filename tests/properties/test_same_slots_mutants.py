@@ -12,8 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="real memory needs torch")
 
-from kvledger.backends import cache_layout, cuda_backend  # noqa: E402
-from kvledger.backends.cache_layout import CacheArrangement  # noqa: E402
+from kvledger.backends import cache_place, cuda_backend  # noqa: E402
+from kvledger.backends.cache_arrangement import CacheArrangement  # noqa: E402
 from kvledger.backends.device_tables import DeviceTables  # noqa: E402
 from kvledger.backends.step_staging import StepStaging  # noqa: E402
 from kvledger.backends.table_mirror import TableChanges, TableMirror  # noqa: E402
@@ -220,20 +220,20 @@ def keys_and_values_change_places(patch: Patch) -> None:
 
 @fault
 def two_layers_change_places(patch: Patch) -> None:
-    offset = cache_layout._Place.offset_bytes
+    offset = cache_place.LayerPlace.offset_bytes
     patch.setattr(
-        cache_layout._Place, "offset_bytes", lambda self, index: offset(self, len(self.tensor.layers) - 1 - index)
+        cache_place.LayerPlace, "offset_bytes", lambda self, index: offset(self, len(self.tensor.layers) - 1 - index)
     )
 
 
 @fault
 def a_prefix_hit_is_not_mirrored(patch: Patch) -> None:
-    patch.setattr(cuda_backend.CudaBackend, "_adopt", lambda self, event: None)
+    patch.setattr(cuda_backend.TableEvents, "_adopt", lambda self, event: None)
 
 
 @fault
 def a_child_gets_no_table(patch: Patch) -> None:
-    patch.setattr(cuda_backend.CudaBackend, "_share", lambda self, event: None)
+    patch.setattr(cuda_backend.TableEvents, "_share", lambda self, event: None)
 
 
 def histories() -> Iterator[Callable[[], None]]:
