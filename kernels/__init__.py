@@ -44,8 +44,9 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(f".{_MODULES[name]}", __name__), name)
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "triton"):
+        package = (error.name or "").partition(".")[0]
+        if package not in ("torch", "triton"):
             raise
         raise ModuleNotFoundError(
-            f"{name} needs {error.name}, which is not installed: pip install 'kvledger[cuda]'", name=error.name
+            f"{name} needs {package}, which is not installed: pip install 'kvledger[cuda]'", name=package
         ) from error
