@@ -10,6 +10,9 @@ from torch import Tensor
 from .checks import MAX_LISTED, check, check_vector, describe
 from .reshape_and_cache import WORDS
 
+# What one axis of a grid holds.
+MAX_REGIONS = 65_535
+
 
 @attrs.frozen
 class Region:
@@ -71,6 +74,11 @@ class BlockRegions:
                 given.setdefault(region.pointer, region.tensor) == region.tensor,
                 f"caches {given[region.pointer]} and {region.tensor} share an address: pass shared memory once",
             )
+        check(
+            len(regions) <= MAX_REGIONS,
+            f"{len(caches)} caches have {len(regions)} dense runs of bytes a block, and one launch takes "
+            f"{MAX_REGIONS}; pass whole blocks (keys and values together) where they are dense",
+        )
         word_bytes = math.gcd(16, *(n for r in regions for n in (r.pointer, r.block_stride_bytes, r.num_bytes)))
         described = [(r.pointer, r.block_stride_bytes, r.num_bytes) for r in regions]
         descriptors = torch.tensor(described, dtype=torch.int64, device=device)

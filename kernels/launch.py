@@ -10,6 +10,8 @@ from torch import Tensor
 MAX_ACCESS_BYTES = 16
 MAX_WARPS = 8
 WARP_SIZE = 32
+# CUDA's limit of a grid's second and third axis.
+MAX_GRID = 65_535
 
 
 def next_power_of_2(number: int) -> int:
@@ -39,6 +41,11 @@ def num_warps_for(num_elements: int, narrower_item_bytes: int, warp_size: int = 
     """
     per_warp = warp_size * (MAX_ACCESS_BYTES // narrower_item_bytes)
     return min(max(num_elements // per_warp, 1), MAX_WARPS)
+
+
+def num_lanes_for(num_items: int, items_per_lane: int) -> int:
+    """Lanes that share some work in turns: as many as it fills, within what a grid allows."""
+    return min(max(-(-num_items // items_per_lane), 1), MAX_GRID)
 
 
 @attrs.define(eq=False)

@@ -15,7 +15,7 @@ from .concat_and_cache_mla import check_mla_cache, check_mla_write
 from .copy_blocks import BlockRegions, check_copy
 from .fp8 import numbers_of
 from .gather_cache import BlockTableRows, check_gather, check_read_scales, check_table
-from .launch import Launch, LaunchCache, memory_key, rows_key
+from .launch import Launch, LaunchCache, memory_key, num_lanes_for, rows_key
 from .paged_attention import check_attention
 from .reshape_and_cache import CachePair, check_write, classic_pair, flash_pair
 from .slot_mapping import SlotTables, check_batch, check_batch_content
@@ -64,8 +64,8 @@ class TritonKernels:
         launch = self._launches.get(
             ("slot_mapping", *context, *memory_key(slot_mapping)), lambda: slot_mapping_launch(tables, slot_mapping)
         )
-        num_lanes = -(-slot_mapping.shape[1] // SLOT_TILE)
-        if num_lanes:
+        if slot_mapping.shape[1]:
+            num_lanes = num_lanes_for(slot_mapping.shape[1], SLOT_TILE)
             pointers = (tables.descriptors, rows, query_start_loc, first_positions, slot_mapping)
             launch((len(tables.block_tables), len(rows) + 1, num_lanes), pointers, len(rows))
 
@@ -265,7 +265,7 @@ class TritonKernels:
         key = torch.empty(num_tokens, num_heads, key_cache.shape[3:].numel(), dtype=dtype, device=key_cache.device)
         value = key if value_cache is None else key.new_empty(num_tokens, num_heads, value_cache.shape[3])
         if num_tokens:
-            num_lanes = -(-num_tokens // (num_seqs + 1))
+            num_lanes = num_lanes_for(num_tokens, num_seqs + 1)
             grid = (num_seqs + 1, num_lanes, -(-num_heads // launch.constants["HEADS_TILE"]))
             pointers = (key_cache, value_cache, key, value, table.block_table, table.rows, cu_seqlens, first_positions)
             launch(grid, (*pointers, k_scale, v_scale), num_seqs, num_tokens)
@@ -306,7 +306,7 @@ class TritonKernels:
         output = query.new_zeros(num_tokens, num_q_heads, pair.value.shape[3])
         if num_tokens and num_seqs:
             # Lanes for the mean sequence; a longer chunk's queries take turns.
-            num_lanes = -(-num_tokens // (num_seqs * query_tile_for(num_q_heads // num_kv_heads)))
+            num_lanes = num_lanes_for(num_tokens, num_seqs * query_tile_for(num_q_heads // num_kv_heads))
             pointers = (query, pair.key, pair.value, output, block_table, rows, query_start_loc, seq_lens)
             launch((num_seqs, num_kv_heads, num_lanes), (*pointers, k_scale, v_scale), num_tokens, scale)
         return output

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="kernels need torch")
 
-from kvledger.kernels.launch import next_power_of_2, num_warps_for, vector_elements  # noqa: E402
+from kvledger.kernels.launch import next_power_of_2, num_lanes_for, num_warps_for, vector_elements  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -47,6 +47,10 @@ def test_every_thread_moves_16_bytes_of_the_narrower_side(
     num_elements: int, item_bytes: int, warp_size: int, num_warps: int
 ) -> None:
     assert num_warps_for(num_elements, item_bytes, warp_size) == num_warps
+
+
+def test_lanes_are_as_many_as_the_work_fills_and_a_grid_allows() -> None:
+    assert [num_lanes_for(count, 8) for count in (0, 1, 8, 9, 1 << 30)] == [1, 1, 1, 2, 65_535]
 
 
 def test_tiles_are_powers_of_two() -> None:
