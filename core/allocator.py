@@ -31,6 +31,7 @@ from .eviction import EvictionOrder
 from .ledger_writer import LedgerWriter
 from .orphans import ChainLinks
 from .prefix_match import PrefixMatch, PrefixMatcher
+from .reductions import sum_of
 from .registration import AskedKeys, Registrar
 from .types import EventSink, Request
 
@@ -259,7 +260,7 @@ class KVCacheAllocator(LedgerWriter):
         num_slots = np.minimum(end + num_lookahead_tokens, self.config.max_model_len) if num_lookahead_tokens else end
         private = self._copies.among(rows, first, placed, num_slots)
         shortfalls = [table.shortfall(rows, num_slots) for table in state.tables]
-        total_short = sum([int(counts.sum()) for which, counts in shortfalls if len(which)])
+        total_short = sum([sum_of(counts) for which, counts in shortfalls if len(which)])
         total_short += sum([copy for *_, copy in private])
         if total_short > len(state.pool.free_queue) - reserved_blocks:
             return False
@@ -309,6 +310,9 @@ class KVCacheAllocator(LedgerWriter):
 
     def could_append(self, rows: Rows, num_new_tokens: int) -> bool:
         """Whether the free blocks suffice for `num_new_tokens` further tokens of every row."""
+        at_most = len(rows) * sum([num_new_tokens // table.block_size + 1 for table in self.state.tables])
+        if at_most <= len(self.state.pool.free_queue) and not self.state.guarded:
+            return True  # even if every row stood at the end of a block, and none has to copy one
         return self.num_appendable(rows, num_new_tokens) == len(rows)
 
     def append_steps(self, rows: Rows, num_steps: int) -> tuple[int, ...]:
@@ -388,8 +392,8 @@ class KVCacheAllocator(LedgerWriter):
             if needed is not None:
                 due |= computed >= needed
         events: list[Event] = []
-        for row, total in zip(rows[due].tolist(), computed[due].tolist(), strict=True):
-            events += self._release_events(row, total)
+        for row, num_computed in zip(rows[due].tolist(), computed[due].tolist(), strict=True):
+            events += self._release_events(row, num_computed)
         if events:
             self._commit(events)
 

@@ -10,6 +10,7 @@ from .block_table import BlockTable
 from .command_checks import Rows
 from .events import BlocksAllocated
 from .ledger_state import LedgerState
+from .reductions import sum_of
 
 # Places in a batch that need more blocks, and how many each.
 Shortfall: TypeAlias = tuple[NDArray[np.intp], NDArray[np.int64]]
@@ -46,7 +47,7 @@ class BlockTaking:
             which, counts = shortfalls[0]
             if not len(which):
                 return []
-            taken = queue.peek(int(counts.sum())) if blocks is None else blocks
+            taken = queue.peek(sum_of(counts)) if blocks is None else blocks
             return [self.event(0, tuple(rows[which].tolist()), tuple(counts.tolist()), taken)]
         wanted = sorted(
             (place, group, count)

@@ -55,9 +55,9 @@ class CommandChecks:
             and reserved >= 0
         ):
             return  # one request, which is worth not asking NumPy
-        if np.min(new, initial=1) < 1:
+        if np.count_nonzero(np.less(new, 1)):
             raise InputError(f"num_new_tokens must be at least 1, not {int(np.min(new))}")
-        if np.any(np.less(drafts, 0)) or np.any(np.greater(drafts, new)):
+        if np.count_nonzero(np.less(drafts, 0)) or np.count_nonzero(np.greater(drafts, new)):
             raise InputError(f"num_draft_tokens {drafts} must be within 0 and num_new_tokens {new}")
         if lookahead < 0 or reserved < 0:
             raise InputError(f"num_lookahead_tokens {lookahead} and reserved_blocks {reserved} must not be below 0")

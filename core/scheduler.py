@@ -10,6 +10,7 @@ from .allocator import KVCacheAllocator, Rows
 from .errors import DoesNotFitError, InputError, MisuseError
 from .kv_transfers import IncomingTransfer, IncomingTransfers
 from .prefix_match import PrefixMatch
+from .reductions import all_are, largest, smallest, sum_of
 from .scheduler_config import SchedulerConfig
 from .scheduler_stats import SchedulerStats
 from .swap_space import SwapSpace
@@ -227,7 +228,7 @@ class Scheduler:
             or not self.allocator.can_append_several_steps
         ):
             return 0
-        limit = int(self._remaining[step.batch.rows].min()) - 1
+        limit = smallest(self._remaining[step.batch.rows]) - 1
         while limit > 0 and not self.allocator.could_append(step.batch.rows, limit):
             limit //= 2
         return limit
@@ -270,7 +271,8 @@ class Scheduler:
         extra = step.num_steps - 1
         is_sampled = ends - drafts == self._known[rows] + extra
         sampled = rows[is_sampled]
-        produced = np.full(len(sampled), 1 + extra, dtype=np.int64)
+        produced = np.empty(len(sampled), dtype=np.int64)
+        produced.fill(1 + extra)
         if step.num_draft_tokens is not None:
             produced += self._accepted(step, is_sampled, num_accepted_tokens)
             produced = np.minimum(produced, self._remaining[sampled])
@@ -312,7 +314,7 @@ class Scheduler:
         if self.config.num_speculative_tokens:
             wanted = wanted + self._drafts(wanted, firsts)
         counts = self._within_budget(wanted)
-        if not counts.all():
+        if np.count_nonzero(counts) < len(counts):
             due = counts > 0
             rows, firsts, counts = rows[due], firsts[due], counts[due]
         if not len(rows):
@@ -330,7 +332,7 @@ class Scheduler:
     def _append(self, rows: Rows, firsts: NDArray[np.int64], counts: NDArray[np.int64], reserved_blocks: int) -> bool:
         lookahead = self.config.num_speculative_tokens
         if not lookahead:
-            return self.allocator.append(rows, counts, reserved_blocks=reserved_blocks)
+            return self.allocator.append(rows, 1 if all_are(counts, 1) else counts, reserved_blocks=reserved_blocks)
         drafts = np.maximum(counts - (self._known[rows] - firsts), 0)
         return self.allocator.append(
             rows,
@@ -347,7 +349,7 @@ class Scheduler:
         if limit:
             wanted = np.minimum(wanted, limit)
         budget = self.config.max_num_batched_tokens
-        if int(wanted.sum()) <= budget:
+        if sum_of(wanted) <= budget:
             return wanted
         before = np.cumsum(wanted) - wanted
         return np.clip(budget - before, 0, wanted)
@@ -461,7 +463,7 @@ class Scheduler:
         self, rows: Rows, firsts: NDArray[np.int64], counts: NDArray[np.int64]
     ) -> tuple[Rows, NDArray[np.int64], NDArray[np.int64]]:
         """Admit waiting requests in order until tokens, sequences or blocks run out, and add them to the batch."""
-        budget = self.config.max_num_batched_tokens - int(counts.sum())
+        budget = self.config.max_num_batched_tokens - sum_of(counts)
         admitted: list[tuple[int, int, int]] = []
         free_rows = self.allocator.state.free_rows
         while budget > 0 and len(self.waiting) and self._num_running < self.config.max_num_seqs and free_rows:
@@ -606,21 +608,21 @@ class Scheduler:
         """The sums that a latency model needs. A token at position p attends to p + 1 tokens."""
         firsts, counts = batch.first_positions, batch.counts
         missing = self._known[batch.rows] - firsts
-        if int(missing.max()) == 1 and not self.config.num_speculative_tokens:
+        if largest(missing) == 1 and not self.config.num_speculative_tokens:
             num_decode = len(missing)
-            load = StepLoad(0, num_decode, 0, int(firsts.sum()) + num_decode, num_decode, self._swapped_blocks)
+            load = StepLoad(0, num_decode, 0, sum_of(firsts) + num_decode, num_decode, self._swapped_blocks)
             return ScheduledStep(batch, load)
         context = counts * firsts + counts * (counts + 1) // 2
         decoding = missing == 1
         drafts = np.maximum(counts - missing, 0)
-        num_decode = int(counts[decoding].sum())
-        total_context, decode_context = int(context.sum()), int(context[decoding].sum())
+        num_decode = sum_of(counts[decoding])
+        all_context, decode_context = sum_of(context), sum_of(context[decoding])
         load = StepLoad(
-            num_prefill_tokens=int(counts.sum()) - num_decode,
+            num_prefill_tokens=sum_of(counts) - num_decode,
             num_decode_tokens=num_decode,
-            prefill_context_tokens=total_context - decode_context,
+            prefill_context_tokens=all_context - decode_context,
             decode_context_tokens=decode_context,
             num_sampled=int(np.count_nonzero(counts >= missing)),
             num_swapped_blocks=self._swapped_blocks,
         )
-        return ScheduledStep(batch, load, num_draft_tokens=drafts if drafts.any() else None)
+        return ScheduledStep(batch, load, num_draft_tokens=drafts if np.count_nonzero(drafts) else None)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from .errors import InputError
 from .events import Commit, Key
+from .reductions import sum_of
 
 
 class KeySource(Protocol):
@@ -72,7 +73,7 @@ class TokenBatch:
     @property
     def num_tokens(self) -> int:
         """Tokens of the whole batch."""
-        return int(self.counts.sum())
+        return sum_of(self.counts)
 
     def query_start_loc(self) -> NDArray[np.int64]:
         """Where each request's tokens start in the flat batch, and its end: int64 `[num_reqs + 1]`."""

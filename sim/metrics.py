@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.events import Commit, RowsAssigned, RowsReleased, as_ints
+from ..core.reductions import largest, smallest
 from ..core.scheduler import Scheduler, StepOutcome
 from ..core.types import Request, ScheduledStep, StepResult
 from .quantile_sketch import QuantileSketch
@@ -153,7 +154,7 @@ class Recorder:
         self.num_output_tokens += len(rows)
         last = self._last_in[rows]
         self._last_in[rows] = now
-        earliest, latest = int(last.min()), int(last.max())
+        earliest, latest = smallest(last), largest(last)
         if earliest == _NO_TOKEN:
             fresh = last == _NO_TOKEN
             first_rows = rows[fresh]
@@ -165,7 +166,7 @@ class Recorder:
             last = last[~fresh]
             if not len(last):
                 return
-            earliest, latest = int(last.min()), int(last.max())
+            earliest, latest = smallest(last), largest(last)
         # Nearly always the whole batch waited for the same step.
         if earliest == latest:
             self._gap(now - latest, len(last))

@@ -3,7 +3,6 @@
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
 RELATIVE_ERROR = 0.001
 _SMALLEST = 1e-3
@@ -23,14 +22,17 @@ class QuantileSketch:
         self.total: float = 0
         self.minimum = math.inf
         self.maximum = -math.inf
-        self._buckets: NDArray[np.int64] = np.zeros(_NUM_BUCKETS, dtype=np.int64)
+        # A list: one entry at a time is what it is asked for, and an array boxes each.
+        self._buckets = [0] * _NUM_BUCKETS
 
     def add(self, value: float, weight: int = 1) -> None:
         """Add one sample `weight` times."""
         self.count += weight
         self.total += value * weight
-        self.minimum = min(self.minimum, value)
-        self.maximum = max(self.maximum, value)
+        if value < self.minimum:
+            self.minimum = value
+        if value > self.maximum:
+            self.maximum = value
         bucket = math.ceil(math.log(value / _SMALLEST) / _LOG_GAMMA) if value > _SMALLEST else 0
         self._buckets[min(bucket, _NUM_BUCKETS - 1)] += weight
 
@@ -40,7 +42,7 @@ class QuantileSketch:
         self.total += other.total
         self.minimum = min(self.minimum, other.minimum)
         self.maximum = max(self.maximum, other.maximum)
-        self._buckets += other._buckets
+        self._buckets = [mine + theirs for mine, theirs in zip(self._buckets, other._buckets, strict=True)]
 
     @property
     def mean(self) -> float | None:
