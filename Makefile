@@ -34,14 +34,16 @@ types: $(VENV)/.test-installed
 	@ln -sfn ../../../tests/kit $(VENV)/for-pyright/kvledger/testing
 	$(BIN)/pyright
 
-# The interpreter that is there, no network, nothing installed: conftest.py puts the folders on the import path.
-GPU_TESTS := $(wildcard tests/*/test_gpu_*.py bench/test_gpu_*.py)
+# The interpreter that is there, no network, nothing installed: conftest.py puts the folders on the import path, and the
+# options of pyproject.toml that need plugins are replaced. The kernels' own tests run the real kernels on a card.
+GPU_TESTS := $(wildcard tests/*/test_gpu_*.py tests/*/*/test_gpu_*.py bench/test_gpu_*.py)
+GPU_PYTEST = $(PYTHON) -m pytest -q -s -o addopts="--import-mode=importlib --strict-markers -p no:cacheprovider" \
+	-W ignore::pytest.PytestConfigWarning
 gpu:
-ifeq ($(GPU_TESTS),)
-	@echo "There are no GPU tests in this version: nothing was run and nothing measured."
-else
-	$(PYTHON) -m pytest -q -m gpu --benchmark-enable $(GPU_TESTS)
-endif
+	$(GPU_PYTEST) -m gpu $(GPU_TESTS)
+	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		$(GPU_PYTEST) -m "not slow" tests/kernels tests/field/test_f0*.py; \
+	else echo "There is no GPU here: the kernels' tests were not run on one, and nothing was measured."; fi
 
 clean:
 	rm -rf $(VENV) kvledger-report

@@ -168,3 +168,37 @@ def test_blocks_that_do_not_divide_over_context_ranks_are_refused() -> None:
         )
     with pytest.raises(InputError, match="rank 2 of 2"):
         ContextRank(2, 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.sampled_from([1, 3, 8, 12, 16]))
+def test_slots_of_long_chunks_are_those_of_each_token_alone(data, block_size: int) -> None:
+    width = 20
+    backend = SimBackend()
+    allocator = KVCacheAllocator(
+        AllocatorConfig(
+            num_blocks=200, groups=[FullAttention(block_size)], max_model_len=width * block_size, max_num_reqs=5
+        ),
+        sinks=[backend],
+    )
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    table = backend.block_tables[0]
+    table[:] = rng.permutation(199)[: table.size].reshape(table.shape) + 1
+    assert allocator.num_free_blocks == 199
+    chunks = []
+    for row in data.draw(st.permutations(range(5)))[: data.draw(st.integers(1, 5))]:
+        first = data.draw(st.integers(0, width * block_size - 1))
+        chunks.append((row, first, data.draw(st.integers(0, width * block_size - first))))
+    expected = [
+        int(table[row, position // block_size]) * block_size + position % block_size
+        for row, first, count in chunks
+        for position in range(first, first + count)
+    ]
+    assert backend.slot_mapping(batch(*chunks)).tolist() == expected
+
+
+def test_a_chunk_that_leaves_its_table_is_refused() -> None:
+    allocator, backend = make()
+    allocator.allocate(Request("a", 9), 9)
+    with pytest.raises(InputError, match="position 120 lies beyond a block table of 30 blocks of 4"):
+        backend.slot_mapping(batch((allocator.row_of("a"), 100, 21)))
