@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from .checks import MAX_LISTED, check, check_vector, describe
+from .launch import MAX_GRID
 from .reshape_and_cache import WORDS
-
-# What one axis of a grid holds.
-MAX_REGIONS = 65_535
 
 
 @attrs.frozen
@@ -75,9 +73,9 @@ class BlockRegions:
                 f"caches {given[region.pointer]} and {region.tensor} share an address: pass shared memory once",
             )
         check(
-            len(regions) <= MAX_REGIONS,
+            len(regions) <= MAX_GRID,
             f"{len(caches)} caches have {len(regions)} dense runs of bytes a block, and one launch takes "
-            f"{MAX_REGIONS}; pass whole blocks (keys and values together) where they are dense",
+            f"{MAX_GRID}; pass whole blocks (keys and values together) where they are dense",
         )
         word_bytes = math.gcd(16, *(n for r in regions for n in (r.pointer, r.block_stride_bytes, r.num_bytes)))
         described = [(r.pointer, r.block_stride_bytes, r.num_bytes) for r in regions]

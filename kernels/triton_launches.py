@@ -28,6 +28,9 @@ SLOT_TILE = 1024
 COPY_TILE_WORDS = 2048
 MIN_DOT_SIZE = 16
 MAX_KEYS_TILE = 32
+# Beyond this tile the accumulator of a head needs the registers of more threads: of so many.
+MAX_HEAD_TILE_OF_4_WARPS = 128
+WIDE_HEAD_THREADS = 256
 WORD_TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
@@ -293,7 +296,7 @@ def attention_launch(
             "HAS_K_SCALE": k_scale is not None,
             "HAS_V_SCALE": v_scale is not None,
         },
-        num_warps=4,
+        num_warps=4 if max(key_tile, value_tile) <= MAX_HEAD_TILE_OF_4_WARPS else WIDE_HEAD_THREADS // warp_size(),
         num_stages=1,
     )
 
