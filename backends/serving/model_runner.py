@@ -1,0 +1,188 @@
+"""One forward pass of a transformers model for a whole continuous batch: prefill chunks and decodes side by side.
+
+    runner = ModelRunner(model, backend, tokens)
+    backend.runner = runner                       # submit launches it, collect finishes it
+
+On a CPU the kernels are the plain-torch twins, on a GPU Triton's.
+"""
+
+import inspect
+from typing import Any, Protocol
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...core.errors import InputError, MisuseError
+from ...core.model_geometry import ModelGeometry
+from ...core.types import ScheduledStep, TokenBatch
+from ..cuda_backend import CudaBackend
+from ..step_runner import FinishStep
+from .registered_attention import BATCH_KEYWORD, PagedBatch, register_paged_attention
+from .served_model import served_layers, transformers_geometry
+
+
+@attrs.frozen(eq=False)
+class StepTokens:
+    """What a step computes.
+
+    Attributes:
+        token_ids: int64 `[num_tokens]`, in batch order.
+        sampled: int64 `[num_sampled]`, which requests of the batch (by place) get a next token: those whose last known
+            token is among `token_ids`. Logits are computed for no others.
+    """
+
+    token_ids: NDArray[np.int64]
+    sampled: NDArray[np.int64]
+
+
+class RequestTokens(Protocol):
+    """Who knows the tokens of the requests and chooses the next ones (a live engine)."""
+
+    def step_tokens(self, step: ScheduledStep) -> StepTokens:
+        """The tokens of a step's batch."""
+        ...
+
+    def sample(self, step: ScheduledStep, tokens: StepTokens, logits: torch.Tensor) -> FinishStep:
+        """Start choosing the next tokens from logits `[num_sampled, vocab_size]`, without waiting for the device.
+
+        Returns:
+            What waits for them; `collect` calls it once. Its `StepOutputs.stopped` ends requests.
+        """
+        ...
+
+
+class ModelRunner:
+    """Runs a causal language model on a backend's pool; a `StepRunner` once it is given `RequestTokens`.
+
+    The model is put into evaluation mode and its attention becomes the registered one, so it no longer runs by itself
+    (see `release_model`).
+
+    Attributes:
+        model: the transformers model.
+        backend: whose pool the model's layers write and read.
+        geometry: what the layers store.
+    """
+
+    def __init__(self, model: Any, backend: CudaBackend, tokens: RequestTokens | None = None) -> None:
+        """Take over a model.
+
+        Args:
+            model: a transformers causal language model on the backend's device.
+            backend: initialized with a plan of the model's layers (`kv_cache_config`).
+            tokens: who knows the tokens; may be set later, `run` does without.
+
+        Raises:
+            InputError: a model that cannot be served, is elsewhere than the backend, or whose layers are not in the
+                backend's plan.
+        """
+        self.model = model
+        self.backend = backend
+        self.tokens = tokens
+        self.geometry: ModelGeometry = transformers_geometry(model)
+        self._layers = served_layers(self.geometry)
+        self._check(model)
+        self._own_attention: str = model.config._attn_implementation
+        model.eval()
+        model.set_attn_implementation(register_paged_attention())
+
+    def _check(self, model: Any) -> None:
+        name = type(model).__name__
+        if not getattr(model, "_supports_attention_backend", False):
+            raise InputError(
+                f"{name} does not let its attention be replaced (no _supports_attention_backend); serve another model, "
+                "or give it a LedgerCache, which needs no such thing"
+            )
+        if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+            raise InputError(
+                f"{name} has no logits_to_keep, so it cannot compute logits for some tokens only; give a causal "
+                "language model"
+            )
+        if model.device != self.backend.device and model.device.type != self.backend.device.type:
+            raise InputError(f"{name} is on {model.device} and the backend on {self.backend.device}; move one of them")
+        missing = [layer.name for layer in self._layers if layer.name not in self.backend.layers]
+        if missing:
+            raise InputError(
+                f"the backend has no cache for {', '.join(missing)} of {name}; initialize it with kv_cache_config of "
+                "this model"
+            )
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of the longest sequence that the model was made for; None where its config does not say."""
+        return self.geometry.max_position_embeddings
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        return self.geometry.vocab_size
+
+    def release_model(self) -> None:
+        """Give the model its own attention back."""
+        self.model.set_attn_implementation(self._own_attention)
+
+    def launch(self, step: ScheduledStep) -> FinishStep:
+        """Run the step's batch and start choosing its next tokens; never waits for a GPU.
+
+        Raises:
+            MisuseError: nobody knows the tokens yet (`tokens` is None).
+            InputError: a step with drafts.
+        """
+        if self.tokens is None:
+            raise MisuseError("the runner does not know the requests' tokens; set its `tokens` first")
+        if step.num_draft_tokens is not None and step.num_draft_tokens.any():
+            raise InputError("a step with draft tokens; set num_speculative_tokens to 0: nothing verifies drafts here")
+        tokens = self.tokens.step_tokens(step)
+        logits = self.run(tokens.token_ids, step.batch, tokens.sampled)
+        return self.tokens.sample(step, tokens, logits)
+
+    @torch.no_grad()
+    def run(self, token_ids: NDArray[np.int64], batch: TokenBatch, sampled: NDArray[np.int64]) -> torch.Tensor:
+        """One forward pass.
+
+        Args:
+            token_ids: int64 `[num_tokens]`, in batch order.
+            batch: where they stand; their slots are computed here if they are not yet.
+            sampled: int64 `[num_sampled]`, requests of the batch (by place) whose last token's logits are wanted.
+
+        Returns:
+            `[num_sampled, vocab_size]` on the device, in the model's dtype.
+
+        Raises:
+            InputError: another number of tokens than the batch has, or positions that the model does not have.
+            MisuseError: a layer of the model did not come through the registered attention.
+        """
+        self._check_batch(token_ids, batch)
+        self.backend.slot_mapping(batch)
+        paged = PagedBatch(self.backend, self._layers, len(batch.rows))
+        last_tokens = batch.query_start_loc()[1:][sampled] - 1
+        output = self.model(
+            input_ids=self._to_device(token_ids)[None],
+            position_ids=self._to_device(batch.positions())[None],
+            use_cache=False,
+            logits_to_keep=self._to_device(last_tokens),
+            **{BATCH_KEYWORD: paged},
+        )
+        if paged.num_layers_done != len(self._layers):
+            raise MisuseError(
+                f"{paged.num_layers_done} of {len(self._layers)} layers attended through the pool; "
+                f"{type(self.model).__name__} computes attention in some other way, so its output is wrong"
+            )
+        return output.logits[0]
+
+    def _check_batch(self, token_ids: NDArray[np.int64], batch: TokenBatch) -> None:
+        if len(token_ids) != batch.num_tokens:
+            raise InputError(f"{len(token_ids)} token ids for a batch of {batch.num_tokens} tokens")
+        limit = self.max_model_len
+        longest = int((batch.first_positions + batch.counts).max(initial=0))
+        if limit is not None and longest > limit:
+            raise InputError(
+                f"a request of {longest:,} tokens; {self.geometry.name} was made for {limit:,} "
+                "(max_position_embeddings); give the allocator a max_model_len of at most that"
+            )
+
+    def _to_device(self, values: NDArray[np.int64]) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
+        device = self.backend.device
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
