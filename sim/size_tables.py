@@ -195,7 +195,11 @@ def _print_nearest(instead: Mapping[str, Any]) -> None:
     from rich.markup import escape
 
     answer = instead["answer"]
-    told = f"no fleet was found for {instead['promises']} either" if answer is None else answer["sentence"]
+    told = f"no fleet was found for {instead['promises']} either"
+    if answer is not None:
+        told = answer["sentence"]
+    elif instead["not_done"]:
+        told = f"{instead['promises']}: {instead['shapes'][-1]['reason'] if instead['shapes'] else instead['not_done']}"
     out = console()
     out.print(f"Nearest (99 % of those that can be in time): [bold]{escape(told)}[/bold]", soft_wrap=True)
     if answer is not None:

@@ -16,7 +16,7 @@ import attrs
 from ..core.errors import InputError, KVLedgerError
 from .study_answer import at_path
 
-SWEEPABLE = ("replay", "fleet", "curve", "compare", "plan", "size")
+SWEEPABLE = ("replay", "fleet", "curve", "compare", "plan", "size", "optimum")
 # Figures that depend on the machine's clock have no place in a row.
 NOT_REPRODUCIBLE = ("timing",)
 POINT_FORMAT = 1

@@ -8,7 +8,9 @@ import typer
 
 def sweep(
     trace: Annotated[list[str] | None, typer.Argument(help="Trace files, as the command takes them.")] = None,
-    command: Annotated[str, typer.Option(help="What to run: replay, fleet, size, curve, compare or plan.")] = "replay",
+    command: Annotated[
+        str, typer.Option(help="What to run: replay, fleet, size, optimum, curve, compare or plan.")
+    ] = "replay",
     axes: Annotated[
         list[str] | None,
         typer.Option("--grid", help="NAME=V1,V2,... or NAME=0..9: an option of the command; give it several times."),

@@ -240,3 +240,16 @@ def test_bad_input_exits_with_2(arguments: tuple[str, ...], message: str) -> Non
     done = kvledger("size", *CODE, *POOL, *arguments)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+@pytest.mark.slow
+def test_the_tornado_of_a_rate_says_how_far_the_rate_moves_whatever_the_number_of_processes() -> None:
+    question = ("--workload", "code", "--limit", "60", "--rate-scale", "15", *POOL, "--probes", "0")
+    promise = ("--slo-goodput", "0.9", "--slo-ttft", "0.3", "--replicas", "2", "--tornado")
+    document = size(*question, *promise)
+    rows = {row["assumption"]: row for row in document["tornado"]}
+    assert document["most_important"] == list(rows)[:2]
+    traffic = rows["traffic"]
+    assert traffic["low"]["rate_scale"] > document["answer"]["rate_scale"] > traffic["high"]["rate_scale"]
+    assert traffic["swing_rate_scale"] == pytest.approx(traffic["low"]["rate_scale"] - traffic["high"]["rate_scale"])
+    assert size(*question, *promise, "--jobs", "2") == document

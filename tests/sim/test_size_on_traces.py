@@ -17,7 +17,7 @@ pytestmark = [
 MODEL = ("--model", "llama-3.1-70b", "--gpu", "H100", "--block-size", "64")
 CONVERSATION = "mooncake/conversation_trace.jsonl.gz"
 QUESTIONS = {
-    "conversation": (CONVERSATION, "--limit", "2500", "--slo-ttft-p99", "6", "--slo-tpot-p99", "0.1"),
+    "conversation": (CONVERSATION, "--limit", "2500", "--slo-ttft-p99", "12", "--slo-tpot-p99", "0.3"),
     "code": ("azure/AzureLLMInferenceTrace_code.csv.gz", "--limit", "2500", "--slo-ttft-p99", "1"),
     "agentic": ("agentic", "--slo-goodput", "0.8", "--slo-ttft", "5", "--slo-tpot", "0.05"),
 }
