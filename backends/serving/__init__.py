@@ -4,14 +4,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .detokenizer import Tokenizer
+    from .errors import EngineFailedError, EngineStoppedError, QueueFullError
+    from .live_engine import EngineStats, LiveEngine, TokenRunner
+    from .live_request import Completion, LiveRequest, RequestStats
     from .model_runner import ModelRunner, RequestTokens, StepTokens
+    from .recording import LiveRecording
     from .registered_attention import register_paged_attention
+    from .sampling import SamplingSettings
     from .served_model import kv_cache_config, kv_cache_groups, served_layers, transformers_geometry
+    from .token_stream import TokenDelta
+    from .transformers_cache import LedgerCache
 
 _ROOMS = {
+    "Completion": "live_request",
+    "EngineFailedError": "errors",
+    "EngineStats": "live_engine",
+    "EngineStoppedError": "errors",
+    "LedgerCache": "transformers_cache",
+    "LiveEngine": "live_engine",
+    "LiveRecording": "recording",
+    "LiveRequest": "live_request",
     "ModelRunner": "model_runner",
+    "QueueFullError": "errors",
+    "RequestStats": "live_request",
     "RequestTokens": "model_runner",
+    "SamplingSettings": "sampling",
     "StepTokens": "model_runner",
+    "TokenDelta": "token_stream",
+    "TokenRunner": "live_engine",
+    "Tokenizer": "detokenizer",
     "kv_cache_config": "served_model",
     "kv_cache_groups": "served_model",
     "register_paged_attention": "registered_attention",
@@ -20,9 +42,23 @@ _ROOMS = {
 }
 
 __all__ = [
+    "Completion",
+    "EngineFailedError",
+    "EngineStats",
+    "EngineStoppedError",
+    "LedgerCache",
+    "LiveEngine",
+    "LiveRecording",
+    "LiveRequest",
     "ModelRunner",
+    "QueueFullError",
+    "RequestStats",
     "RequestTokens",
+    "SamplingSettings",
     "StepTokens",
+    "TokenDelta",
+    "TokenRunner",
+    "Tokenizer",
     "kv_cache_config",
     "kv_cache_groups",
     "register_paged_attention",
