@@ -40,12 +40,15 @@ class HasFigures(Protocol):
         ...
 
 
-class _Collector:
+class FigureCollector:
+    """Asks one source for its figures whenever a registry is read."""
+
     def __init__(self, source: HasFigures, labels: Mapping[str, str]) -> None:
         self._source = source
         self._labels = labels
 
     def collect(self) -> Iterator[Family]:
+        """The figures now, one family a name."""
         by_name: dict[str, list[Figure]] = {}
         for figure in self._source.figures():
             if not math.isnan(figure.value):
@@ -74,7 +77,7 @@ class PrometheusEndpoint:
     ) -> None:
         """Start to serve; port 0 takes a free one. Raises InputError if the port is not to be had."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collector(source, dict(labels or {})))  # pyright: ignore[reportArgumentType]
+        registry.register(FigureCollector(source, dict(labels or {})))  # pyright: ignore[reportArgumentType]
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
