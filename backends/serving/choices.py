@@ -1,0 +1,189 @@
+"""The choices of one HTTP request: each is a request of the engine, and all end when the client's request does."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+
+import attrs
+
+from ...core.errors import DoesNotFitError, InputError
+from .errors import EngineFailedError, EngineStoppedError, QueueFullError
+from .live_engine import LiveEngine
+from .live_request import LiveRequest
+from .openai_errors import ApiError, engine_failed, invalid_request, queue_full, shutting_down
+from .openai_responses import Piece
+from .sampling import SamplingSettings
+from .token_stream import TokenDelta
+
+SEEDS = 1 << 64
+
+
+@attrs.frozen(eq=False)
+class Choice:
+    """One output that a client asked for.
+
+    Attributes:
+        index: in the answer.
+        prompt: which prompt it continues.
+        live: the engine's request.
+    """
+
+    index: int
+    prompt: int
+    live: LiveRequest
+
+
+@attrs.frozen(kw_only=True)
+class Wanted:
+    """What one HTTP request asks of the engine.
+
+    Attributes:
+        name: of the answer; the engine's requests are named `NAME-0`, `NAME-1`, ...
+        prompts: token ids of each prompt.
+        n: choices of each.
+        settings: of every prompt; its choices after the first add their place to a given seed.
+        priority, cache_salt: as `LiveEngine.submit` takes them.
+    """
+
+    name: str
+    prompts: Sequence[Sequence[int]]
+    n: int
+    settings: Sequence[SamplingSettings]
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+def submit_choices(
+    engine: LiveEngine, wanted: Wanted, max_queued_requests: int, retry_after_s: Callable[[], int]
+) -> list[Choice]:
+    """Submit all choices or none.
+
+    Raises:
+        ApiError: what the engine answered, as a client is told it.
+    """
+    count = len(wanted.prompts) * wanted.n
+    if count > max_queued_requests:
+        raise invalid_request(
+            f"{len(wanted.prompts)} prompts with n {wanted.n} are {count} choices, more than the {max_queued_requests} "
+            "that may wait at once; send them in several requests",
+            "n" if wanted.n > 1 else "prompt",
+        )
+    choices: list[Choice] = []
+    try:
+        for prompt, (token_ids, settings) in enumerate(zip(wanted.prompts, wanted.settings, strict=True)):
+            for place in range(wanted.n):
+                live = engine.submit(
+                    token_ids,
+                    _with_seed_of(settings, place),
+                    priority=wanted.priority,
+                    cache_salt=wanted.cache_salt,
+                    request_id=f"{wanted.name}-{len(choices)}",
+                )
+                choices.append(Choice(len(choices), prompt, live))
+    except Exception as error:
+        cancel_all(choices)
+        raise _told(error, retry_after_s) from error
+    return choices
+
+
+def cancel_all(choices: Sequence[Choice]) -> None:
+    """End what has not ended."""
+    for choice in choices:
+        choice.live.cancel()
+
+
+async def pieces_of(choice: Choice, on_gap: Callable[[float], None]) -> AsyncGenerator[Piece, None]:
+    """The output of a choice in parts that can be shown; the last one has the finish reason.
+
+    Args:
+        choice: read by nobody else.
+        on_gap: told of the seconds between two tokens.
+
+    Raises:
+        ApiError: the engine was shut down, or failed, before the end.
+    """
+    keeps_deltas = choice.live.settings.logprobs is not None
+    held: list[TokenDelta] = []
+    num_characters = 0
+    last_ns: int | None = None
+    try:
+        async for delta in choice.live:
+            if last_ns is not None:
+                on_gap((delta.time_ns - last_ns) / 1e9)
+            last_ns = delta.time_ns
+            if keeps_deltas:
+                held.append(delta)
+            text = delta.text or ""
+            if text or delta.finish_reason is not None:
+                yield Piece(text, tuple(held), delta.finish_reason, num_characters)
+                num_characters += len(text)
+                held.clear()
+            if delta.finish_reason is not None:
+                return
+    except EngineFailedError as error:
+        raise engine_failed() from error
+    raise shutting_down()
+
+
+async def merged(choices: Sequence[Choice], on_gap: Callable[[float], None]) -> AsyncGenerator[tuple[Choice, Piece], None]:
+    """The parts of all choices as they come. A part at most of each is taken before the reader wants it."""
+    ready: asyncio.Queue[tuple[Choice, Piece | ApiError | None]] = asyncio.Queue(maxsize=1)
+
+    async def read(choice: Choice) -> None:
+        end: ApiError | None = None
+        try:
+            async with aclosing(pieces_of(choice, on_gap)) as pieces:
+                async for piece in pieces:
+                    await ready.put((choice, piece))
+        except ApiError as error:
+            end = error
+        await ready.put((choice, end))
+
+    readers = [asyncio.create_task(read(choice)) for choice in choices]
+    try:
+        num_open = len(readers)
+        while num_open:
+            choice, piece = await ready.get()
+            if isinstance(piece, ApiError):
+                raise piece
+            if piece is None:
+                num_open -= 1
+            else:
+                yield choice, piece
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def collected(choices: Sequence[Choice], on_gap: Callable[[float], None]) -> list[Piece]:
+    """The whole output of each choice."""
+    return list(await asyncio.gather(*(_whole(choice, on_gap) for choice in choices)))
+
+
+async def _whole(choice: Choice, on_gap: Callable[[float], None]) -> Piece:
+    pieces = [piece async for piece in pieces_of(choice, on_gap)]
+    deltas = tuple(delta for piece in pieces for delta in piece.deltas)
+    return Piece("".join(piece.text for piece in pieces), deltas, pieces[-1].finish_reason)
+
+
+def _with_seed_of(settings: SamplingSettings, place: int) -> SamplingSettings:
+    if settings.seed is None:
+        return settings
+    return attrs.evolve(settings, seed=(settings.seed + place) % SEEDS)
+
+
+def _told(error: Exception, retry_after_s: Callable[[], int]) -> Exception:
+    match error:
+        case QueueFullError():
+            return queue_full(str(error), retry_after_s())
+        case DoesNotFitError():
+            return invalid_request(str(error), "max_tokens", "context_length_exceeded")
+        case InputError():
+            return invalid_request(str(error))
+        case EngineStoppedError():
+            return shutting_down()
+        case EngineFailedError():
+            return engine_failed()
+        case _:
+            return error

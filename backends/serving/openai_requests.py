@@ -1,0 +1,221 @@
+"""The bodies that clients send to the completions and the chat endpoint, checked field by field.
+
+Fields are OpenAI's; `top_k`, `stop_token_ids`, `ignore_eos`, `cache_salt`, `priority` and what concerns the chat
+template are vLLM's extensions. A field that is in neither list below is refused by name, not ignored.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+
+from .unsupported_parameters import OF_CHAT, OF_COMPLETIONS, OF_MESSAGES, Unsupported, without_unsupported
+
+# What OpenAI's API takes where a client gives none.
+DEFAULT_MAX_TOKENS_OF_COMPLETIONS = 16
+MAX_LOGPROBS = 20
+# Beyond every model's length, and within what counters hold; the engine says what really fits.
+MAX_TOKENS = 1 << 31
+
+
+def _one_of(expected: str) -> WrapValidator:
+    """Says what was expected in one sentence where a union would complain about each of its members."""
+
+    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(f"it must be {expected}") from None
+
+    return WrapValidator(check)
+
+
+def _check_utf8(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"character {error.start} is a lone surrogate, which no UTF-8 text has") from None
+    return text
+
+
+Text: TypeAlias = Annotated[str, AfterValidator(_check_utf8)]
+TokenId: TypeAlias = Annotated[int, Field(ge=0)]
+TokenIds: TypeAlias = list[TokenId]
+Prompt: TypeAlias = Text | TokenIds | list[Text] | list[TokenIds]
+
+
+class StrictModel(BaseModel):
+    """Types as JSON has them, no field that is not listed, no infinity."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(StrictModel):
+    """What a stream holds besides its text."""
+
+    include_usage: bool | None = None
+    # Padding against readers of encrypted traffic, which this server never adds.
+    include_obfuscation: Literal[False] | None = None
+
+
+class GenerationRequest(StrictModel):
+    """What both endpoints take."""
+
+    unsupported: ClassVar[dict[str, Unsupported]] = {}
+
+    model: Text | None = None
+    n: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, description="0 and -1: all tokens")
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    stop: Annotated[Text | list[Text] | None, _one_of("text or a list of texts (UTF-8 that can be encoded)")] = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(None, min_length=1)
+    priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31, description="smaller is earlier")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, given: Any) -> Any:
+        return without_unsupported(given, cls.unsupported, "") if isinstance(given, dict) else given
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options go with stream: true")
+        return self
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        """Tokens of a choice at most; None: as many as fit into the model's length behind the prompt."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are reported with each token; None: not even its own log probability."""
+        return None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class CompletionRequest(GenerationRequest):
+    """`POST /v1/completions`."""
+
+    unsupported: ClassVar[dict[str, Unsupported]] = dict(OF_COMPLETIONS)
+
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    prompt: Annotated[
+        Prompt,
+        _one_of(
+            "text, a list of texts (UTF-8 that can be encoded), a list of token ids (whole numbers from 0 on) or a "
+            "list of such lists"
+        ),
+    ]
+
+    @field_validator("prompt")
+    @classmethod
+    def _is_not_empty(cls, prompt: Prompt) -> Prompt:
+        if not prompt or (isinstance(prompt, list) and not all(each or each == 0 for each in prompt)):
+            raise ValueError("every prompt needs at least one token")
+        return prompt
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        """OpenAI's 16 unless given."""
+        return DEFAULT_MAX_TOKENS_OF_COMPLETIONS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are reported with each token; None: not even its own log probability."""
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str] | list[TokenIds]:
+        """Each prompt as text or as token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # pyright: ignore[reportReturnType]
+        return self.prompt  # pyright: ignore[reportReturnType]
+
+
+class TextPart(StrictModel):
+    """A part of a message; images, sounds and files are refused."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(StrictModel):
+    """One message of a conversation. `developer` is what newer clients call `system`, and is rendered as such."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[Text | list[TextPart], _one_of('text, or a list of {"type": "text", "text": ...}')]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, given: Any) -> Any:
+        return without_unsupported(given, OF_MESSAGES, "messages.") if isinstance(given, dict) else given
+
+    def as_template_input(self) -> dict[str, str]:
+        """Role and text, as chat templates take them; parts are joined as they are."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """`POST /v1/chat/completions`."""
+
+    unsupported: ClassVar[dict[str, Unsupported]] = dict(OF_CHAT)
+
+    messages: list[Message] = Field(min_length=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    add_generation_prompt: bool | None = Field(None, description="true unless given")
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
+
+    @model_validator(mode="after")
+    def _check_agreement(self) -> "ChatCompletionRequest":
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError(
+                f"max_tokens {self.max_tokens} and max_completion_tokens {self.max_completion_tokens} are the same "
+                "thing; give one of them"
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs go with logprobs: true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message goes on with the last message, add_generation_prompt opens a new")
+        return self
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        """Under either of its names."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As `CompletionRequest.num_logprobs`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
