@@ -1,0 +1,110 @@
+"""One request as the engine sees it: every token so far, the keys of its blocks, and where its output ends."""
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.token_key_source import TokenKeySource
+from ...core.types import Request
+from .detokenizer import Detokenizer, StopTexts, Tokenizer
+from .live_request import LiveRequest
+from .sampling import ChosenToken, SamplingSettings, uniform
+from .token_stream import TokenDelta
+
+
+class Generation:
+    """The tokens of one request. Only the engine's thread changes it once it has been submitted.
+
+    Attributes:
+        request: the scheduler's.
+        live: its reader's.
+        keys: the keys of its blocks, extended by every output token, so that a next turn finds them.
+        num_tokens: tokens of prompt and output so far.
+        num_output_tokens: those of the output.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        live: LiveRequest,
+        keys: TokenKeySource,
+        prompt_token_ids: NDArray[np.int64],
+        seed: int,
+        eos_token_ids: Collection[int] = (),
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        """See `LiveEngine.submit`.
+
+        Args:
+            request: the scheduler's.
+            live: its reader's.
+            keys: over the same prompt.
+            prompt_token_ids: int64 `[num_prompt_tokens]`.
+            seed: of its draws.
+            eos_token_ids: the model's tokens that end an output.
+            tokenizer: makes text of it; None: there is none.
+        """
+        self.request = request
+        self.live = live
+        self.keys = keys
+        self.num_tokens = len(prompt_token_ids)
+        self.num_output_tokens = 0
+        self.has_started = False
+        self._seed = seed
+        # All that can ever come; the last output is never computed but kept all the same.
+        self._token_ids = np.empty(self.num_tokens + request.max_tokens, dtype=np.int64)
+        self._token_ids[: self.num_tokens] = prompt_token_ids
+        ends = set(self.settings.stop_token_ids)
+        self._stop_token_ids = ends if self.settings.ignore_eos else ends | set(eos_token_ids)
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt_token_ids.tolist())
+        self._stop_texts = StopTexts(self.settings.stop)
+
+    @property
+    def settings(self) -> SamplingSettings:
+        """As submitted."""
+        return self.live.settings
+
+    def token_ids(self, start: int, stop: int) -> NDArray[np.int64]:
+        """The tokens at positions `start <= p < stop`: int64, a view."""
+        return self._token_ids[start:stop]
+
+    def next_draw(self) -> float:
+        """The number that the next output token is drawn with."""
+        return 0.0 if self.settings.is_greedy else uniform(self._seed, self.num_output_tokens)
+
+    def output_keys(self) -> Sequence[bytes]:
+        """The keys of complete blocks behind those of the prompt alone; none where nothing is cached."""
+        return self.keys.keys(self.request.num_prompt_tokens // self.keys.hash_block_size, self.keys.num_blocks)
+
+    def add(self, chosen: ChosenToken, time_ns: int) -> TokenDelta:
+        """Take the next output token, and say whether it is the last one."""
+        self._token_ids[self.num_tokens] = chosen.token_id
+        self.keys.append([chosen.token_id])
+        self.num_tokens += 1
+        self.num_output_tokens += 1
+        text, stop_reason = self._read(chosen.token_id)
+        self.live.stop_reason = stop_reason
+        reason = None
+        if stop_reason is not None:
+            reason = "stop"
+        elif self.num_output_tokens == self.request.max_tokens:
+            reason = "length"
+        return TokenDelta(chosen.token_id, text, reason, chosen.logprob, chosen.top_logprobs, time_ns)
+
+    def _read(self, token_id: int) -> tuple[str | None, int | str | None]:
+        """The text that a token makes certain, and the token or text that ends the output with it, if any."""
+        stops = token_id in self._stop_token_ids
+        decoder = self._detokenizer
+        if decoder is None:
+            return None, token_id if stops else None
+        text, stop_text = self._stop_texts.add("" if stops else decoder.add(token_id))
+        if stop_text is not None:
+            return text, stop_text
+        if stops or self.num_output_tokens == self.request.max_tokens:
+            rest, stop_text = self._stop_texts.add(decoder.end())
+            text += rest
+            if stop_text is not None:
+                return text, stop_text
+            text += self._stop_texts.end()
+        return text, token_id if stops else None

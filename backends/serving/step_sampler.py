@@ -1,0 +1,68 @@
+"""Tokens into a step and out of it: which ones the model computes, which come next, and whose output ends."""
+
+from collections.abc import Callable
+from functools import partial
+
+import attrs
+import numpy as np
+import torch
+
+from ...core.types import ScheduledStep
+from ..step_runner import FinishStep, StepOutputs
+from .generation import Generation
+from .model_runner import StepTokens
+from .sampling import ChosenTokens, choose_tokens
+from .token_stream import TokenDelta
+
+
+@attrs.frozen
+class Output:
+    """One output token of a step, and whose it is."""
+
+    generation: Generation
+    delta: TokenDelta
+
+
+class StepSampler:
+    """`RequestTokens` over the generations of an engine."""
+
+    def __init__(self, generation_in: Callable[[int], Generation], now_ns: Callable[[], int]) -> None:
+        """Start.
+
+        Args:
+            generation_in: the running generation in a row.
+            now_ns: the engine's clock.
+        """
+        self._generation_in = generation_in
+        self._now_ns = now_ns
+
+    def step_tokens(self, step: ScheduledStep) -> StepTokens:
+        """The tokens of a step's batch; a request whose last known token is among them gets a next one."""
+        batch = step.batch
+        pieces: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
+        sampled: list[int] = []
+        rows, firsts, counts = batch.rows.tolist(), batch.first_positions.tolist(), batch.counts.tolist()
+        for place, (row, first, count) in enumerate(zip(rows, firsts, counts, strict=True)):
+            generation = self._generation_in(row)
+            pieces.append(generation.token_ids(first, first + count))
+            if first + count == generation.num_tokens:
+                sampled.append(place)
+        return StepTokens(np.concatenate(pieces), np.array(sampled, dtype=np.int64))
+
+    def sample(self, step: ScheduledStep, tokens: StepTokens, logits: torch.Tensor) -> FinishStep:
+        """Choose the next tokens from logits `[num_sampled, vocab_size]` on their device, without waiting for it."""
+        rows = step.batch.rows[tokens.sampled].tolist()
+        generations = [self._generation_in(row) for row in rows]
+        settings = [generation.settings for generation in generations]
+        chosen = choose_tokens(logits, settings, [generation.next_draw() for generation in generations])
+        return partial(self._finish, rows, generations, chosen)
+
+    def _finish(self, rows: list[int], generations: list[Generation], chosen: ChosenTokens) -> StepOutputs:
+        token_ids = chosen.wait()
+        now_ns = self._now_ns()
+        outputs = [
+            Output(generation, generation.add(token, now_ns))
+            for generation, token in zip(generations, token_ids, strict=True)
+        ]
+        stopped = [row for row, output in zip(rows, outputs, strict=True) if output.delta.finish_reason == "stop"]
+        return StepOutputs(outputs=outputs, stopped=tuple(stopped))
