@@ -43,9 +43,10 @@ def plain_record(record: Record) -> dict[str, Any]:
     if isinstance(record, LoggedCommit):
         events = [plain_event(event) for event in record.commit.events]
         return {"commit": record.commit.sequence, "time_ns": record.time_ns, "events": events}
-    note = attrs.asdict(record.note, recurse=False)
-    if "prompt_keys" in note:
-        note["prompt_keys"] = [plain_key(key) for key in note["prompt_keys"]]
+    note = attrs.asdict(record.note)
+    for name in ("prompt_keys", "output_keys"):
+        if name in note:
+            note[name] = [plain_key(key) for key in note[name]]
     return {"before_commit": record.next_commit, "time_ns": record.time_ns, "note": type(record.note).__name__, **note}
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
     from .kv_events_config import KVEventsConfig
     from .log_reader import LogReader
-    from .log_rows import LoggedCommit, LoggedNote, RequestArrived, RunEnded
+    from .log_rows import LoggedCommit, LoggedNote, RequestArrived, RequestEnded, RunEnded, StepComputed
     from .request_content import ContentRegistry, ListedTokens, RequestContent, SyntheticTokens
     from .shadow_pool import ShadowPool
     from .stream_order import StreamOrder
@@ -44,8 +44,10 @@ _MODULES = {
     "LoggedNote": "log_rows",
     "RequestArrived": "log_rows",
     "RequestContent": "request_content",
+    "RequestEnded": "log_rows",
     "RunEnded": "log_rows",
     "ShadowPool": "shadow_pool",
+    "StepComputed": "log_rows",
     "StreamOrder": "stream_order",
     "SyntheticTokens": "request_content",
 }
@@ -73,8 +75,10 @@ __all__ = [
     "LoggedNote",
     "RequestArrived",
     "RequestContent",
+    "RequestEnded",
     "RunEnded",
     "ShadowPool",
+    "StepComputed",
     "StreamOrder",
     "SyntheticTokens",
 ]

@@ -10,6 +10,7 @@ from ...core import cache_kinds
 from ...core.cache_kinds import CacheKind
 from ...core.errors import CorruptLedgerError
 from ...core.events import Commit, Key, PoolCreated
+from ...core.types import StepLoad
 
 LAYOUT_VERSION: Final = 1
 
@@ -70,8 +71,42 @@ class RunEnded:
     facts: dict[str, Any]
 
 
-Note: TypeAlias = RequestArrived | RunEnded
-NOTE_NAMES: Final = frozenset([RequestArrived.__name__, RunEnded.__name__])
+@attrs.frozen
+class RequestEnded:
+    """A note of a live run: a request has ended, or is about to be aborted by the commits that follow.
+
+    Attributes:
+        request_id: which.
+        reason: "stop", "length" or "abort".
+        num_output_tokens: tokens that it has produced.
+        output_keys: the keys of its complete blocks behind those of its prompt.
+    """
+
+    request_id: str
+    reason: str
+    num_output_tokens: int
+    output_keys: tuple[Key, ...] = ()
+
+
+@attrs.frozen
+class StepComputed:
+    """A note of a live run: the step that the commits before it allocated was computed.
+
+    Attributes:
+        nanoseconds: how long that took.
+        load: what it computed.
+        stopped: rows whose request ended with it although more tokens were allowed.
+        slots_crc32: checksum of the slots that it wrote, as the device had them; None where none was taken.
+    """
+
+    nanoseconds: int
+    load: StepLoad
+    stopped: tuple[int, ...] = ()
+    slots_crc32: int | None = None
+
+
+Note: TypeAlias = RequestArrived | RequestEnded | StepComputed | RunEnded
+NOTE_NAMES: Final = frozenset([each.__name__ for each in (RequestArrived, RequestEnded, StepComputed, RunEnded)])
 
 
 def next_commit_after(batch: pa.RecordBatch) -> int:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
+import attrs
 import pyarrow as pa
 
 from ...core.errors import CorruptLedgerError
@@ -24,8 +25,20 @@ from ...core.events import (
     RowsReleased,
     TokensPlaced,
 )
+from ...core.types import StepLoad
 from .log_keys import decode_keys
-from .log_rows import LIST_COLUMNS, LoggedCommit, LoggedNote, Note, Record, RequestArrived, RunEnded, pool_from_json
+from .log_rows import (
+    LIST_COLUMNS,
+    LoggedCommit,
+    LoggedNote,
+    Note,
+    Record,
+    RequestArrived,
+    RequestEnded,
+    RunEnded,
+    StepComputed,
+    pool_from_json,
+)
 
 _KEY_COLUMNS = ("keys", "parents")
 _REASONS = {reason.value: reason for reason in FreeReason}
@@ -176,6 +189,18 @@ def _request_arrived(row: RowDecoder, of: _Entries) -> Note:
     )
 
 
+def _request_ended(row: RowDecoder, of: _Entries) -> Note:
+    (request_id,), (num_output_tokens,) = of("requests"), of("counts")
+    return RequestEnded(request_id, row.scalar("reason"), num_output_tokens, of("keys"))
+
+
+def _step_computed(row: RowDecoder, of: _Entries) -> Note:
+    nanoseconds, *counts = of("counts")
+    num_figures = len(attrs.fields(StepLoad))
+    checksum = counts[num_figures:]
+    return StepComputed(nanoseconds, StepLoad(*counts[:num_figures]), of("rows"), checksum[0] if checksum else None)
+
+
 def _run_ended(row: RowDecoder, of: _Entries) -> Note:
     return RunEnded(json.loads(row.scalar("detail")))
 
@@ -194,5 +219,7 @@ _DECODERS: dict[str, Callable[[RowDecoder, _Entries], Event | Note]] = {
     BlocksUncached.__name__: _blocks_uncached,
     CacheReset.__name__: _cache_reset,
     RequestArrived.__name__: _request_arrived,
+    RequestEnded.__name__: _request_ended,
+    StepComputed.__name__: _step_computed,
     RunEnded.__name__: _run_ended,
 }

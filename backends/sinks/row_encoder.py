@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
+import attrs
 import numpy as np
 import pyarrow as pa
 
@@ -28,7 +29,16 @@ from ...core.events import (
 )
 from .flat_arrays import binary_array, list_array, number_array, optional_number_array
 from .log_keys import encode_keys
-from .log_rows import LIST_COLUMNS, ROW_SCHEMA, Note, RequestArrived, RunEnded, pool_as_json
+from .log_rows import (
+    LIST_COLUMNS,
+    ROW_SCHEMA,
+    Note,
+    RequestArrived,
+    RequestEnded,
+    RunEnded,
+    StepComputed,
+    pool_as_json,
+)
 
 _TYPECODE = {pa.int32(): "i", pa.int64(): "q"}
 _NAMES = {event: event.__name__.encode() for event in get_args(Event)}
@@ -51,6 +61,12 @@ class RowEncoder:
             BlocksFreed: self._blocks_freed,
             BlocksUncached: self._blocks_uncached,
             CacheReset: self._nothing,
+        }
+        self._note_handlers: dict[type, Callable[[Any], None]] = {
+            RequestArrived: self._request_arrived,
+            RequestEnded: self._request_ended,
+            StepComputed: self._step_computed,
+            RunEnded: self._run_ended,
         }
         self.clear()
 
@@ -106,10 +122,7 @@ class RowEncoder:
         """Add one note. Raises InputError as `add_commit` does."""
         before = self.num_rows
         try:
-            if isinstance(note, RunEnded):
-                self._add_scalars(json.dumps(note.facts).encode())
-            else:
-                self._request_arrived(note)
+            self._note_handlers[type(note)](note)
             self._end_row(next_commit, time_ns, type(note).__name__.encode())
         except BaseException:
             self._cut(before)
@@ -241,3 +254,19 @@ class RowEncoder:
         outputs = () if note.num_output_tokens is None else (note.num_output_tokens,)
         self._ints("counts", (note.num_prompt_tokens, *outputs))
         self._values["keys"].extend(encode_keys(note.prompt_keys))
+
+    def _request_ended(self, note: RequestEnded) -> None:
+        self._add_scalars(None)
+        self._reason[-1] = note.reason.encode()
+        self._values["requests"].append(note.request_id.encode())
+        self._ints("counts", (note.num_output_tokens,))
+        self._values["keys"].extend(encode_keys(note.output_keys))
+
+    def _step_computed(self, note: StepComputed) -> None:
+        self._add_scalars(None)
+        checksum = () if note.slots_crc32 is None else (note.slots_crc32,)
+        self._ints("counts", (note.nanoseconds, *attrs.astuple(note.load), *checksum))
+        self._ints("rows", note.stopped)
+
+    def _run_ended(self, note: RunEnded) -> None:
+        self._add_scalars(json.dumps(note.facts).encode())
