@@ -105,8 +105,13 @@ class GenerationRequest(StrictModel):
 
     @property
     def max_output_tokens(self) -> int | None:
-        """Tokens of a choice at most; None: as many as fit into the model's length behind the prompt."""
+        """Tokens of a choice at most, as given."""
         return self.max_tokens
+
+    @property
+    def default_max_tokens(self) -> int | None:
+        """Tokens of a choice at most where none are given; None: as many as fit behind the prompt."""
+        return None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -141,9 +146,9 @@ class CompletionRequest(GenerationRequest):
         return prompt
 
     @property
-    def max_output_tokens(self) -> int | None:
-        """OpenAI's 16 unless given."""
-        return DEFAULT_MAX_TOKENS_OF_COMPLETIONS if self.max_tokens is None else self.max_tokens
+    def default_max_tokens(self) -> int | None:
+        """OpenAI's 16, or what fits."""
+        return DEFAULT_MAX_TOKENS_OF_COMPLETIONS
 
     @property
     def num_logprobs(self) -> int | None:
@@ -212,7 +217,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def max_output_tokens(self) -> int | None:
-        """Under either of its names."""
+        """As given, under either of its names."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property

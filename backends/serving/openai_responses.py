@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import attrs
 
@@ -52,9 +52,9 @@ class Answer:
 class AnswerShape(Protocol):
     """How one endpoint spells its choices."""
 
-    id_prefix: str
-    whole: str
-    chunk: str
+    id_prefix: ClassVar[str]
+    whole: ClassVar[str]
+    chunk: ClassVar[str]
 
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
         """A complete choice."""
@@ -73,10 +73,11 @@ class AnswerShape(Protocol):
 class CompletionShape:
     """`/v1/completions`. `token_text` is given where log probabilities were asked for."""
 
+    id_prefix: ClassVar[str] = "cmpl"
+    whole: ClassVar[str] = "text_completion"
+    chunk: ClassVar[str] = "text_completion"
+
     token_text: TokenText | None = None
-    id_prefix: str = "cmpl"
-    whole: str = "text_completion"
-    chunk: str = "text_completion"
 
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
         """`{"index", "text", "logprobs", "finish_reason"}`."""
@@ -95,10 +96,11 @@ class CompletionShape:
 class ChatShape:
     """`/v1/chat/completions`. `token_text` is given where log probabilities were asked for."""
 
+    id_prefix: ClassVar[str] = "chatcmpl"
+    whole: ClassVar[str] = "chat.completion"
+    chunk: ClassVar[str] = "chat.completion.chunk"
+
     token_text: TokenText | None = None
-    id_prefix: str = "chatcmpl"
-    whole: str = "chat.completion"
-    chunk: str = "chat.completion.chunk"
 
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
         """`{"index", "message": {"role", "content"}, "logprobs", "finish_reason"}`."""

@@ -51,10 +51,25 @@ class RequestGate:
         is_draining: new ones are answered with 503.
     """
 
-    def __init__(self, app: ASGIApp, limits: RequestLimits, retry_after_s: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: RequestLimits,
+        retry_after_s: Callable[[], int],
+        on_status: Callable[[int], None],
+    ) -> None:
+        """Guard an application.
+
+        Args:
+            app: what is behind.
+            limits: what is held.
+            retry_after_s: whole seconds after which a client that found no place may come again.
+            on_status: told of the status of every answer under `/v1`.
+        """
         self._app = app
         self._limits = limits
         self._retry_after_s = retry_after_s
+        self._on_status = on_status
         self.num_open = 0
         self.is_draining = False
 
@@ -63,6 +78,15 @@ class RequestGate:
         if scope["type"] != "http" or not scope["path"].startswith(GUARDED_PREFIX):
             await self._app(scope, receive, send)
             return
+
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._on_status(message["status"])
+            await send(message)
+
+        await self._guard(scope, receive, counting)
+
+    async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._check_key(scope)
             self._check_place()
