@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import attrs
 from kvledger.testing.commands import Command
 from kvledger.testing.failure import History, KitFailure
 from kvledger.testing.promises import Promise
@@ -12,18 +13,34 @@ from kvledger.testing.view import AllocatorView
 
 SAME_DECISIONS = Promise("same_decisions", "Two managers that are given one history make the same decisions.")
 
+# Options that show in the arguments of commands; the others show in the scenario, or in what is checked.
+_ARGUMENTS = frozenset({"external", "lookahead", "drafts", "rollback", "reserved"})
+# Capabilities that are no commands.
+_OWN = frozenset({"rebuild"})
+
 
 class Differential:
     """Plays every command on two managers and compares hits, tables, free queues and findable blocks.
 
     Plays like a `Trial` of the first manager, whose other promises are checked too; the rival is trusted with those
-    about its state.
+    about its state. Only what both are made for is played.
     """
 
     def __init__(self, make: ManagerFactory, rival: ManagerFactory, scenario: Scenario) -> None:
         self.scenario = scenario
         self.trial = Trial(make, scenario)
         self.rival = Trial(rival, scenario, checks_state=False)
+        self._play_what_both_can()
+
+    def _play_what_both_can(self) -> None:
+        trial, rival = self.trial, self.rival
+        only_ours = _ARGUMENTS - rival.supports.options
+        trial.supports = attrs.evolve(trial.supports, options=trial.supports.options - only_ours)
+        both = trial.capabilities & rival.capabilities
+        trial.capabilities, rival.capabilities = (
+            both | (trial.capabilities & _OWN),
+            both | (rival.capabilities & _OWN),
+        )
 
     def do(self, command: Command) -> None:
         """Play one command on both.

@@ -28,11 +28,12 @@ class History:
         names = sorted({type(command).__name__ for command in self.commands})
         shapes = ["GroupShape", "Scenario"] if "GroupShape" in self.scenario.to_source() else ["Scenario"]
         module, _, name = factory.partition(":")
+        maker, _, inner = name.rpartition(".<locals>.")
         lines = [
             f"from kvledger.testing import {', '.join(sorted([*names, *shapes, 'Trial']))}",
-            f"from {module} import {name}",
+            f"{inner} = ...  # the factory that {maker} in {module} makes" if maker else f"from {module} import {name}",
             "",
-            f"trial = Trial({name}, {self.scenario.to_source()})",
+            f"trial = Trial({inner or name}, {self.scenario.to_source()})",
             *[f"trial.do({to_source(command)})" for command in self.commands],
         ]
         return "\n".join(lines)

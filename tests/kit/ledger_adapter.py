@@ -8,6 +8,7 @@ from typing import Any
 import kvledger.core
 import kvledger.core.eviction
 import numpy as np
+from kvledger.testing.key_fold import KeyFold
 from kvledger.testing.protocol import FoundPrefix, Limits, NeverFitsError, Placement, RefusedError, Supports, supporting
 from kvledger.testing.scenario import GroupShape, Scenario
 from kvledger.testing.view import AllocatorView, view_of
@@ -70,8 +71,9 @@ class LedgerAdapter:
             eviction=scenario.eviction,
         )
         self.log = core.EventLog()
+        self._told = KeyFold([group.block_size for group in scenario.groups])
         order = None if eviction is None else eviction(scenario.num_blocks)
-        self.allocator = core.KVCacheAllocator(config, [self.log], order)
+        self.allocator = core.KVCacheAllocator(config, [self.log, self._told], order)
         self._requests: dict[str, Any] = {}
 
     def match(self, request_id: str, tokens: Sequence[int]) -> FoundPrefix:
@@ -161,7 +163,11 @@ class LedgerAdapter:
 
     def rebuild(self) -> tuple[Any, Any]:
         order = None if self._eviction is None else self._eviction(self.allocator.config.num_blocks)
-        return self.allocator.state.snapshot(), self.log.replay(eviction=order).snapshot()
+        live, rebuilt = self.allocator.state.snapshot(), self.log.replay(eviction=order).snapshot()
+        index = enumerate(live["index"])
+        live |= {"told": {(group, key): len(found) for group, keys in index for key, found in keys.items()}}
+        live |= {"wrong parents": []}
+        return live, rebuilt | {"told": self._told.findable(), "wrong parents": self._told.wrong_parents}
 
     # -- requests and errors -----------------------------------------------------------------------------------------
 

@@ -36,6 +36,10 @@ REFUSAL_CHANGES_NOTHING = Promise(
 )
 HIT_BOUNDS = Promise("hit_bounds", "A hit is a multiple of the alignment and leaves at least one token to compute.")
 LONGEST_HIT = Promise("longest_hit", "A hit is as long as the findable blocks allow, and no longer.")
+HELD_PROMPTS_ARE_FOUND = Promise(
+    "held_prompts_are_found",
+    "A prompt that is sent again while a request holds all of it hits up to its last aligned boundary.",
+)
 OWN_CONTENT = Promise(
     "own_content", "Whatever a request's next token attends to is the content of that request's own tokens."
 )
@@ -53,6 +57,9 @@ REFUSED_FOR_GOOD = Promise(
     "refused_for_good", "What could not be carried out in an idle pool is refused at once; nobody waits for ever."
 )
 TAKEN_FROM_THE_HEAD = Promise("taken_from_the_head", "New blocks are those that the eviction order names first.")
+TAIL_GOES_FIRST = Promise(
+    "tail_goes_first", "Of the blocks that a request gives back, a later one is taken before an earlier one."
+)
 KEYS_TELL_THE_TRUTH = Promise("keys_tell_the_truth", "A findable block holds the content that its key names.")
 KEYS_STAY = Promise(
     "keys_stay", "A block stays findable until it is taken, overwritten or evicted by id, or the cache is reset."
@@ -76,6 +83,7 @@ PROMISES: tuple[Promise, ...] = (
     REFUSAL_CHANGES_NOTHING,
     HIT_BOUNDS,
     LONGEST_HIT,
+    HELD_PROMPTS_ARE_FOUND,
     OWN_CONTENT,
     SLOTS_EXIST,
     NO_WASTE,
@@ -84,6 +92,7 @@ PROMISES: tuple[Promise, ...] = (
     JUSTIFIED_REFUSAL,
     REFUSED_FOR_GOOD,
     TAKEN_FROM_THE_HEAD,
+    TAIL_GOES_FIRST,
     KEYS_TELL_THE_TRUTH,
     KEYS_STAY,
     COMPLETE_BLOCKS_ARE_FOUND,
@@ -135,6 +144,22 @@ def check_taken_from_the_head(before: AllocatorView, after: AllocatorView, adopt
     TAKEN_FROM_THE_HEAD.require(
         taken == expected, f"blocks {sorted(taken)} were taken from the queue {queue[:12]}, not {sorted(expected)}"
     )
+
+
+def check_tail_goes_first(before: AllocatorView, after: AllocatorView, name: str) -> None:
+    """What became free of a request's tables, with a key and without, is queued last block first."""
+    place_of = {block: place for place, block in enumerate(after.free.tolist())}
+    was_free = set(before.free.tolist())
+    for group, table in enumerate(before.tables[name]):
+        freed = [block for block in table if block in place_of and block not in was_free]
+        keyed = after.keyed or {}
+        for blocks in ([b for b in freed if b in keyed], [b for b in freed if b not in keyed]):
+            places = [place_of[block] for block in blocks]
+            TAIL_GOES_FIRST.require(
+                places == sorted(places, reverse=True),
+                f"request {name!r} gave back blocks {blocks} of group {group}, in the order of their positions, and "
+                f"they stand at {places} of the free queue",
+            )
 
 
 def check_keys_stay(before: AllocatorView, after: AllocatorView, overwritten: set[int]) -> None:

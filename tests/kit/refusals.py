@@ -24,6 +24,21 @@ class Refusals(TrialState):
                 needed += num_hits if found.blocks is None else sum([block in free for block in found.blocks[group]])
         return needed
 
+    def _blocks_needed_to_admit(self, request: TrialRequest, num_tokens: int, found: FoundPrefix | None) -> int:
+        """Blocks that a whole sequence needs now, exactly; what its first new token does not attend to takes none."""
+        free = set(self.view.free.tolist())
+        tables = self.view.tables.get(request.name)
+        needed = 0
+        for group, shape in enumerate(self.scenario.groups):
+            wanted = -(-num_tokens // shape.block_size)
+            if tables is not None:
+                needed += max(wanted - len(tables[group]), 0)
+                continue
+            hits = found.blocks[group] if found and found.blocks else ()
+            skipped = shape.attends_from(found.num_hit_tokens if found else 0) // shape.block_size
+            needed += max(wanted - max(skipped, len(hits)), 0) + sum([block in free for block in hits[skipped:]])
+        return needed
+
     def _copies_needed(self, request: TrialRequest, start: int, num_slots: int) -> int:
         """Blocks that the new tokens would be written into although others read them."""
         uses, tables = self._earlier().uses, self._earlier().tables.get(request.name, ())

@@ -62,6 +62,11 @@ def _has(trial: Trial, option: str) -> bool:
     return option in trial.supports.options
 
 
+def _releases(trial: Trial) -> bool:
+    has_windows = not all(group.attends_to_all for group in trial.scenario.groups)
+    return has_windows and "release_out_of_window" in trial.capabilities
+
+
 def _lookahead(trial: Trial, chooser: Chooser) -> int:
     return chooser.integer(1, 4) if _has(trial, "lookahead") and chance(chooser, 4) else 0
 
@@ -99,22 +104,28 @@ def admit(trial: Trial, chooser: Chooser, do: Do) -> None:
         _allocate(trial, chooser, do, request, adopt)
 
 
+def _arrive_again(trial: Trial, do: Do, twin: TrialRequest | None) -> TrialRequest | None:
+    """A request with all the tokens of an earlier one arrives, unless there are enough."""
+    name = f"r{len(trial.requests)}"
+    if twin is not None and len(trial.requests) < MOST_REQUESTS:
+        do(New(name, [(token, len(list(run))) for token, run in groupby(twin.tokens)]))
+    return trial.requests.get(name)
+
+
 def admit_the_same_again(trial: Trial, chooser: Chooser, do: Do) -> None:
     """A request with all the tokens of an earlier one arrives; without a lookup its blocks are duplicates."""
-    twin = _named(trial, chooser, live=None)
-    if twin is not None and len(trial.requests) < MOST_REQUESTS:
-        name = f"r{len(trial.requests)}"
-        do(New(name, [(token, len(list(run))) for token, run in groupby(twin.tokens)]))
+    request = _arrive_again(trial, do, _named(trial, chooser, live=None))
+    if request is not None:
         adopt = "match" in trial.capabilities and chance(chooser, 3)
         if adopt:
-            do(Match(name))
-        if name in trial.requests:
-            _allocate(trial, chooser, do, trial.requests[name], adopt)
+            do(Match(request.name))
+        _allocate(trial, chooser, do, request, adopt)
 
 
 def arrive_and_look_up(trial: Trial, chooser: Chooser, do: Do) -> None:
-    """A request arrives, looks, and waits."""
-    request = _arrive(trial, chooser, do)
+    """A request arrives, looks, and waits; half of them have the tokens of one that runs."""
+    twin = _named(trial, chooser, live=True) if chance(chooser, 2) else None
+    request = _arrive_again(trial, do, twin) if twin else _arrive(trial, chooser, do)
     if request is not None:
         do(Match(request.name))
 
@@ -131,6 +142,25 @@ def look_up(trial: Trial, chooser: Chooser, do: Do) -> None:
     request = _named(trial, chooser, live=None)
     if request is not None:
         do(Match(request.name))
+
+
+def run_a_long_one(trial: Trial, chooser: Chooser, do: Do) -> None:
+    """A request of nearly the longest length is computed in chunks, and decodes up to the last token."""
+    room = trial.scenario.max_model_len
+    chunk = chooser.integer(1, 3) * trial.scenario.block_size
+    name = f"r{len(trial.requests)}"
+    if len(trial.requests) < MOST_REQUESTS:
+        do(New(name, ((chooser.integer(0, 2), max(room - chooser.integer(1, 4), 1)),)))
+    request = trial.requests.get(name)
+    while request is not None and (left := len(request.tokens) - request.num_valid) > 0:
+        before = request.num_valid
+        if request.is_live and _releases(trial):
+            do(ReleaseOutOfWindow(name))
+        do(Allocate(name, min(chunk, left)))
+        if request.num_valid == before:
+            return
+    for _ in range(3 if request is not None else 0):
+        do(Append((name,), 0, 0, 0, _lookahead(trial, chooser)))
 
 
 def decode(trial: Trial, chooser: Chooser, do: Do) -> None:
@@ -173,7 +203,7 @@ def ask_the_gate(trial: Trial, chooser: Chooser, do: Do) -> None:
 def release_out_of_window(trial: Trial, chooser: Chooser, do: Do) -> None:
     """What fell out of the window comes back."""
     request = _named(trial, chooser, live=True)
-    if request is not None and not all(group.attends_to_all for group in trial.scenario.groups):
+    if request is not None and _releases(trial):
         do(ReleaseOutOfWindow(request.name))
 
 
@@ -193,9 +223,11 @@ def fork(trial: Trial, chooser: Chooser, do: Do) -> None:
 
 
 def fork_and_diverge(trial: Trial, chooser: Chooser, do: Do) -> None:
-    """Two children, and each of the family goes its own way at once."""
+    """Two children, and each of the family goes its own way at once; perhaps with drafts that all of them share."""
     request = _named(trial, chooser, live=True)
     if request is not None and len(trial.requests) < MOST_REQUESTS - 1:
+        if _has(trial, "drafts") and chance(chooser, 2):
+            do(Append((request.name,), 0, 0, chooser.integer(1, 5)))
         family = [request.name]
         for _ in range(2):
             child = f"r{len(trial.requests)}"
@@ -255,9 +287,10 @@ def misuse_the_pool(trial: Trial, chooser: Chooser, do: Do) -> None:
 
 RULES = (
     Rule("admit", admit, 8),
-    Rule("admit_the_same_again", admit_the_same_again, 5),
+    Rule("admit_the_same_again", admit_the_same_again, 6),
     Rule("decode", decode, 6),
     Rule("decode_for_a_while", decode_for_a_while, 3),
+    Rule("run_a_long_one", run_a_long_one, 1),
     Rule("finish", finish, 5),
     Rule("go_on", go_on, 4),
     Rule("admit_later", admit_later, 3),

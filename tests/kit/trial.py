@@ -32,13 +32,13 @@ from kvledger.testing.commands import (
 )
 from kvledger.testing.failure import History, load_history
 from kvledger.testing.invariants import INVARIANTS, InvariantViolation
+from kvledger.testing.lookups import Lookups
 from kvledger.testing.protocol import (
     FoundPrefix,
     Limits,
     ManagerFactory,
     Placement,
 )
-from kvledger.testing.refusals import Refusals
 from kvledger.testing.scenario import Scenario
 from kvledger.testing.trial_state import Step, TrialRequest
 from kvledger.testing.view import AllocatorView
@@ -48,8 +48,8 @@ _FIRST_DRAFT_TOKEN = 1_000
 _LAST_REQUEST_TOKEN = 999
 
 
-class Trial(Refusals):
-    """One history on one manager. What it knows is `TrialState`; when a refusal is fair is in `Refusals`."""
+class Trial(Lookups):
+    """One history on one manager. What it knows is `TrialState`; `Refusals` and `Lookups` judge some of the answers."""
 
     def __init__(self, make: ManagerFactory, scenario: Scenario, checks_state: bool = True) -> None:
         super().__init__(make, scenario, checks_state)
@@ -112,54 +112,9 @@ class Trial(Refusals):
                 return num_tokens
         return 0
 
-    # -- commands that ask -------------------------------------------------------------------------------------------
-
     def _new(self, command: New) -> None:
         tokens = [token for token, count in command.prompt for _ in range(count)]
-        self.requests[command.request] = TrialRequest(command.request, tokens)
-
-    def _match(self, command: Match) -> None:
-        request = self.requests[command.request]
-        found = self._ask(lambda: self.manager.match(request.name, list(request.tokens)))
-        if isinstance(found, Exception):
-            raise promises.NO_CRASH.broken(f"a lookup was refused: {found}")
-        self._unchanged(promises.LOOKUP_CHANGES_NOTHING)
-        hit, longest = found.num_hit_tokens, len(request.tokens) - 1
-        promises.HIT_BOUNDS.require(
-            0 <= hit <= longest and hit % self.scenario.alignment == 0,
-            f"a request of {len(request.tokens)} tokens hits {hit}; alignment {self.scenario.alignment}",
-        )
-        self._check_longest_hit(request, hit)
-        request.found, request.found_after = found, self.num_changes
-
-    def _check_longest_hit(self, request: TrialRequest, hit: int) -> None:
-        group = self.scenario.groups[0]
-        if len(self.scenario.groups) > 1 or not group.attends_to_all or self.view.keyed is None:
-            return
-        size, blocks = group.block_size, 0
-        while (blocks + 1) * size < len(request.tokens) and self.model.find(
-            request.tokens[: (blocks + 1) * size], 0, self.view
-        ):
-            blocks += 1
-        expected = max(blocks - self.scenario.use_eagle, 0) * size
-        promises.LONGEST_HIT.require(hit == expected, f"a hit of {hit} tokens where {expected} can be found")
-
-    def _gate(self, command: Gate) -> None:
-        request = self.requests[command.request]
-        found = request.found if command.adopt and not request.is_live and self._is_fresh(request) else None
-        answer = self._ask(
-            lambda: self.manager.can_admit(request.name, list(request.tokens), found, command.use_watermark)
-        )
-        self._unchanged(promises.LOOKUP_CHANGES_NOTHING)
-        if all(group.attends_to_all for group in self.scenario.groups) and (not found or found.blocks is not None):
-            num_tokens = min(len(request.tokens), self.scenario.max_model_len)
-            watermark = self.scenario.watermark_blocks if command.use_watermark else 0
-            needed = self._blocks_needed(request, num_tokens, found) + watermark
-            promises.JUSTIFIED_REFUSAL.require(
-                bool(answer) == (needed <= len(self.view.free)),
-                f"{num_tokens} tokens need {needed} blocks of {len(self.view.free)} free ones, watermark included; "
-                f"the gate says {answer}",
-            )
+        self.requests[command.request] = TrialRequest(command.request, tokens, num_prompt=len(tokens))
 
     # -- commands that place -----------------------------------------------------------------------------------------
 
@@ -316,6 +271,7 @@ class Trial(Refusals):
         answer = self._ask(lambda: self.manager.release_out_of_window(request.name, computed))
         promises.JUSTIFIED_REFUSAL.require(not isinstance(answer, Exception), f"refused a release: {answer}")
         self.num_changes += 1
+        self._check_tail_goes_first(request.name)
         promises.check_out_of_window(self.scenario, request.name, computed, self.view)
         promises.check_tables_only_grow(self._earlier(), self.view, None)
         promises.check_keys_stay(self._earlier(), self.view, set())
@@ -335,7 +291,8 @@ class Trial(Refusals):
         request.slots_asked = num_tokens
         if command.forget:
             request.tokens = request.tokens[: max(num_tokens, 1)]
-            request.found = None
+            request.found, request.num_prompt = None, 0
+        self._check_tail_goes_first(request.name)
         self._check_slots(request)
         promises.check_tables_only_grow(self._earlier(), self.view, request.name)
         promises.check_keys_stay(self._earlier(), self.view, set())
@@ -374,8 +331,13 @@ class Trial(Refusals):
         promises.EVERYTHING_COMES_BACK.require(
             name not in self.view.tables, f"request {name!r} has ended and holds {self.view.tables.get(name)}"
         )
+        self._check_tail_goes_first(name)
         promises.check_tables_only_grow(self._earlier(), self.view, None)
         promises.check_keys_stay(self._earlier(), self.view, set())
+
+    def _check_tail_goes_first(self, name: str) -> None:
+        if "ordered" in self.supports.options and self.scenario.eviction == "lru":
+            promises.check_tail_goes_first(self._earlier(), self.view, name)
 
     def _evict(self, command: Evict) -> None:
         if any(not 0 <= block < self.scenario.num_blocks for block in command.blocks):

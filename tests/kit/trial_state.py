@@ -34,6 +34,7 @@ class TrialRequest:
         slots_asked: the most slots asked for since it holds blocks (or was truncated).
         found: what its last lookup returned, and after how many changes that was.
         lost_a_key: whether a block of it was evicted by id while it held it.
+        num_prompt: tokens that it arrived with; 0 once those are no longer what it began with (a fork, a crop).
     """
 
     name: str
@@ -44,6 +45,7 @@ class TrialRequest:
     found: FoundPrefix | None = None
     found_after: int = 0
     lost_a_key: bool = False
+    num_prompt: int = 0
 
     @property
     def num_valid(self) -> int:

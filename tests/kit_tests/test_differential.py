@@ -58,3 +58,23 @@ def test_a_divergence_is_shortened_with_both_managers() -> None:
         explore(make_stack, 50, rival=list_manager.make, shorten_s=2)
     assert found.value.violation.name == "same_decisions"
     assert len(found.value.history.commands) <= 4
+
+
+class Small(ListManager):
+    """Neither goes back nor forks nor decodes in batches."""
+
+    truncate = fork = append = None  # type: ignore[assignment]
+
+
+@supporting(Supports(options=["ordered"]))
+def make_small(scenario: Scenario) -> Small:
+    return Small(scenario)
+
+
+def test_only_what_both_managers_can_is_played() -> None:
+    played = explore(make_ledger, 60, rival=make_small)
+    assert played.commands > 500
+    both = Differential(make_ledger, make_small, Scenario(num_blocks=5))
+    assert not {"truncate", "fork", "append"} & both.trial.capabilities
+    assert {"match", "rebuild"} <= both.trial.capabilities
+    assert not {"drafts", "lookahead"} & both.trial.supports.options

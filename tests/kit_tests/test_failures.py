@@ -107,6 +107,29 @@ def test_the_printed_program_runs_and_fails_by_itself(tmp_path: Path) -> None:
     assert "conservation" in done.stderr
 
 
+def test_a_factory_made_inside_a_function_is_named_and_not_imported() -> None:
+    @supporting(Supports(waived=["no_orphans"]))
+    def make(scenario: Scenario) -> Leaky:
+        return Leaky(scenario)
+
+    failure = failure_of(LONG, make)
+    assert failure is not None
+    program = failure.history.to_program(failure.factory)
+    compile(program, "program", "exec")
+    assert "make = ...  # the factory that test_a_factory_made_inside_a_function" in program
+    assert "trial = Trial(make, " in program
+
+
+def test_a_manager_whose_events_cannot_be_folded_is_a_failure_like_any_other() -> None:
+    class Unfoldable(ListManager):
+        def rebuild(self) -> None:
+            raise ZeroDivisionError("oh")
+
+    trial = Trial(Unfoldable, Scenario(num_blocks=4))
+    with pytest.raises(KitFailure, match=r"no_crash.*\n.*its events cannot be folded: ZeroDivisionError: oh"):
+        trial.do(New("a", ((0, 4),)))
+
+
 def test_a_saved_history_plays_again_without_hypothesis(tmp_path: Path) -> None:
     path = shorten(leak(), make_leaky).save_to(tmp_path)
     assert path.name == "tests-kit_tests-test_failures-make_leaky-conservation.json"

@@ -105,12 +105,9 @@ def test_a_chunk_that_is_no_multiple_of_the_block_is_hit_without_its_beginning()
 def test_ours_decides_like_vllm_block_for_block() -> None:
     """One group of full attention, without what ours refuses and vLLM trusts."""
 
-    class OneByOne(LedgerAdapter):
-        append = fork = truncate = None
-
     @supporting(ledger_supports(kinds=("full",), max_groups=1))
     def ours(scenario: Scenario) -> LedgerAdapter:
-        return OneByOne(attrs.evolve(scenario, max_num_reqs=16))  # vLLM's manager knows no limit
+        return LedgerAdapter(attrs.evolve(scenario, max_num_reqs=16))  # vLLM's manager knows no limit
 
     options = ("eagle", "external", "lookahead", "drafts", "reserved", "watermark", "no_caching", "ordered")
 

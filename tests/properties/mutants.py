@@ -298,4 +298,103 @@ MUTANTS = (
         "                        gone.append(key)",
         "                        pass",
     ),
+    # What only events, orders and lookups show
+    Mutant(
+        "what falls out of a window is released head first",
+        "core/allocator.py",
+        "range(stop - 1, start - 1, -1))\n"
+        "                blocks = tuple(self.state.tables[group].blocks(row, start, stop)[::-1])",
+        "range(start, stop))\n                blocks = tuple(self.state.tables[group].blocks(row, start, stop))",
+    ),
+    Mutant(
+        "an event leaves out the keys that taken blocks lose",
+        "core/block_taking.py",
+        "lost_keys = pool.keys_of(blocks)",
+        "lost_keys = ()",
+    ),
+    Mutant(
+        "an event leaves out the key that a copy's target loses",
+        "core/copy_on_write.py",
+        "lost_key, lost_group = pool.key_of(target), pool.group_of(target)",
+        "lost_key, lost_group = None, pool.group_of(target)",
+    ),
+    Mutant(
+        "the first block of a request is every block's parent",
+        "core/registration.py",
+        "parent = range_keys[start - 1 - offset] if start else None",
+        "parent = range_keys[0] if start else None",
+    ),
+    Mutant(
+        "the first group alone ends the guard",
+        "core/ledger_state.py",
+        "self.pool.key_of(block) is not None:\n                    return False\n        return True",
+        "self.pool.key_of(block) is not None:\n                    return False\n"
+        "                return True\n        return True",
+    ),
+    Mutant(
+        "a child registers what its parent has registered",
+        "core/ledger_state.py",
+        "self.considered[group][child] = self.considered[group][parent]",
+        "self.considered[group][child] = 0",
+    ),
+    Mutant(
+        "a block that truncation cuts counts as registered",
+        "core/ledger_state.py",
+        "considered[row] = min(considered[row], first // table.block_size)",
+        "considered[row] = min(considered[row], -(-first // table.block_size))",
+    ),
+    Mutant(
+        "lookahead goes beyond the longest request",
+        "core/allocator.py",
+        "num_slots = np.minimum(end + num_lookahead_tokens, self.config.max_model_len) if num",
+        "num_slots = end + num_lookahead_tokens if num",
+    ),
+    Mutant(
+        "what is out of window counts as held for ever",
+        "core/admission.py",
+        "table.count(row) - skipped[row]",
+        "table.count(row)",
+    ),
+    Mutant(
+        "a request may go back behind its window",
+        "core/command_checks.py",
+        "if kind.num_skipped_tokens(start) < gone:",
+        "if False:",
+    ),
+    Mutant(
+        "a fork shares the parent's lookahead blocks",
+        "core/allocator.py",
+        "blocks = tuple(table.blocks(parent_row)[: _ceil_div(placed, table.block_size)])",
+        "blocks = tuple(table.blocks(parent_row))",
+    ),
+    Mutant(
+        "sparse retention keeps a block of the window too few",
+        "core/cache_kinds.py",
+        "range(end // self.block_size - need, end // self.block_size)",
+        "range(end // self.block_size - need + 1, end // self.block_size)",
+    ),
+    Mutant(
+        "sparse retention keeps the state behind the boundary",
+        "core/cache_kinds.py",
+        "wanted = {end // self.block_size - 1 for end in boundaries}",
+        "wanted = {end // self.block_size for end in boundaries}",
+    ),
+    Mutant(
+        "a run of window blocks is aligned at its wrong end",
+        "core/cache_kinds.py",
+        "if run == 0 and (i + 1 - drop_last) * self.block_size % alignment:",
+        "if run == 0 and (i - drop_last) * self.block_size % alignment:",
+    ),
+    Mutant(
+        "EAGLE keeps the last block of a window",
+        "core/cache_kinds.py",
+        "return _cut(found, i + run - drop_last)",
+        "return _cut(found, i + run)",
+    ),
+    Mutant(
+        "of several blocks the first is evicted",
+        "core/allocator.py",
+        "for block in dict.fromkeys(blocks) if pool",
+        "for block in list(dict.fromkeys(blocks))[:1] if pool",
+    ),
 )

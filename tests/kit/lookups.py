@@ -1,0 +1,95 @@
+"""What a lookup must and must not find, and what the admission gate must say."""
+
+from kvledger.testing import promises
+from kvledger.testing.commands import Gate, Match
+from kvledger.testing.refusals import Refusals
+from kvledger.testing.trial_state import TrialRequest
+
+
+class Lookups(Refusals):
+    """A trial's judgement of what a manager answers without changing anything."""
+
+    def _match(self, command: Match) -> None:
+        request = self.requests[command.request]
+        found = self._ask(lambda: self.manager.match(request.name, list(request.tokens)))
+        if isinstance(found, Exception):
+            raise promises.NO_CRASH.broken(f"a lookup was refused: {found}")
+        self._unchanged(promises.LOOKUP_CHANGES_NOTHING)
+        hit, longest = found.num_hit_tokens, len(request.tokens) - 1
+        promises.HIT_BOUNDS.require(
+            0 <= hit <= longest and hit % self.scenario.alignment == 0,
+            f"a request of {len(request.tokens)} tokens hits {hit}; alignment {self.scenario.alignment}",
+        )
+        self._check_longest_hit(request, hit)
+        self._check_hit_of_held_prompt(request, hit)
+        request.found, request.found_after = found, self.num_changes
+
+    def _check_longest_hit(self, request: TrialRequest, hit: int) -> None:
+        group = self.scenario.groups[0]
+        if self.scenario.use_eagle:
+            self._check_eagle_gives_a_block_back(request, hit)
+        if len(self.scenario.groups) > 1 or not group.attends_to_all or self.view.keyed is None:
+            return
+        size, blocks = group.block_size, 0
+        while (blocks + 1) * size < len(request.tokens) and self.model.find(
+            request.tokens[: (blocks + 1) * size], 0, self.view
+        ):
+            blocks += 1
+        expected = max(blocks - self.scenario.use_eagle, 0) * size
+        promises.LONGEST_HIT.require(hit == expected, f"a hit of {hit} tokens where {expected} can be found")
+
+    def _check_eagle_gives_a_block_back(self, request: TrialRequest, hit: int) -> None:
+        """The block behind a hit was found too; of several groups it may be the last one of the request."""
+        length = len(request.tokens) - (len(self.scenario.groups) == 1)
+        for size in [group.block_size for group in self.scenario.groups]:
+            room = max(length // size - 1, 0) * size
+            promises.LONGEST_HIT.require(
+                hit <= room, f"a hit of {hit} tokens; at most {room} may hit, as EAGLE needs the block of {size} behind"
+            )
+
+    def _check_hit_of_held_prompt(self, request: TrialRequest, hit: int) -> None:
+        groups, boundary = self.scenario.groups, (len(request.tokens) - 1) // self.scenario.alignment
+        boundary *= self.scenario.alignment
+        # A chunk's lookup begins at the last token's chunk, which may lie behind the boundary that all groups share.
+        reaches = len(groups) == 1 or all(group.kind != "chunked" for group in groups)
+        if not (self.scenario.enable_caching and boundary and reaches) or self.scenario.use_eagle:
+            return
+        for other in self.requests.values():
+            if (
+                other.is_live
+                and other.num_prompt == len(other.tokens) == other.num_valid
+                and other.tokens == request.tokens
+                and not other.lost_a_key
+                and self._holds_what_is_attended(other.name, boundary)
+            ):
+                promises.HELD_PROMPTS_ARE_FOUND.require(
+                    hit >= boundary,
+                    f"a hit of {hit} tokens, though request {other.name!r} holds the same prompt up to {boundary}",
+                )
+
+    def _holds_what_is_attended(self, name: str, position: int) -> bool:
+        """Whether the token at `position` attends to blocks before it in every group, and none was given back."""
+        tables = zip(self.scenario.groups, self.view.tables[name], strict=True)
+        return all(
+            shape.attends_from(position) < position
+            and self.view.null_block
+            not in table[shape.attends_from(position) // shape.block_size : position // shape.block_size]
+            for shape, table in tables
+        )
+
+    def _gate(self, command: Gate) -> None:
+        request = self.requests[command.request]
+        found = request.found if command.adopt and not request.is_live and self._is_fresh(request) else None
+        answer = self._ask(
+            lambda: self.manager.can_admit(request.name, list(request.tokens), found, command.use_watermark)
+        )
+        self._unchanged(promises.LOOKUP_CHANGES_NOTHING)
+        if not found or found.blocks is not None:
+            num_tokens = min(len(request.tokens), self.scenario.max_model_len)
+            watermark = self.scenario.watermark_blocks if command.use_watermark else 0
+            needed = self._blocks_needed_to_admit(request, num_tokens, found) + watermark
+            promises.JUSTIFIED_REFUSAL.require(
+                bool(answer) == (needed <= len(self.view.free)),
+                f"{num_tokens} tokens need {needed} blocks of {len(self.view.free)} free ones, watermark included; "
+                f"the gate says {answer}",
+            )
