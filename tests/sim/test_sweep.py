@@ -132,7 +132,7 @@ def test_an_interrupted_sweep_tells_the_rows_that_are_done(tmp_path: Path, jobs:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     deadline = time.monotonic() + 120
-    while len(list(tmp_path.glob("*.json"))) < 6 and time.monotonic() < deadline and running.poll() is None:
+    while len(list(tmp_path.glob("*.json"))) < 12 and time.monotonic() < deadline and running.poll() is None:
         time.sleep(0.02)
     os.killpg(running.pid, signal.SIGINT)
     out, complaints = running.communicate(timeout=60)
@@ -140,7 +140,7 @@ def test_an_interrupted_sweep_tells_the_rows_that_are_done(tmp_path: Path, jobs:
     assert "the same command goes on" in complaints
     document = json.loads(out)
     rows = document["rows"]
-    assert 3 <= len(rows) < 200
+    assert 1 <= len(rows) < 200  # in the order of the grid, as far as they were handed over
     assert document["num_not_done"] == 200 - len(rows)
     asked = [
         (blocks, seqs, str(seed)) for blocks in (600, 700, 800, 900) for seqs in (2, 4, 8, 16, 32) for seed in range(10)
