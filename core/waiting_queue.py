@@ -4,6 +4,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from .errors import MisuseError
 from .types import Request
@@ -79,7 +80,8 @@ class PriorityQueue:
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, float, int, Request]] = []
-        self._order_of: dict[str, int] = {}
+        # Forgotten with the request itself, so that an engine may serve any number of them.
+        self._order_of: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._next_order = 0
 
     def __len__(self) -> int:
@@ -90,7 +92,7 @@ class PriorityQueue:
 
     def add(self, request: Request) -> None:
         """By priority and arrival. A request that comes back keeps its place among equals."""
-        order = self._order_of.setdefault(request.request_id, self._next_order)
+        order = self._order_of.setdefault(request, self._next_order)
         self._next_order += 1
         heapq.heappush(self._heap, (request.priority, request.arrival, order, request))
 
