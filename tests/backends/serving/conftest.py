@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch", reason="live serving needs torch")
 
 from kvledger.backends import CudaBackend  # noqa: E402
 from kvledger.backends.serving import LiveEngine, StepTokens  # noqa: E402
+from kvledger.backends.serving.sampling import choose_tokens, uniform  # noqa: E402
 from kvledger.core import AllocatorConfig, FullAttention, SchedulerConfig, SlidingWindow  # noqa: E402
 from kvledger.core.kv_cache_config import KVCacheGroup  # noqa: E402
 from kvledger.core.kv_cache_layout import KVCacheLayout  # noqa: E402
@@ -143,6 +144,21 @@ def alone():
             tokens.append(int(logits_of(tokens).argmax()))
             if tokens[-1] in stop_token_ids:
                 break
+        return tuple(tokens[len(prompt) :])
+
+    return outputs
+
+
+@pytest.fixture
+def drawn_alone():
+    """What a request with a seed produces by the definition: the model's answers, and the request's own draws."""
+
+    def outputs(prompt, each):
+        tokens = list(prompt)
+        for index in range(each.max_tokens):
+            logits = torch.from_numpy(logits_of(tokens))[None]
+            (chosen,) = choose_tokens(logits, [each], [uniform(each.seed, index)]).wait()
+            tokens.append(chosen.token_id)
         return tuple(tokens[len(prompt) :])
 
     return outputs

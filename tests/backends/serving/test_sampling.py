@@ -1,0 +1,140 @@
+"""The next token: refused settings, the distribution that draws follow, and what a draw does not depend on."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="live serving needs torch")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from kvledger.backends.serving import SamplingSettings  # noqa: E402
+from kvledger.backends.serving.sampling import choose_tokens, seed_of_request, uniform  # noqa: E402
+from kvledger.core import InputError  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
+        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": 0.0}, "top_p is 0.0; it must be above 0"),
+        ({"top_p": 1.01}, "top_p is 1.01"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 1 << 64}, "seed is 18446744073709551616"),
+        ({"stop": ("end", "")}, "a stop text is empty"),
+        ({"logprobs": -1}, "logprobs is -1"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_with_the_value(wrong, message) -> None:
+    with pytest.raises(InputError, match=message):
+        SamplingSettings(**{"max_tokens": 5} | wrong)
+
+
+def test_one_stop_text_may_be_given_without_a_list() -> None:
+    assert SamplingSettings(max_tokens=1, stop="\n\n").stop == ("\n\n",)
+
+
+def test_a_draw_is_a_fixed_function_of_seed_and_index() -> None:
+    assert [uniform(7, 0), uniform(7, 1), uniform(8, 0)] == [0.7283479541790343, 0.8033384902111143, 0.8637418676020681]
+    draws = [uniform(seed, index) for seed in range(20) for index in range(50)]
+    assert len(set(draws)) == 1000 and all(0 <= draw < 1 for draw in draws)
+    assert abs(np.mean(draws) - 0.5) < 0.03 and abs(np.var(draws) - 1 / 12) < 0.01
+    assert len({seed_of_request(0, ordinal) for ordinal in range(1000)}) == 1000
+
+
+def choose(logits, *each, draws=None):
+    rows = torch.tensor(logits, dtype=torch.float32)
+    return choose_tokens(rows, each, [0.5] * len(each) if draws is None else draws).wait()
+
+
+def test_greedy_takes_the_likeliest_token_and_the_first_of_equals() -> None:
+    greedy = SamplingSettings(max_tokens=1, temperature=0, top_k=1, top_p=0.1)
+    found = choose([[0.0, 3.0, 1.0], [2.0, 2.0, 1.0]], greedy, greedy)
+    assert [each.token_id for each in found] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("given_settings", "expected"),
+    [
+        ({"temperature": 1.0}, [0.5, 0.3, 0.15, 0.05]),
+        ({"temperature": 0.5}, [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]),
+        ({"top_k": 2}, [0.625, 0.375, 0, 0]),
+        ({"top_k": 9}, [0.5, 0.3, 0.15, 0.05]),
+        ({"top_p": 0.5}, [1, 0, 0, 0]),
+        ({"top_p": 0.51}, [0.625, 0.375, 0, 0]),
+        ({"top_p": 0.001}, [1, 0, 0, 0]),
+        ({"top_k": 3, "top_p": 0.8}, [0.625, 0.375, 0, 0]),  # of what top_k left, 0.5 and 0.3 are 0.842
+        ({"top_k": 3, "top_p": 0.85}, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
+    ],
+)
+def test_draws_divide_the_unit_interval_as_the_settings_say(given_settings, expected) -> None:
+    """Evenly spaced draws hit each token in proportion to its probability."""
+    count = 4000
+    each = SamplingSettings(max_tokens=1, **given_settings)
+    # The likeliest token is not the first one, so that order and likelihood differ.
+    order = [2, 0, 3, 1]
+    row = np.empty(4)
+    row[order] = np.log([0.5, 0.3, 0.15, 0.05])
+    draws = [(place + 0.5) / count for place in range(count)]
+    found = choose([row.tolist()] * count, *[each] * count, draws=draws)
+    shares = np.bincount([token.token_id for token in found], minlength=4)[order] / count
+    assert np.abs(shares - expected).max() <= 2 / count
+
+
+def test_tokens_of_no_probability_are_never_drawn() -> None:
+    nothing = -float("inf")
+    for draw in (0.0, 0.5, uniform_max()):
+        for each in (SamplingSettings(max_tokens=1), SamplingSettings(max_tokens=1, top_p=0.999)):
+            (token,) = choose([[nothing, 0.0, 0.0, nothing]], each, draws=[draw])
+            assert token.token_id in (1, 2)
+
+
+def uniform_max():
+    return ((1 << 52) - 1) / (1 << 52)
+
+
+ROW_SETTINGS = st.builds(
+    SamplingSettings,
+    max_tokens=st.just(1),
+    temperature=st.sampled_from([0.0, 0.01, 0.7, 1.0, 3.0]),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+    top_k=st.sampled_from([0, 1, 3, 40]),
+    logprobs=st.sampled_from([None, 0, 2]),
+)
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 10**6), ROW_SETTINGS, st.floats(0, uniform_max())), min_size=1, max_size=8),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+@settings(max_examples=80, deadline=None)
+def test_a_row_is_drawn_alike_alone_and_among_any_neighbours(rows, dtype) -> None:
+    logits = torch.stack([torch.from_numpy(np.random.default_rng(seed).normal(0, 3, 37)) for seed, _, _ in rows])
+    logits = logits.to(dtype)
+    each = [row_settings for _, row_settings, _ in rows]
+    draws = [draw for _, _, draw in rows]
+    together = choose_tokens(logits, each, draws).wait()
+    alone = [choose_tokens(logits[i : i + 1], each[i : i + 1], draws[i : i + 1]).wait()[0] for i in range(len(rows))]
+    assert together == alone
+
+
+def test_log_probabilities_are_the_models_before_temperature_and_truncation() -> None:
+    row = [0.3, 2.0, -1.0, 1.5]
+    of_all = torch.log_softmax(torch.tensor(row), dim=-1).tolist()
+    each = SamplingSettings(max_tokens=1, temperature=0.2, top_k=1, logprobs=2)
+    (token,) = choose([row], each)
+    assert token.token_id == 1 and token.logprob == pytest.approx(of_all[1])
+    assert token.top_logprobs == ((1, pytest.approx(of_all[1])), (3, pytest.approx(of_all[3])))
+    (bare,) = choose([row], SamplingSettings(max_tokens=1, logprobs=0))
+    assert bare.logprob == pytest.approx(of_all[bare.token_id]) and bare.top_logprobs == ()
+    (none,) = choose([row], SamplingSettings(max_tokens=1))
+    assert none.logprob is None
+
+
+def test_a_step_that_samples_nobody_chooses_nothing() -> None:
+    assert choose_tokens(torch.empty(0, 5), [], []).wait() == []
