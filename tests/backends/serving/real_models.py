@@ -126,23 +126,31 @@ def alone(model, prompt_ids, num_tokens, choose=greedy):
     return Alone(model).generate(prompt_ids, num_tokens, choose)
 
 
+PLAN_SETTINGS = ("layout", "kv_cache_dtype")
+BACKEND_SETTINGS = ("arrangement", "model_dtype")
+
+
+def make_backend_and_allocator(model, num_blocks=120, max_num_batched_tokens=256, **settings):
+    """A pool for a model, and the log of what is decided about it."""
+    plan = {name: settings.pop(name) for name in PLAN_SETTINGS if name in settings}
+    memory = {name: settings.pop(name) for name in BACKEND_SETTINGS if name in settings}
+    config = kv_cache_config(transformers_geometry(model), num_blocks=num_blocks, block_size=BLOCK_SIZE, **plan)
+    backend = CudaBackend(device="cpu", max_num_batched_tokens=max_num_batched_tokens, **memory)
+    backend.initialize(config)
+    log = EventLog()
+    rules = {"max_num_reqs": 8, "max_model_len": 200, "retention_interval": None} | settings
+    rules["max_in_flight_tokens"] = max_num_batched_tokens
+    groups = allocator_groups(config)
+    allocator = KVCacheAllocator(AllocatorConfig(num_blocks=num_blocks, groups=groups, **rules), sinks=[backend, log])
+    return backend, allocator, log
+
+
 class Pool:
     """A model on a pool of its own: runner, backend and allocator, with the log of what was decided."""
 
-    def __init__(self, model, num_blocks=120, max_num_batched_tokens=64, max_num_reqs=8, **settings):
-        config = kv_cache_config(transformers_geometry(model), num_blocks=num_blocks, block_size=BLOCK_SIZE)
-        self.backend = CudaBackend(device="cpu", max_num_batched_tokens=max_num_batched_tokens)
-        self.backend.initialize(config)
-        self.log = EventLog()
-        rules = {"max_model_len": 200, "max_in_flight_tokens": max_num_batched_tokens, "retention_interval": None}
-        self.allocator = KVCacheAllocator(
-            AllocatorConfig(
-                num_blocks=num_blocks,
-                groups=allocator_groups(config),
-                max_num_reqs=max_num_reqs,
-                **rules | settings,
-            ),
-            sinks=[self.backend, self.log],
+    def __init__(self, model, max_num_batched_tokens=64, **settings):
+        self.backend, self.allocator, self.log = make_backend_and_allocator(
+            model, max_num_batched_tokens=max_num_batched_tokens, **settings
         )
         self.runner = ModelRunner(model, self.backend)
         self.requests = {}
