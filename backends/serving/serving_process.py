@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import threading
 from collections.abc import Generator
 from types import FrameType
 
@@ -95,6 +96,9 @@ class ServingProcess(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         """Signals end the server, and are not raised again once it has ended: what comes after still has to be done."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals go to the main thread; whoever runs the server in another one ends it by `should_exit`
+            return
         before = {each: signal.signal(each, self.handle_exit) for each in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
