@@ -70,4 +70,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _ROOMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_ROOMS[name]}", __name__), name)
+    try:
+        return getattr(import_module(f".{_ROOMS[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in ("torch", "transformers"):
+            raise
+        raise ModuleNotFoundError(
+            f"{name} needs {package}, which is not installed: pip install 'kvledger[serve]'", name=package
+        ) from error

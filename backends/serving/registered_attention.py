@@ -10,7 +10,6 @@ from typing import Any
 
 import attrs
 import torch
-from transformers import AttentionInterface
 
 from ...core.errors import InputError, MisuseError
 from ..cuda_backend import CudaBackend
@@ -48,6 +47,8 @@ def register_paged_attention() -> str:
     Returns:
         The name for `model.set_attn_implementation`.
     """
+    from transformers import AttentionInterface
+
     AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
     return ATTENTION_NAME
 
