@@ -9,6 +9,7 @@ from ..core.errors import InputError
 
 if TYPE_CHECKING:
     from ..backends.sinks.log_reader import LogReader
+    from .live_trace import LiveTrace
     from .logged_trace import LoggedTrace
 
 
@@ -31,7 +32,7 @@ def open_event_log(directory: str | Path) -> "LogReader":
     return LogReader(directory)
 
 
-def open_logged_trace(directory: str | Path, **chosen: Any) -> "LoggedTrace":
+def open_logged_trace(directory: str | Path, **chosen: Any) -> "LoggedTrace | LiveTrace":
     """The trace of a recorded run. `chosen` are the options that pick or change requests; None: not given.
 
     Raises:
@@ -45,9 +46,10 @@ def open_logged_trace(directory: str | Path, **chosen: Any) -> "LoggedTrace":
                 "run as they came; leave it out"
             )
     reader = open_event_log(directory)
+    from .live_trace import LiveTrace, is_live
     from .logged_trace import LoggedTrace
 
-    return LoggedTrace(reader)
+    return LiveTrace(reader) if is_live(reader) else LoggedTrace(reader)
 
 
 def need_log_libraries() -> None:

@@ -12,6 +12,8 @@ from ..backends.sinks.log_keys import encode_key
 from ..backends.sinks.log_reader import LogReader
 from ..backends.sinks.log_rows import ROW_SCHEMA, RequestArrived
 from ..core.errors import InputError
+from .live_trace import LiveTrace, is_live
+from .traces.trace import TraceRequest
 
 
 def convert_log(reader: LogReader, form: str, target: str | Path, wire: str | None = None) -> int:
@@ -88,6 +90,9 @@ def _to_trace(reader: LogReader, path: Path) -> int:
 
 
 def _mooncake_rows(reader: LogReader) -> Iterator[dict[str, Any]]:
+    if is_live(reader):
+        yield from map(_mooncake_row, LiveTrace(reader))
+        return
     numbers: dict[bytes, int] = {}
     for logged in reader.notes():
         note = logged.note
@@ -104,6 +109,15 @@ def _mooncake_rows(reader: LogReader) -> Iterator[dict[str, Any]]:
                 for key in note.prompt_keys
             ]
         yield row
+
+
+def _mooncake_row(row: TraceRequest) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "timestamp": row.arrival_s * 1e3,
+        "input_length": row.input_length,
+        "output_length": row.output_length,
+    }
+    return out if row.hash_ids is None else {**out, "hash_ids": list(row.hash_ids)}
 
 
 def _write_lines(file: IO[str], rows: Iterator[dict[str, Any]]) -> int:

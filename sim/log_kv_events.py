@@ -1,6 +1,7 @@
 """The KV events that a recorded run would have published, as a stream that can be followed.
 
-A trace has block ids and no tokens, so tokens are made up from the ids: equal where the ids are, and nowhere else.
+A trace has block ids and a live run's log block keys, and neither has tokens, so tokens are made up from those: equal
+where they are, and nowhere else.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from ..backends.sinks.log_rows import LoggedCommit, RequestArrived
 from ..backends.sinks.request_content import ContentRegistry, RequestContent, SyntheticTokens
 from ..core.errors import InputError
 from ..core.events import BlocksFreed, Commit, FreeReason, RowsReleased
+from .live_keys import KnownKeys, LoggedKeys
+from .live_trace import is_live
 from .logged_trace import row_of
 from .replay import traced_request
 
@@ -22,15 +25,15 @@ def write_kv_events(reader: LogReader, path: Path, wire: Wire) -> int:
     """Write the stream of a log to a file. Returns its batches.
 
     Raises:
-        InputError: the log is not of a run on a trace.
+        InputError: the log is neither of a run on a trace nor of a live one.
     """
     trace = reader.manifest.header.get("trace")
-    if trace is None:
+    if trace is None and not is_live(reader):
         raise InputError(f"{reader.directory} holds no requests, only commits: there are no tokens to tell of")
     writer = KVEventFileWriter(path)
     count = 0
     try:
-        for batch in _batches(reader, wire, trace["trace_block_size"]):
+        for batch in _batches(reader, wire, trace["trace_block_size"] if trace is not None else None):
             writer.write(count, encode_batch(batch))
             count += 1
     finally:
@@ -42,6 +45,7 @@ def _batches(reader: LogReader, wire: Wire, trace_block_size: int | None) -> Ite
     registry = ContentRegistry()
     encoder = KVEventEncoder(registry, wire)
     block_size = reader.created.hash_block_size
+    logged_keys = LoggedKeys(reader) if is_live(reader) else None
     ordinal = 0
     for record in reader.records():
         if isinstance(record, LoggedCommit):
@@ -50,6 +54,9 @@ def _batches(reader: LogReader, wire: Wire, trace_block_size: int | None) -> Ite
                 yield KVEventBatch((record.time_ns or 0) / 1e9, events)
             for request_id in _ended(record.commit):
                 registry.discard(request_id)
+        elif isinstance(record.note, RequestArrived) and logged_keys is not None:
+            keys = KnownKeys(logged_keys.of(record.note))
+            registry.add(record.note.request_id, RequestContent(SyntheticTokens(keys, block_size), keys))
         elif isinstance(record.note, RequestArrived):
             request = traced_request(row_of(record.note), ordinal, 0.0, block_size, trace_block_size)
             ordinal += 1

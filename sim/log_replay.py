@@ -8,6 +8,7 @@ import typer
 
 from ..backends.sinks.log_reader import LogReader
 from ..core.errors import InputError
+from .live_trace import is_live
 
 FIXED = "arrivals, prompt and output lengths, prompt block ids, priorities and turns are the log's"
 # What chose the requests when the run was recorded, of which the log holds the outcome, and where output went.
@@ -42,8 +43,8 @@ def recorded_run(reader: LogReader) -> RecordedRun:
     command = header.get("command")
     if command != "replay":
         raise InputError(
-            f"{reader.directory} was written by {command or 'something that did not say what it is'}; only the log of "
-            "kvledger replay --log can be run again"
+            f"{reader.directory} was written by {command or 'something that did not say what it is'}; only the logs of "
+            "kvledger replay --log and kvledger serve --log can be run again"
         )
     options = header["options"].items()
     return RecordedRun(
@@ -63,12 +64,14 @@ def run_again(reader: LogReader, given: list[str], as_json: bool) -> None:
         given: options of the command that are to differ, as on its command line.
         as_json: whether to print the JSON document instead of the tables.
 
+    A live run's requests are simulated under the given options; a run on a trace keeps those that are not given.
+
     Raises:
         InputError: the log is of no run, or was written with an option that this version does not have.
     """
     from .cli import build_app
 
-    run = recorded_run(reader)
+    run = RecordedRun("replay", {}) if is_live(reader) else recorded_run(reader)
     app: Any = typer.main.get_command(build_app())  # a group, of typer's own copy of click in some versions
     command = app.commands[run.command]
     arguments = [str(reader.directory), *given, *(["--json"] if as_json else [])]

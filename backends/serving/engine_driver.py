@@ -179,12 +179,20 @@ class EngineDriver:
         self._inbox.close(error)
         self._loop.close()
         self._move = Wait()
+        for generation in list(self._generations.values()):
+            if self._recorder is not None:
+                _try(partial(self._recorder.ending, generation, "error"), cause)
+            _try(partial(self._scheduler.abort, generation.request.request_id), cause)
+            _try(partial(self._end, generation, "error", error), cause)
         for order in self._inbox.take():
             if isinstance(order, Submission):
                 self._generations[order.generation.request.request_id] = order.generation
-        for request_id, generation in list(self._generations.items()):
-            for what in (partial(self._scheduler.abort, request_id), partial(self._end, generation, "error", error)):
-                try:
-                    what()
-                except Exception as another:  # a sink or a listener that fails as well must not keep others waiting
-                    cause.add_note(f"and at the end of {request_id!r}: {type(another).__name__}: {another}")
+                _try(partial(self._end, order.generation, "error", error), cause)
+
+
+def _try(what: Callable[[], object], cause: Exception) -> None:
+    """One part of ending everything; a sink or a listener that fails as well must not keep others waiting."""
+    try:
+        what()
+    except Exception as another:
+        cause.add_note(f"and while everything was ended: {type(another).__name__}: {another}")

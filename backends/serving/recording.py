@@ -1,12 +1,9 @@
 """A live run, written down as it happens, so that it can be proved, run again and compared (docs/live_serving.md)."""
 
 import time
-import zlib
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import attrs
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,8 +17,7 @@ from ..sinks.durable_log import Clock, DurableLog
 from ..sinks.flush_policy import FlushPolicy
 from ..sinks.log_rows import RequestArrived, RequestEnded, RunEnded, StepComputed
 from .generation import Generation
-
-COMMAND: Final = "serve"
+from .recorded_run import live_header, slots_crc32
 
 
 class LiveRecording:
@@ -65,13 +61,7 @@ class LiveRecording:
             InputError: something is in the directory, or a fact is no JSON value.
             LogWriteError: the directory cannot be written.
         """
-        rules = {name: getattr(allocator, name) for name in RULES_NOT_IN_THE_POOL}
-        header = {
-            "command": COMMAND,
-            "allocator": rules,
-            "scheduler": attrs.asdict(scheduler),
-            "facts": dict(facts or {}),
-        }
+        header = live_header(allocator, scheduler, dict(facts or {}))
         return cls(DurableLog.create(directory, flush=flush, clock=Clock("unix", time.time_ns), header=header))
 
     def begin(self, scheduler: Scheduler, backend: CudaBackend) -> None:
@@ -130,22 +120,3 @@ class LiveRecording:
         """As they stand on the device, a group after the other; the step is over, so reading them waits for nothing."""
         assert self._backend is not None
         return self._backend.slots[:, : step.batch.num_tokens].cpu().numpy()
-
-
-# What a pool's first commit does not say of an `AllocatorConfig`, and decisions depend on.
-RULES_NOT_IN_THE_POOL: Final = (
-    "retention_interval",
-    "max_in_flight_tokens",
-    "watermark_blocks",
-    "use_eagle",
-    "release",
-    "orphans",
-)
-
-
-def slots_crc32(slots_of_groups: Iterable[NDArray[np.int64]]) -> int:
-    """A checksum over the slots of a step's tokens: int64 `[num_tokens]` of each group, one after the other."""
-    checksum = 0
-    for slots in slots_of_groups:
-        checksum = zlib.crc32(np.ascontiguousarray(slots, dtype="<i8").tobytes(), checksum)
-    return checksum

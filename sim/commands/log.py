@@ -1,8 +1,11 @@
 """`kvledger log`: look into the event log of a run, prove it, compare it, run it again."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from ...backends.sinks.log_reader import LogReader
 
 Directory = Annotated[str, typer.Argument(metavar="LOG", help="Directory of an event log.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
@@ -199,16 +202,39 @@ def convert(
 def replay(context: typer.Context, log: Directory, json: Json = False) -> None:
     """Run a recorded run again: the same report, or with options of `kvledger replay` given, what they would change.
 
-    Fixed are arrivals, lengths, prompt blocks, priorities and turns; everything else follows the options.
+    Fixed are arrivals, lengths, prompt blocks, priorities and turns; everything else follows the options. A live run
+    is decided again step by step, which must give the same commits, block tables and slots (exit 1 if not); with
+    options, its requests are simulated under them.
 
     Example: kvledger log replay run.log --num-gpu-blocks-override 2000 --eviction s3fifo
     """
     from ..event_log_dir import need_log_libraries, open_event_log
 
     need_log_libraries()
+    from ..live_trace import is_live
     from ..log_replay import run_again
 
-    run_again(open_event_log(log), context.args, json)
+    reader = open_event_log(log)
+    if is_live(reader) and not context.args:
+        _decide_again(reader, log, json)
+    else:
+        run_again(reader, context.args, json)
+
+
+def _decide_again(reader: "LogReader", log: str, json: bool) -> None:
+    from ..console import print_json, progress
+    from ..live_rerun import run_live_again
+
+    bar, task = progress("Deciding again")
+    with bar:
+        found = run_live_again(reader, lambda count: bar.update(task, completed=count))
+    if json:
+        print_json({"log": log, **found.to_json()})
+    else:
+        for line in found.describe():
+            print(line)
+    if not found.is_equal:
+        raise typer.Exit(1)
 
 
 def _number(record) -> int:

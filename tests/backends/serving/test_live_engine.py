@@ -1,4 +1,4 @@
-"""What a live engine promises to those who submit requests, over a model that knows earlier tokens only by the cache."""
+"""What a live engine promises to those who submit requests; its model knows earlier tokens only from the cache."""
 
 import asyncio
 import threading
@@ -268,7 +268,7 @@ def test_the_engine_counts_who_runs_and_who_waits(make_engine) -> None:
 def test_a_full_queue_is_said_at_once_and_takes_again_when_there_is_room(make_engine) -> None:
     engine = make_engine(max_queued_requests=3, max_num_seqs=2, start=False)
     requests = [engine.submit(PROMPT, greedy(2)) for _ in range(3)]
-    with pytest.raises(QueueFullError, match="3 requests wait .* max_queued_requests"):
+    with pytest.raises(QueueFullError, match=r"3 requests wait .* max_queued_requests"):
         engine.submit(PROMPT, greedy(2))
     engine.advance()  # takes them in and schedules two
     engine.advance()
@@ -513,8 +513,7 @@ def test_tokens_from_before_a_failure_can_still_be_read(make_engine, alone) -> N
     engine._runner.fail_at_step = 4
     read = []
     with pytest.raises(EngineFailedError):
-        for delta in engine.submit(PROMPT, greedy(20)):
-            read.append(delta.token_id)
+        read.extend(delta.token_id for delta in engine.submit(PROMPT, greedy(20)))
     assert tuple(read) == alone(PROMPT, 3)
 
 
@@ -551,7 +550,7 @@ def test_a_listener_that_fails_stops_the_engine_and_nobody_waits_for_ever(make_e
 def test_waiting_for_a_result_that_does_not_come_says_how_far_it_is(make_engine) -> None:
     engine = make_engine(start=False)
     request = engine.submit(PROMPT, greedy(7))
-    with pytest.raises(TimeoutError, match="0 of at most 7 output tokens after 0.01 s"):
+    with pytest.raises(TimeoutError, match=r"0 of at most 7 output tokens after 0\.01 s"):
         request.result(0.01)
 
 

@@ -1,0 +1,248 @@
+"""A recorded live run, decided again: the same requests at the same steps must give the same commits and slots.
+
+Fixed are what the engine could not know: when requests came, what their blocks' keys are, which of them stopped where
+and which were aborted. Everything else is decided anew by core's scheduler and allocator, and mirrored by
+`SimBackend`: every commit is compared with the log's, and the slots of every step with those that the device had.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import attrs
+
+from ..backends.serving.recorded_run import recorded_configs, slots_crc32
+from ..backends.sim_backend import SimBackend
+from ..backends.sinks.log_reader import LogReader
+from ..backends.sinks.log_rows import LoggedCommit, LoggedNote, Record, RequestArrived, RequestEnded, StepComputed
+from ..core.allocator import KVCacheAllocator
+from ..core.engine import Wait, engine_loop
+from ..core.errors import InputError
+from ..core.events import Commit
+from ..core.scheduler import Scheduler, StepOutcome
+from ..core.types import Request, ScheduledStep, StepResult
+from .live_keys import KnownKeys, LoggedKeys
+from .live_trace import is_live
+from .log_text import described
+
+ABORTED = ("abort", "error")
+
+
+@attrs.define
+class Rerun:
+    """What deciding a live run again found.
+
+    Attributes:
+        commits, steps, requests: how many were decided again and are equal.
+        steps_with_slots: of the steps, those whose slots the log has; all of them are equal.
+        unended: requests whose end the log does not have (it is torn, or still being written).
+        divergence: the first difference, in words; None: there is none.
+    """
+
+    commits: int = 0
+    steps: int = 0
+    requests: int = 0
+    steps_with_slots: int = 0
+    unended: int = 0
+    divergence: str | None = None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether everything that the log holds came out again."""
+        return self.divergence is None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        return {"equal": self.is_equal, **attrs.asdict(self)}
+
+    def describe(self) -> list[str]:
+        """The outcome in a few lines."""
+        lines = [
+            f"{self.requests:,} requests and {self.steps:,} steps decided again: {self.commits:,} commits equal, and "
+            f"so are block tables and free queue; the slots of {self.steps_with_slots:,} steps equal the device's"
+        ]
+        if self.unended:
+            lines.append(f"{self.unended:,} requests have no end in the log: it stops before")
+        if self.divergence is not None:
+            lines.append(f"NOT EQUAL: {self.divergence}")
+        return lines
+
+
+def run_live_again(reader: LogReader, on_progress: Callable[[int], None] | None = None) -> Rerun:
+    """Decide a live run again and compare.
+
+    Args:
+        reader: its log.
+        on_progress: called with the number of steps so far.
+
+    Raises:
+        InputError: the log is of no live run.
+    """
+    if not is_live(reader):
+        raise InputError(f"{reader.directory} is not the log of a live engine (kvledger serve --log)")
+    return _LiveRerun(reader, on_progress).run()
+
+
+class _Diverged(Exception):
+    """The first difference."""
+
+
+class _LogOver(Exception):
+    """No record is left."""
+
+
+class _LiveRerun:
+    def __init__(self, reader: LogReader, on_progress: Callable[[int], None] | None) -> None:
+        self._reader = reader
+        self._on_progress = on_progress
+        self._found = Rerun()
+        self._records: Iterator[Record] = reader.records()
+        self._peeked: Record | None = None
+        self._keys = LoggedKeys(reader)
+        self._found.unended = self._keys.num_unended
+        self._backend = SimBackend()
+        self._scheduler: Scheduler | None = None
+        self._finished: dict[str, int] = {}
+
+    def run(self) -> Rerun:
+        try:
+            self._decide()
+        except _Diverged as difference:
+            self._found.divergence = str(difference)
+        except _LogOver:
+            pass
+        return self._found
+
+    def _decide(self) -> None:
+        config, limits = recorded_configs(self._reader.manifest.header, self._reader.created)
+        self._scheduler = scheduler = Scheduler(limits, KVCacheAllocator(config, sinks=[self, self._backend]))
+        loop = engine_loop(scheduler, [self._between_steps])
+        move = next(loop)
+        while True:
+            if isinstance(move, Wait):
+                if not self._take_in(()):
+                    self._expect_the_end()
+                move = loop.send(None)
+            else:
+                result = self._computed(move)
+                if result is None:  # the engine failed in this step
+                    self._take_in(())
+                    self._expect_the_end()
+                move = loop.send(result)
+
+    # -- what is compared --------------------------------------------------------------------------------------------
+
+    def apply(self, commit: Commit) -> None:
+        """A sink of the rerun: the log must go on with the same commit."""
+        record = self._next()
+        if not isinstance(record, LoggedCommit):
+            self._differ(commit.sequence, commit, record)
+        if record.commit != commit:
+            self._differ(commit.sequence, commit, record)
+        self._found.commits += 1
+
+    def _computed(self, step: ScheduledStep) -> StepResult | None:
+        record = self._peek()
+        if isinstance(record, LoggedNote) and isinstance(record.note, RequestEnded) and record.note.reason == "error":
+            return None
+        self._next()
+        if not isinstance(record, LoggedNote) or not isinstance(record.note, StepComputed):
+            raise _Diverged(f"step {self._found.steps} is due, and the log goes on with {_in_words(record)}")
+        note = record.note
+        if note.load != step.load:
+            raise _Diverged(f"step {self._found.steps} computes {step.load}, in the log {note.load}")
+        if note.slots_crc32 is not None:
+            groups = range(len(self._backend.block_tables))
+            found = slots_crc32([self._backend.slot_mapping(step.batch, group) for group in groups])
+            if found != note.slots_crc32:
+                raise _Diverged(f"the slots of step {self._found.steps} are not those that the device had")
+            self._found.steps_with_slots += 1
+        self._found.steps += 1
+        if self._on_progress is not None:
+            self._on_progress(self._found.steps)
+        return StepResult((note.nanoseconds,), stopped=note.stopped)
+
+    def _differ(self, sequence: int, commit: Commit, record: Record) -> NoReturn:
+        mine = "; ".join(described(LoggedCommit(commit, None)))
+        raise _Diverged(f"commit {sequence} is decided as [{mine}], and the log has [{_in_words(record)}]")
+
+    def _expect_the_end(self) -> NoReturn:
+        """Nothing is left to be done; neither may anything be left in the log."""
+        record = self._peek()
+        if isinstance(record, LoggedCommit) or isinstance(record.note, StepComputed):
+            raise _Diverged(f"nothing is left to compute, and the log goes on with {_in_words(record)}")
+        raise _LogOver
+
+    # -- what is fixed -----------------------------------------------------------------------------------------------
+
+    def _between_steps(self, _step: ScheduledStep, _result: StepResult, outcome: StepOutcome) -> None:
+        self._take_in(outcome.finished_requests)
+
+    def _take_in(self, finished: Sequence[Request]) -> bool:
+        """Do what the notes up to the next step say; False if there were none of requests."""
+        self._finished.update({request.request_id: request.num_output_tokens for request in finished})
+        taken = False
+        while (note := self._note_of_a_request()) is not None:
+            self._next()
+            taken = True
+            if isinstance(note, RequestArrived):
+                self._arrive(note)
+            elif note.reason in ABORTED:
+                self._the_scheduler.abort(note.request_id)
+            else:
+                self._compare_end(note)
+        if self._finished:
+            raise _Diverged(f"requests {', '.join(self._finished)} finish here, and the log does not say so")
+        return taken
+
+    def _note_of_a_request(self) -> RequestArrived | RequestEnded | None:
+        try:
+            record = self._peek()
+        except _LogOver:
+            if self._finished:  # the log stops between a step and what it notes of it
+                self._finished.clear()
+                raise
+            return None
+        note = record.note if isinstance(record, LoggedNote) else None
+        return note if isinstance(note, RequestArrived | RequestEnded) else None
+
+    def _arrive(self, note: RequestArrived) -> None:
+        self._found.requests += 1
+        self._the_scheduler.submit(
+            Request(
+                request_id=note.request_id,
+                num_prompt_tokens=note.num_prompt_tokens,
+                max_tokens=note.facts["max_tokens"],
+                keys=KnownKeys(self._keys.of(note)),
+                priority=note.facts["priority"],
+                arrival=note.arrival_s,
+            )
+        )
+
+    def _compare_end(self, note: RequestEnded) -> None:
+        produced = self._finished.pop(note.request_id, None)
+        if produced != note.num_output_tokens:
+            here = "does not finish here" if produced is None else f"finishes with {produced} output tokens"
+            raise _Diverged(f"request {note.request_id!r} {here}; in the log it finishes with {note.num_output_tokens}")
+
+    @property
+    def _the_scheduler(self) -> Scheduler:
+        assert self._scheduler is not None
+        return self._scheduler
+
+    # -- the log, record by record -----------------------------------------------------------------------------------
+
+    def _peek(self) -> Record:
+        if self._peeked is None:
+            self._peeked = next(self._records, None)
+            if self._peeked is None:
+                raise _LogOver
+        return self._peeked
+
+    def _next(self) -> Record:
+        record = self._peek()
+        self._peeked = None
+        return record
+
+
+def _in_words(record: Record) -> str:
+    return "; ".join(described(record))
