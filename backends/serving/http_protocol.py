@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import socket
+import struct
 from typing import Any
 
 import h11
@@ -88,4 +90,11 @@ class BoundedHttpProtocol(H11Protocol):
         if self.flow.write_paused and self.transport.get_write_buffer_size() < self._buffered_bytes:
             self._start_stall_timer()
         else:
-            self.transport.abort()  # closing would wait for the reader to take what is buffered
+            self._reset()
+
+    def _reset(self) -> None:
+        """End the connection at once: closing would wait for the reader, here and in the system's buffers."""
+        connection = self.transport.get_extra_info("socket")
+        if connection is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()

@@ -91,6 +91,7 @@ class RequestGate:
             self._check_key(scope)
             self._check_place()
         except ApiError as error:
+            await _discard(scope, receive)
             await _refuse(error, scope, receive, send)
             return
         self.num_open += 1
@@ -135,6 +136,7 @@ class RequestGate:
         limit = self._limits.max_request_bytes
         declared = _declared_bytes(scope)
         if declared is not None and declared > limit:
+            await _discard(scope, receive)
             raise _too_large(f"a body of {declared:,} bytes", limit)
         chunks: list[bytes] = []
         size = 0
@@ -146,9 +148,10 @@ class RequestGate:
                         return None
                     chunks.append(message.get("body", b""))
                     size += len(chunks[-1])
+                    has_more = message.get("more_body", False)
                     if size > limit:
-                        raise _too_large("the body", limit)
-                    if not message.get("more_body", False):
+                        break
+                    if not has_more:
                         return b"".join(chunks)
         except TimeoutError:
             raise ApiError(
@@ -156,6 +159,9 @@ class RequestGate:
                 f"the body did not arrive within {self._limits.body_timeout_s:g} s; {size:,} bytes of it did",
                 code="request_timeout",
             ) from None
+        if has_more:
+            await _discard(scope, receive)
+        raise _too_large("the body", limit)
 
 
 def _known_key(given: str, keys: Sequence[str]) -> str | None:
@@ -174,15 +180,16 @@ def _too_large(what: str, limit: int) -> ApiError:
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer and close: what is left of the body is no next request. A client that asks first sends none."""
-    if "expect" not in Headers(scope=scope):
-        await _discard(receive)
+    """Answer and close: what is left of the body is no next request."""
     response = error.response()
     response.headers["Connection"] = "close"
     await response(scope, receive, send)
 
 
-async def _discard(receive: Receive) -> None:
+async def _discard(scope: Scope, receive: Receive) -> None:
+    """Take what a client still sends before it reads its answer; one that asks first (`Expect`) sends nothing."""
+    if "expect" in Headers(scope=scope):
+        return
     size = 0
     try:
         async with asyncio.timeout(DISCARD_TIMEOUT_S):

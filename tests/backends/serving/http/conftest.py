@@ -135,6 +135,7 @@ def make_server(make_engine, letters):
         max_queued_requests=32,
         drain_timeout_s=5.0,
         stall_timeout_s=5.0,
+        send_buffer=None,
         **engine_settings,
     ):
         metrics = ServingMetrics(model_names[0], 64)
@@ -166,6 +167,8 @@ def make_server(make_engine, letters):
             ),
         )
         bound = listening_socket("127.0.0.1", 0)
+        if send_buffer is not None:  # of the system, for every connection; it would grow to some MiB
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         thread = threading.Thread(target=lambda: asyncio.run(process.serve(sockets=[bound])), daemon=True)
         thread.start()
         wait_for(lambda: process.started)

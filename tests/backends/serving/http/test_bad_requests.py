@@ -1,0 +1,247 @@
+"""Every bad request is answered with 4xx in OpenAI's shape, names what is wrong, and reaches no engine."""
+
+import json
+
+import pytest
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def error_of(answer, status):
+    """The error of an answer that must have this status and OpenAI's shape."""
+    found, headers, body = answer
+    assert found == status, body
+    assert headers["content-type"].startswith("application/json")
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and b"Traceback" not in body
+    return error
+
+
+FIELDS = [
+    ({"prompt": "a", "temperature": "hot"}, "temperature", None),
+    ({"prompt": "a", "temperature": -0.1}, "temperature", None),
+    ({"prompt": "a", "temperature": 2.5}, "temperature", None),
+    ({"prompt": "a", "top_p": 0}, "top_p", None),
+    ({"prompt": "a", "top_p": 1.01}, "top_p", None),
+    ({"prompt": "a", "top_k": -2}, "top_k", None),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens", None),
+    ({"prompt": "a", "max_tokens": 2.0}, "max_tokens", None),
+    ({"prompt": "a", "max_tokens": True}, "max_tokens", None),
+    ({"prompt": "a", "max_tokens": 10**30}, "max_tokens", None),
+    ({"prompt": "a", "max_tokens": 65}, "max_tokens", "context_length_exceeded"),
+    ({"prompt": "a" * 70}, "max_tokens", "context_length_exceeded"),
+    ({"prompt": "a", "n": 0}, "n", None),
+    ({"prompt": "a", "n": 33}, "n", None),
+    ({"prompt": ["a"] * 33}, "prompt", None),
+    ({"prompt": "a", "seed": 1 << 63}, "seed", None),
+    ({"prompt": "a", "stop": 3}, "stop", None),
+    ({"prompt": "a", "stop": [""]}, None, None),
+    ({"prompt": "a", "stop_token_ids": [61]}, "stop_token_ids", None),
+    ({"prompt": "a", "logprobs": 21}, "logprobs", None),
+    ({"prompt": "a", "stream": "yes"}, "stream", None),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, None, None),
+    (
+        {"prompt": "a", "stream": True, "stream_options": {"frequency": 1}},
+        "stream_options.frequency",
+        "unknown_parameter",
+    ),
+    ({"prompt": "a", "cache_salt": ""}, "cache_salt", None),
+    ({"prompt": "a", "cache_salt": 7}, "cache_salt", None),
+    ({"prompt": "a", "priority": 1}, None, None),  # the policy is fcfs
+    ({"prompt": "a", "priority": 1.5}, "priority", None),
+    ({"prompt": ""}, "prompt", None),
+    ({"prompt": []}, "prompt", None),
+    ({"prompt": [""]}, "prompt", None),
+    ({"prompt": [[]]}, "prompt", None),
+    ({"prompt": [1, "a"]}, "prompt", None),
+    ({"prompt": [1, -1]}, "prompt", None),
+    ({"prompt": [61]}, "prompt", None),
+    ({"prompt": [10**30]}, "prompt", None),
+    ({"prompt": {"text": "a"}}, "prompt", None),
+    ({"prompt": None}, "prompt", None),
+    ({"prompt": "\ud800"}, "prompt", None),
+    ({}, "prompt", "missing_parameter"),
+    ({"prompt": "a", "promt": "b"}, "promt", "unknown_parameter"),
+    ({"prompt": "a", "\ud800": "b"}, None, None),
+]
+
+
+@pytest.fixture
+def running(make_server):
+    return make_server()
+
+
+def test_a_field_that_is_wrong_is_named(running):
+    for body, param, code in FIELDS:
+        error = error_of(running.post(COMPLETIONS, body), 400)
+        assert (error["param"], error["code"]) == (param, code), (body, error)
+        assert error["type"] == "invalid_request_error"
+    assert running.engine.stats.scheduler.num_submitted == 0
+
+
+NOT_SUPPORTED = [
+    (COMPLETIONS, "best_of", 2), (COMPLETIONS, "echo", True), (COMPLETIONS, "suffix", "end"),
+    (COMPLETIONS, "logit_bias", {"3": 1}), (COMPLETIONS, "frequency_penalty", 0.5),
+    (COMPLETIONS, "presence_penalty", -1), (COMPLETIONS, "user", "me"), (COMPLETIONS, "min_p", 0.1),
+    (CHAT, "tools", [{"type": "function"}]), (CHAT, "tool_choice", "auto"), (CHAT, "parallel_tool_calls", True),
+    (CHAT, "functions", [{}]), (CHAT, "function_call", "auto"), (CHAT, "response_format", {"type": "json_object"}),
+    (CHAT, "modalities", ["text", "audio"]), (CHAT, "audio", {}), (CHAT, "prediction", {}), (CHAT, "store", True),
+    (CHAT, "metadata", {"a": "b"}), (CHAT, "service_tier", "flex"), (CHAT, "reasoning_effort", "low"),
+    (CHAT, "verbosity", "low"), (CHAT, "web_search_options", {}), (CHAT, "user", "me"),
+    (CHAT, "safety_identifier", "me"), (CHAT, "prompt_cache_key", "me"), (CHAT, "repetition_penalty", 1.1),
+]  # fmt: skip
+
+
+def test_a_parameter_that_is_not_served_is_refused_by_name(running):
+    for path, name, value in NOT_SUPPORTED:
+        needed = {"prompt": "a"} if path == COMPLETIONS else {"messages": HELLO}
+        error = error_of(running.post(path, {**needed, name: value}), 400)
+        assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+        assert "leave it out" in error["message"]
+
+
+def test_a_parameter_that_is_not_served_may_be_given_the_value_that_asks_for_nothing(running):
+    neutral = {
+        "best_of": 1, "echo": False, "suffix": None, "logit_bias": {}, "frequency_penalty": 0.0,
+        "presence_penalty": 0, "user": None, "n": 1, "stream": False, "response_format": {"type": "text"},
+    }  # fmt: skip
+    assert running.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, **neutral})[0] == 200
+    neutral = {
+        "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"],
+        "store": False, "service_tier": "auto", "metadata": {}, "logit_bias": None, "frequency_penalty": 0,
+    }  # fmt: skip
+    assert running.post(CHAT, {"messages": HELLO, "max_tokens": 1, **neutral})[0] == 200
+
+
+MESSAGES = [
+    ([], "messages"),
+    ("hello", "messages"),
+    (["hello"], "messages.0"),
+    ([{"role": "user"}], "messages.0.content"),
+    ([{"role": "wizard", "content": "a"}], "messages.0.role"),
+    ([{"role": "tool", "content": "a"}], "messages.0.role"),
+    ([{"role": "user", "content": None}], "messages.0.content"),
+    ([{"role": "user", "content": "\udfff"}], "messages.0.content"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages.0.content"),
+    ([{"role": "user", "content": "a", "name": "me"}], "messages.name"),
+    ([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "messages.tool_calls"),
+    ([{"role": "user", "content": "a", "weight": 1}], "messages.0.weight"),
+]
+
+
+def test_a_message_that_is_wrong_is_named(running):
+    for messages, param in MESSAGES:
+        error = error_of(running.post(CHAT, {"messages": messages}), 400)
+        assert error["param"] == param, (messages, error)
+
+
+def test_chat_parameters_that_contradict_each_other_are_refused(running):
+    for extra in (
+        {"max_tokens": 3, "max_completion_tokens": 4},
+        {"top_logprobs": 2},
+        {"add_generation_prompt": True, "continue_final_message": True},
+    ):
+        error_of(running.post(CHAT, {"messages": HELLO, **extra}), 400)
+
+
+def test_a_variable_that_the_chat_template_does_not_have_is_refused(running):
+    answer = running.post(CHAT, {"messages": HELLO, "chat_template_kwargs": {"whispers": True}})
+    error = error_of(answer, 400)
+    assert error["param"] == "chat_template_kwargs.whispers" and "shouts" in error["message"]
+    plain = running.post(CHAT, {"messages": HELLO, "max_tokens": 1})
+    loud = running.post(CHAT, {"messages": HELLO, "max_tokens": 1, "chat_template_kwargs": {"shouts": True}})
+    tokens = [json.loads(body)["usage"]["prompt_tokens"] for _, _, body in (plain, loud)]
+    assert tokens[1] == tokens[0] + 1
+
+
+def test_a_body_that_is_no_json_object_is_refused(running):
+    for body in (b"", b"{", b'{"prompt": "a",}', b"\xff\xfe", b"[]", b'"a"', b"null", b"[" * 10_000, b'{"a":NaN'):
+        error_of(running.post(COMPLETIONS, body), 400)
+    error_of(running.post(COMPLETIONS, b'{"prompt": "a", "temperature": NaN}'), 400)
+    error_of(running.post(COMPLETIONS, b'{"prompt": "a", "temperature": 1e999}'), 400)
+
+
+def test_another_content_type_is_refused(running):
+    for content_type in ("text/plain", "application/x-www-form-urlencoded", None):
+        answer = running.post(COMPLETIONS, {"prompt": "a"}, {"content-type": content_type})
+        assert "application/json" in error_of(answer, 415)["message"]
+
+
+def test_a_path_or_method_that_is_not_there_is_refused(running):
+    assert error_of(running.post("/v1/embeddings", {}), 404)["code"] == "not_found"
+    assert error_of(running.get("/"), 404)["code"] == "not_found"
+    assert error_of(running.get(COMPLETIONS), 405)["code"] == "method_not_allowed"
+    assert error_of(running.post("/health", {}), 405)["code"] == "method_not_allowed"
+
+
+def test_an_oversized_body_is_refused_before_it_is_held(make_server):
+    running = make_server(max_request_bytes=1_000)
+    error = error_of(running.post(COMPLETIONS, {"prompt": "a" * 2_000}), 413)
+    assert error["code"] == "request_too_large" and "1,000" in error["message"]
+    # Chunked, so that no length is declared.
+    with running.connection() as connection:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        connection.sendall(f"{head}transfer-encoding: chunked\r\n\r\n".encode())
+        connection.sendall(b"".join(b"200\r\n" + b"a" * 0x200 + b"\r\n" for _ in range(5)) + b"0\r\n\r\n")
+        error_of(running.answer(connection), 413)
+    # A client that asks first learns it without sending anything.
+    with running.connection() as connection:
+        connection.sendall(f"{head}content-length: 5000000000\r\nexpect: 100-continue\r\n\r\n".encode())
+        error_of(running.answer(connection), 413)
+    running.wait_until_idle()
+
+
+def test_a_body_that_does_not_arrive_is_given_up(make_server):
+    running = make_server(body_timeout_s=0.3)
+    with running.connection() as connection:
+        head = (
+            f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
+        )
+        connection.sendall(head.encode() + b'{"prompt"')
+        error = error_of(running.answer(connection), 408)
+        assert "9 bytes" in error["message"]
+    running.wait_until_idle()
+
+
+def test_what_is_no_http_is_refused_in_the_same_shape(running):
+    for garbage in (
+        b"\x00\x01\x02\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/1.1\r\n: x\r\n\r\n",
+    ):
+        with running.connection() as connection:
+            connection.sendall(garbage)
+            error_of(running.answer(connection), 400)
+
+
+def test_headers_that_never_end_are_given_up(make_server):
+    running = make_server(stall_timeout_s=0.3)
+    with running.connection() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost:")
+        assert_closed(connection)
+    with running.connection() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 20_000)
+        assert_closed(connection)
+
+
+def test_a_fault_of_the_server_shows_no_stack_trace(make_server, monkeypatch):
+    running = make_server()
+
+    def broken(*_args, **_options):
+        raise RuntimeError("a secret of the server")
+
+    monkeypatch.setattr(running.engine, "submit", broken)
+    for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HELLO, "stream": True})):
+        error = error_of(running.post(path, body), 500)
+        assert error["type"] == "server_error" and "secret" not in error["message"]
+
+
+def assert_closed(connection):
+    """The server ends the connection, orderly or not."""
+    try:
+        while connection.recv(65536):
+            pass
+    except (TimeoutError, ConnectionResetError) as error:
+        assert isinstance(error, ConnectionResetError)
