@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from kvledger.backends import SimBackend
 from kvledger.core import AllocatorConfig, BlockPool, EventLog, FullAttention, KVCacheAllocator, Request, TokenBatch
+from kvledger.core.events import BlocksAllocated, BlocksFreed, FreeReason
 from kvledger.sim.trace_keys import TraceKeySource
 
 clock = time.perf_counter
@@ -84,7 +85,10 @@ def decode_steps(num_reqs: int = 256, prompt: int = 1024, num_steps: int = 64) -
 
 
 def take_and_release(num_blocks: int = 20_001, batch: int = 16, num_batches: int = 2_000) -> float:
-    """Seconds a block: taken from a pool full of cached content, so that each take evicts a key, and released."""
+    """Seconds a block: taken from a pool full of cached content, so that each take evicts a key, and released.
+
+    Both events are made, as a command would make them.
+    """
     pool = BlockPool(num_blocks)
     blocks = pool.free_queue.peek(num_blocks - 1)
     pool.take(blocks)
@@ -92,18 +96,19 @@ def take_and_release(num_blocks: int = 20_001, batch: int = 16, num_batches: int
     pool.release(blocks)
     serial = num_blocks
     spent = 0.0
+    groups, rows, counts = (0,), (0,), (batch,)
     for _ in range(num_batches):
         started = clock()
         taken = pool.free_queue.peek(batch)
-        lost = pool.keys_of(taken)
-        pool.take(taken)
+        event = BlocksAllocated(0, rows, counts, taken, pool.keys_of(taken))
+        pool.take(event.blocks)
         spent += clock() - started
-        assert len(lost) == batch and None not in lost
+        assert len(event.lost_keys) == batch and None not in event.lost_keys
         pool.cache(0, taken, [(serial + i).to_bytes(36, "big") for i in range(batch)], range(batch))
         serial += batch
-        back = taken[::-1]
         started = clock()
-        pool.release(back)
+        freed = BlocksFreed(FreeReason.FINISHED, groups, rows, counts, taken[::-1])
+        pool.release(freed.blocks)
         spent += clock() - started
     return spent / (num_batches * batch)
 

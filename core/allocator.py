@@ -455,7 +455,7 @@ class KVCacheAllocator(LedgerWriter):
             if table.count(row):
                 start = self.state.skipped[group][row]
                 segments.append((group, tuple(table.blocks(row, start)[::-1])))
-        if self.config.release == "deferred":
+        if self.config.release == "deferred" and len(segments) > 1:
             segments.reverse()
             flat = tuple([block for _, blocks in segments for block in blocks])
             groups, counts = tuple([g for g, _ in segments]), tuple([len(blocks) for _, blocks in segments])

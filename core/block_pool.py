@@ -121,11 +121,14 @@ class BlockPool:
             block = next(block for block in blocks if ref_cnt[block])
             raise MisuseError(f"block {block} is taken while {ref_cnt[block]} references to it are live")
         self.free_queue.take(blocks)
-        index, group_of = self._index, self._group_of
-        has_duplicates = any(self._duplicates)
         for block in blocks:
             ref_cnt[block] = 1
-            key = key_of[block]
+        keys = list(map(key_of.__getitem__, blocks))
+        if keys.count(None) == len(keys):
+            return
+        has_duplicates = any(self._duplicates)
+        index, group_of = self._index, self._group_of
+        for block, key in zip(blocks, keys, strict=True):
             if key is None:
                 continue
             if has_duplicates:
@@ -201,12 +204,12 @@ class BlockPool:
         """Make referenced blocks findable. A key that is indexed already keeps its older block in front."""
         self._check_ids(blocks, "register")
         key_of, group_of, index, ref_cnt = self._key_of, self._group_of, self._index[group], self._ref_cnt
-        for block in blocks:
-            if key_of[block] is not None or not ref_cnt[block]:
-                raise MisuseError(
-                    f"cannot register block {block}: it has {ref_cnt[block]} references and is findable under "
-                    f"{key_of[block]!r}; a block is registered once, by a request that holds it"
-                )
+        if self.keys_of(blocks) or not all(map(ref_cnt.__getitem__, blocks)):
+            block = next(block for block in blocks if key_of[block] is not None or not ref_cnt[block])
+            raise MisuseError(
+                f"cannot register block {block}: it has {ref_cnt[block]} references and is findable under "
+                f"{key_of[block]!r}; a block is registered once, by a request that holds it"
+            )
         for block, key in zip(blocks, keys, strict=True):
             key_of[block] = key
             group_of[block] = group

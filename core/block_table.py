@@ -20,7 +20,11 @@ class BlockTable:
     def __init__(self, max_num_reqs: int, max_num_blocks_per_req: int, block_size: int) -> None:
         self.block_size = block_size
         self.table: NDArray[np.int32] = np.zeros((max_num_reqs, max_num_blocks_per_req), dtype=np.int32)
-        # One buffer, two faces: array.array reads single entries three times as fast, NumPy reads batches.
+        self._width = max_num_blocks_per_req
+        # One buffer, two faces: memoryview and array.array read and write a single row several times as fast, NumPy
+        # whole batches.
+        self._entries = self.table.reshape(-1).data
+        self._nulls = np.zeros(max_num_blocks_per_req, dtype=np.int32).data
         self._counts = array("i", bytes(4 * max_num_reqs))
         self.num_blocks_per_row: NDArray[np.int32] = np.frombuffer(self._counts, dtype=np.int32)
 
@@ -30,11 +34,12 @@ class BlockTable:
 
     def blocks(self, row: int, start: int = 0, stop: int | None = None) -> list[int]:
         """The row's blocks with logical index `start <= index < stop` (all by default), null blocks included."""
-        return self.table[row, start : self._counts[row] if stop is None else stop].tolist()
+        first = row * self._width
+        return self._entries[first + start : first + (self._counts[row] if stop is None else stop)].tolist()
 
     def block(self, row: int, index: int) -> int:
         """The block at one logical index."""
-        return self.table[row, index].item()
+        return self._entries[row * self._width + index]
 
     def shortfall(
         self, rows: NDArray[np.int64], num_slots: NDArray[np.int64]
@@ -48,11 +53,12 @@ class BlockTable:
         """Append blocks to one row."""
         start = self._counts[row]
         stop = start + len(blocks)
-        if stop > self.table.shape[1]:
+        if stop > self._width:
             raise MisuseError(
-                f"row {row} would hold {stop} blocks of {self.block_size}; its table has {self.table.shape[1]} entries"
+                f"row {row} would hold {stop} blocks of {self.block_size}; its table has {self._width} entries"
             )
-        self.table[row, start:stop] = blocks
+        first = row * self._width
+        self._entries[first + start : first + stop] = array("i", blocks)
         self._counts[row] = stop
 
     def extend_each(self, rows: NDArray[np.integer], blocks: Sequence[int]) -> None:
@@ -66,7 +72,9 @@ class BlockTable:
 
     def shrink(self, row: int, num_blocks: int) -> None:
         """Keep only the first `num_blocks` entries."""
-        self.table[row, num_blocks : self._counts[row]] = 0
+        first, count = row * self._width, self._counts[row]
+        if num_blocks < count:
+            self._entries[first + num_blocks : first + count] = self._nulls[: count - num_blocks]
         self._counts[row] = num_blocks
 
     def clear(self, row: int) -> None:

@@ -114,6 +114,8 @@ class FullAttention:
         length = min([len(run) for run in found])
         if drop_last and length:
             length -= 1
+        if alignment == self.block_size and len(found) == 1 and not drop_last:
+            return found
         return _cut_to_alignment(_cut(found, length), self.block_size, alignment)
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:

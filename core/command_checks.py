@@ -18,7 +18,7 @@ IntOrEach: TypeAlias = int | NDArray[np.int64]
 _NO_TIMES: NDArray[np.intp] = np.empty(0, dtype=np.intp)
 
 # The other reasons belong to `release_out_of_window` and `truncate`, which keep a part of the request.
-REASONS_TO_FREE_ALL = frozenset({FreeReason.FINISHED, FreeReason.PREEMPTED, FreeReason.ABORTED})
+REASONS_TO_FREE_ALL = (FreeReason.FINISHED, FreeReason.PREEMPTED, FreeReason.ABORTED)
 
 
 class CommandChecks:

@@ -128,8 +128,11 @@ class FreeQueue:
         self._num_queued += count
         self._peeked_end = -1
         if count < _NUMPY_PAYS_FROM:
-            self._ring[start : start + count] = array("i", blocks)
-            position_of = self._position_of
+            ring, position_of = self._ring, self._position_of
+            if count == 1:
+                ring[start] = blocks[0]
+            elif count:  # nothing in place of nothing would count as a change of length
+                ring[start : start + count] = array("i", blocks)
             for block in blocks:
                 position_of[block] = start
                 start += 1

@@ -226,6 +226,9 @@ class LedgerState:
     def _blocks_freed(self, event: BlocksFreed) -> None:
         reason, groups, rows, counts, blocks, indices = event
         self.pool.release(as_ints(blocks))
+        if len(rows) == 1 and not len(indices):  # all that a request holds in one group
+            self.tables[int(groups[0])].clear(int(rows[0]))
+            return
         start = 0
         for group, row, count in zip(as_ints(groups), as_ints(rows), as_ints(counts), strict=True):
             table = self.tables[group]

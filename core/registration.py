@@ -103,8 +103,8 @@ class Registrar:
         # Where every complete block is worth a key and none can be out of reach, whole ranges register at once.
         whole = kind.needs_whole_prefix and self._config.orphans == "keep"
         shared = len(rows) > 1
-        if whole and shared:
-            event = self._one_block_each(group, rows, asked)
+        if whole:
+            event = self._one_block_each(group, rows, asked) if shared else self._one_run(group, rows[0], asked[0])
             if event is not None:
                 return event
         table = self._state.tables[group]
@@ -158,6 +158,21 @@ class Registrar:
             tuple(blocks),
             tuple(keys),
             tuple(parents),
+        )
+
+    def _one_run(self, group: int, row: int, asked: tuple[AskedKeys, ...]) -> BlocksCached | None:
+        """What `decide` says of one row whose due blocks nobody else registered. None where that is not so."""
+        offset, keys = asked[group]
+        start, stop = max(self._state.considered[group][row], 0), offset + len(keys)
+        if stop <= start:
+            return None
+        blocks = tuple(self._state.tables[group].blocks(row, start, stop))
+        if self._state.pool.keys_of(blocks[:1]):
+            return None
+        parent = keys[start - 1 - offset] if start else None
+        new_keys = tuple(keys[start - offset :])
+        return BlocksCached(
+            group, (row,), (start,), (stop,), (stop - start,), tuple(range(start, stop)), blocks, new_keys, (parent,)
         )
 
     def _one_block_each(
