@@ -60,15 +60,23 @@ _CLASSES = {
 }
 
 
+# The same suite on a GPU where there is one: "llama on cuda".
+EVERYWHERE = [
+    *FAMILIES,
+    *(pytest.param(f"{name} on cuda", marks=pytest.mark.gpu) for name in FAMILIES if torch.cuda.is_available()),
+]
+
+
 def tiny_model(family, seed=0, **changes):
-    """A fresh model with the weights of a seed, attending in plain torch ("eager")."""
+    """A fresh model with the weights of a seed, attending in plain torch ("eager"), on the CPU unless told so."""
+    family, _, device = family.partition(" on ")
     name, fields = FAMILIES[family]
     config_class, model_class = _CLASSES.get(name, (f"{name}Config", f"{name}ForCausalLM"))
     config = getattr(transformers, config_class)(**_COMMON | _NO_SPECIAL | fields | changes)
     torch.manual_seed(seed)
     model = getattr(transformers, model_class)(config).eval()
     model.set_attn_implementation("eager")
-    return model
+    return model.to(device or "cpu")
 
 
 def prompt(num_tokens, seed=0):
@@ -103,7 +111,7 @@ class Alone:
     @torch.no_grad()
     def forward(self, token_ids):
         """Logits of the last token."""
-        ids = torch.tensor([token_ids])
+        ids = torch.tensor([token_ids], device=self.model.device)
         output = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{self.keyword: self.cache})
         return output.logits[0, -1]
 
@@ -127,7 +135,7 @@ def alone(model, prompt_ids, num_tokens, choose=greedy):
 
 
 PLAN_SETTINGS = ("layout", "kv_cache_dtype")
-BACKEND_SETTINGS = ("arrangement", "model_dtype")
+BACKEND_SETTINGS = ("arrangement", "model_dtype", "kernels")
 
 
 def make_backend_and_allocator(model, num_blocks=120, max_num_batched_tokens=256, **settings):
@@ -135,7 +143,7 @@ def make_backend_and_allocator(model, num_blocks=120, max_num_batched_tokens=256
     plan = {name: settings.pop(name) for name in PLAN_SETTINGS if name in settings}
     memory = {name: settings.pop(name) for name in BACKEND_SETTINGS if name in settings}
     config = kv_cache_config(transformers_geometry(model), num_blocks=num_blocks, block_size=BLOCK_SIZE, **plan)
-    backend = CudaBackend(device="cpu", max_num_batched_tokens=max_num_batched_tokens, **memory)
+    backend = CudaBackend(device=model.device, max_num_batched_tokens=max_num_batched_tokens, **memory)
     backend.initialize(config)
     log = EventLog()
     rules = {"max_num_reqs": 8, "max_model_len": 200, "retention_interval": None} | settings

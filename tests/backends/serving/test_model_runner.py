@@ -13,6 +13,7 @@ from kvledger.core.events import BlockCopied  # noqa: E402
 from kvledger.core.types import ScheduledStep, StepLoad  # noqa: E402
 
 from tests.backends.serving.real_models import (  # noqa: E402
+    EVERYWHERE,
     FAMILIES,
     Alone,
     Pool,
@@ -23,6 +24,7 @@ from tests.backends.serving.real_models import (  # noqa: E402
     sampled,
     tiny_model,
 )
+from tests.kernels.kernel_sets import device, kernel_set  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -39,7 +41,7 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=EVERYWHERE)
 def family(request):
     """Every family of models."""
     return request.param
@@ -68,13 +70,14 @@ def assert_outputs(service, outputs):
 
 def test_the_reference_is_what_generate_produces(family):
     model = tiny_model(family)
-    ids = torch.tensor([PROMPTS["a"]])
+    ids = torch.tensor([PROMPTS["a"]], device=model.device)
     generated = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
     outputs = alone(model, PROMPTS["a"], 16)
     assert outputs == generated[0, len(PROMPTS["a"]) :].tolist()
     assert len(set(outputs)) >= 8, "a model that repeats itself would show nothing"
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_cache_are_bit_equal_where_the_shapes_of_the_forward_passes_are(family):
     reference, pool = Alone(tiny_model(family)), Pool(tiny_model(family))
     ids = PROMPTS["a"]
@@ -150,7 +153,9 @@ def test_prompts_computed_in_chunks(family):
 
 def test_requests_that_are_preempted_and_recomputed(family):
     # As tight as a pool can be: what windowed layers need does not grow, and groups of layers share one pool.
-    num_blocks = {"mistral-windowed": 11, "gemma2-windowed": 28, "gemma3-windowed": 28}.get(family, 16)
+    num_blocks = {"mistral-windowed": 11, "gemma2-windowed": 28, "gemma3-windowed": 28}.get(
+        family.partition(" on ")[0], 16
+    )
     scheduler = {"reserve_full_sequence": False}
     service = Service(tiny_model(family), scheduler, num_blocks=num_blocks, max_model_len=60, max_num_batched_tokens=12)
     submit_all(service)
@@ -232,6 +237,21 @@ def test_a_cancelled_neighbour(family):
     assert_outputs(service, {name: outputs[name] for name in ("a", "d")})
     for num_steps, name in after.items():
         assert service.outputs(name) == reference(family, tuple(prompt(20, seed=num_steps)), 8)
+
+
+@pytest.mark.parametrize("name", ["gemma2-windowed"])
+def test_triton_s_kernels_give_the_same_logits(name):
+    """Interpreted on a CPU; on a GPU compiled, which all tests of this file run on there."""
+    model = tiny_model(f"{name} on {device()}")
+    pool = Pool(model, kernels=kernel_set("triton"))
+    references = {request_id: Alone(tiny_model(f"{name} on {device()}")) for request_id in "ab"}
+    work = {"a": prompt(15, seed=50)}
+    for _ in range(3):
+        logits = pool.forward(work)
+        for request_id, token_ids in work.items():
+            assert_close(logits[request_id], references[request_id].forward(token_ids))
+        work = {request_id: [int(row.argmax())] for request_id, row in logits.items()}
+        work.setdefault("b", prompt(6, seed=51))
 
 
 def test_logits_are_computed_for_sampled_rows_only():

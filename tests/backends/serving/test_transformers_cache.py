@@ -11,6 +11,7 @@ from kvledger.core.events import BlockCopied, BlocksShared  # noqa: E402
 
 from tests.backends.serving.real_models import (  # noqa: E402
     BLOCK_SIZE,
+    EVERYWHERE,
     FAMILIES,
     WINDOW,
     cache_keyword,
@@ -47,7 +48,7 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=EVERYWHERE)
 def family(request):
     """Every family of models."""
     return request.param
@@ -65,8 +66,8 @@ def generate(model, cache, ids=IDS, mask=MASK, max_new_tokens=14, seed=3, **mode
     has_logits = "prompt_lookup_num_tokens" not in mode
     keyword = {cache_keyword(model): cache}
     return model.generate(
-        ids,
-        attention_mask=mask,
+        ids.to(model.device),
+        attention_mask=mask.to(model.device),
         max_new_tokens=max_new_tokens,
         return_dict_in_generate=True,
         output_logits=has_logits,
@@ -164,7 +165,7 @@ def test_a_conversation_goes_on_in_the_same_cache(family):
     cache = ledger_cache(model)
     for each in (dynamic, cache):
         first = generate(model, each, IDS[:1], MASK[:1], do_sample=False).sequences
-        longer = torch.cat([first, torch.tensor([prompt(4, seed=30)])], dim=1)
+        longer = torch.cat([first.cpu(), torch.tensor([prompt(4, seed=30)])], dim=1)
         outputs.append(generate(model, each, longer, torch.ones_like(longer), do_sample=False).sequences)
     assert torch.equal(*outputs)
     assert cache.num_tokens == PROMPT_TOKENS + 14 + 4 + 13
