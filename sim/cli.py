@@ -27,6 +27,7 @@ COMMANDS: tuple[str, ...] = (
     "sweep",
     "sampling",
     "follow",
+    "serve",
 )
 
 # name -> module in sim/commands whose `build_<name>_app` makes a group of sub-commands

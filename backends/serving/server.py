@@ -236,7 +236,7 @@ class OpenAIServer:
     # -- the application ---------------------------------------------------------------------------------------------
 
     def _make_routes(self) -> FastAPI:
-        routes = FastAPI(title="kvledger", docs_url=None, redoc_url=None, exception_handlers=self._exception_handlers())
+        routes = FastAPI(title="kvledger", openapi_url=None, exception_handlers=self._exception_handlers())
         posts = {"/v1/completions": self.create_completion, "/v1/chat/completions": self.create_chat_completion}
         gets = {
             "/v1/models": self.list_models,

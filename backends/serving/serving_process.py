@@ -5,7 +5,7 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import FrameType
 
 import attrs
@@ -72,10 +72,15 @@ class ServingProcess(uvicorn.Server):
 
     The first SIGINT or SIGTERM drains: no new request is taken, those that are there may end within
     `drain_timeout_s`, what is left is aborted and its client told so. A second one aborts at once.
+
+    Attributes:
+        engine: that serves; shut down when `serve` returns.
     """
 
-    def __init__(self, server: OpenAIServer, settings: ProcessSettings) -> None:
-        """Nothing listens yet; `serve` does."""
+    def __init__(
+        self, server: OpenAIServer, settings: ProcessSettings, on_started: Callable[[], None] = lambda: None
+    ) -> None:
+        """Nothing listens yet; `serve` does, and calls `on_started` once clients can connect."""
         super().__init__(
             uvicorn.Config(
                 server.gate,
@@ -89,7 +94,9 @@ class ServingProcess(uvicorn.Server):
                 timeout_graceful_shutdown=round(settings.drain_timeout_s + READERS_GRACE_S + 0.5),
             )
         )
+        self.engine = server.engine
         self._openai_server = server
+        self._on_started = on_started
         self._drain_timeout_s = settings.drain_timeout_s
         self._aborts = False
 
@@ -112,9 +119,14 @@ class ServingProcess(uvicorn.Server):
         self.should_exit = True
         self._openai_server.gate.is_draining = True
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        self._on_started()
+
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second: end when the engine has."""
-        if self._openai_server.engine.failure is not None:
+        if self.engine.failure is not None:
             self._openai_server.gate.is_draining = True
             return True
         return await super().on_tick(counter)
@@ -128,7 +140,7 @@ class ServingProcess(uvicorn.Server):
         self._openai_server.close()
 
     async def _end_engine(self) -> None:
-        engine, loop = self._openai_server.engine, asyncio.get_running_loop()
+        engine, loop = self.engine, asyncio.get_running_loop()
         deadline_s = loop.time() + self._drain_timeout_s
         while engine.stats.num_unended and loop.time() < deadline_s and not self._aborts:
             await asyncio.sleep(TICK_S)
