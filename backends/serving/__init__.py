@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from .registered_attention import register_paged_attention
     from .sampling import SamplingSettings
     from .served_model import kv_cache_config, kv_cache_groups, served_layers, transformers_geometry
+    from .sizing import EngineOptions, SizedEngine, size_engine
     from .token_stream import TokenDelta
     from .transformers_cache import LedgerCache
 
 _ROOMS = {
     "Completion": "live_request",
     "EngineFailedError": "errors",
+    "EngineOptions": "sizing",
     "EngineStats": "live_engine",
     "EngineStoppedError": "errors",
     "LedgerCache": "transformers_cache",
@@ -30,6 +32,7 @@ _ROOMS = {
     "RequestStats": "live_request",
     "RequestTokens": "model_runner",
     "SamplingSettings": "sampling",
+    "SizedEngine": "sizing",
     "StepTokens": "model_runner",
     "TokenDelta": "token_stream",
     "TokenRunner": "live_engine",
@@ -38,12 +41,14 @@ _ROOMS = {
     "kv_cache_groups": "served_model",
     "register_paged_attention": "registered_attention",
     "served_layers": "served_model",
+    "size_engine": "sizing",
     "transformers_geometry": "served_model",
 }
 
 __all__ = [
     "Completion",
     "EngineFailedError",
+    "EngineOptions",
     "EngineStats",
     "EngineStoppedError",
     "LedgerCache",
@@ -55,6 +60,7 @@ __all__ = [
     "RequestStats",
     "RequestTokens",
     "SamplingSettings",
+    "SizedEngine",
     "StepTokens",
     "TokenDelta",
     "TokenRunner",
@@ -63,6 +69,7 @@ __all__ = [
     "kv_cache_groups",
     "register_paged_attention",
     "served_layers",
+    "size_engine",
     "transformers_geometry",
 ]
 
