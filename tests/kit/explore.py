@@ -94,7 +94,7 @@ def _found_again_sooner(
     while time.monotonic() < deadline:
         chooser, seed = RandomChooser(seed), seed + 1
         most = len(best.history.commands) - 1
-        blocks = max(best.history.scenario.num_blocks + chooser.integer(-2, 2), 2)
+        blocks = chooser.integer(2, best.history.scenario.num_blocks + 1)
         player = player_for(make, attrs.evolve(best.history.scenario, num_blocks=blocks), rival)
         try:
             _play_one(player, chooser, most // 2 + 1, Played(), (), most)

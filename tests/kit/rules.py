@@ -113,13 +113,15 @@ def _arrive_again(trial: Trial, do: Do, twin: TrialRequest | None) -> TrialReque
 
 
 def admit_the_same_again(trial: Trial, chooser: Chooser, do: Do) -> None:
-    """A request with all the tokens of an earlier one arrives; without a lookup its blocks are duplicates."""
-    request = _arrive_again(trial, do, _named(trial, chooser, live=None))
-    if request is not None:
-        adopt = "match" in trial.capabilities and chance(chooser, 3)
-        if adopt:
-            do(Match(request.name))
-        _allocate(trial, chooser, do, request, adopt)
+    """A request with all the tokens of an earlier one, or two; without a lookup their blocks are duplicates."""
+    twin = _named(trial, chooser, live=None)
+    for _ in range(chooser.integer(1, 2)):
+        request = _arrive_again(trial, do, twin)
+        if request is not None:
+            adopt = "match" in trial.capabilities and chance(chooser, 3)
+            if adopt:
+                do(Match(request.name))
+            _allocate(trial, chooser, do, request, adopt)
 
 
 def arrive_and_look_up(trial: Trial, chooser: Chooser, do: Do) -> None:
@@ -145,9 +147,9 @@ def look_up(trial: Trial, chooser: Chooser, do: Do) -> None:
 
 
 def run_a_long_one(trial: Trial, chooser: Chooser, do: Do) -> None:
-    """A request of nearly the longest length is computed in chunks, and decodes up to the last token."""
+    """A request of nearly the longest length is computed in a few chunks, and decodes up to the last token."""
     room = trial.scenario.max_model_len
-    chunk = chooser.integer(1, 3) * trial.scenario.block_size
+    chunk = -(-room // chooser.integer(2, 7))
     name = f"r{len(trial.requests)}"
     if len(trial.requests) < MOST_REQUESTS:
         do(New(name, ((chooser.integer(0, 2), max(room - chooser.integer(1, 4), 1)),)))
@@ -287,7 +289,7 @@ def misuse_the_pool(trial: Trial, chooser: Chooser, do: Do) -> None:
 
 RULES = (
     Rule("admit", admit, 8),
-    Rule("admit_the_same_again", admit_the_same_again, 6),
+    Rule("admit_the_same_again", admit_the_same_again, 5),
     Rule("decode", decode, 6),
     Rule("decode_for_a_while", decode_for_a_while, 3),
     Rule("run_a_long_one", run_a_long_one, 1),
