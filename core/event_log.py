@@ -1,16 +1,80 @@
 """The log in memory: append commits, rebuild the state from them, find the first commit that does not add up."""
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, TypeAlias
 
 from .conservation import ConservationFault, first_conservation_fault
 from .errors import CorruptLedgerError, KVLedgerError
-from .events import Commit, PoolCreated
+from .events import (
+    BlocksAllocated,
+    BlocksCached,
+    BlocksFreed,
+    BlocksShared,
+    BlocksUncached,
+    Commit,
+    Event,
+    FreeReason,
+    PoolCreated,
+    PrefixAdopted,
+    RowsAssigned,
+    RowsReleased,
+    TokensPlaced,
+)
 from .eviction import EvictionOrder
 from .ledger_state import LedgerState
+
+# Events that are kept as bare tuples: (place in this list, the columns).
+_BARE = (
+    RowsAssigned,
+    RowsReleased,
+    PrefixAdopted,
+    BlocksAllocated,
+    BlocksCached,
+    TokensPlaced,
+    BlocksShared,
+    BlocksUncached,
+    BlocksFreed,
+)
+_PLACE_OF: dict[type, int] = {cls: place for place, cls in enumerate(_BARE)}
+_FREED = _PLACE_OF[BlocksFreed]
+
+# (sequence, its events, each as (place in `_BARE` or -1, columns or the event itself))
+_Kept: TypeAlias = tuple[int, tuple[tuple[Any, ...], ...]]
+
+
+def _kept(commit: Commit) -> _Kept:
+    events: list[tuple[Any, ...]] = []
+    for event in commit.events:
+        place = _PLACE_OF.get(type(event))
+        if place is None or not isinstance(event, tuple):
+            events.append((-1, event))
+        elif place == _FREED:  # the members of an enumeration are objects that the collector follows
+            events.append((place, str(event[0]), *event[1:]))
+        else:
+            events.append((place, *event))
+    return commit.sequence, tuple(events)
+
+
+def _unkept(kept: _Kept) -> Commit:
+    events: list[Event] = []
+    place: int
+    columns: list[Any]
+    for place, *columns in kept[1]:
+        if place == -1:
+            events.append(columns[0])
+        elif place == _FREED:
+            events.append(BlocksFreed(FreeReason(columns[0]), *columns[1:]))
+        else:
+            events.append(_BARE[place](*columns))
+    return Commit(kept[0], tuple(events))
 
 
 class EventLog:
     """A sink that keeps every commit.
+
+    Commits are kept as bare tuples of bare values, which the garbage collector stops following after its first look;
+    as objects, a long log would be walked through again and again.
 
         log = EventLog()
         allocator = KVCacheAllocator(config, sinks=[log])
@@ -21,27 +85,28 @@ class EventLog:
     """
 
     def __init__(self, commits: Sequence[Commit] = ()) -> None:
-        self._commits = list(commits)
+        self._kept = [_kept(commit) for commit in commits]
 
     def apply(self, commit: Commit) -> None:
         """Append one commit; its sequence number must be the next one."""
-        if self._commits and commit.sequence != self._commits[-1].sequence + 1:
-            raise CorruptLedgerError(f"commit {commit.sequence} follows commit {self._commits[-1].sequence}")
-        self._commits.append(commit)
+        kept = self._kept
+        if kept and commit.sequence != kept[-1][0] + 1:
+            raise CorruptLedgerError(f"commit {commit.sequence} follows commit {kept[-1][0]}")
+        kept.append(_kept(commit))
 
     def __len__(self) -> int:
-        return len(self._commits)
+        return len(self._kept)
 
     def __iter__(self) -> Iterator[Commit]:
-        return iter(self._commits)
+        return map(_unkept, self._kept)
 
     def __getitem__(self, sequence: int) -> Commit:
-        return self._commits[sequence]
+        return _unkept(self._kept[sequence])
 
     @property
     def created(self) -> PoolCreated:
         """The first event of the log."""
-        first = self._commits[0].events[0] if self._commits and self._commits[0].events else None
+        first = self[0].events[0] if self._kept and self[0].events else None
         if not isinstance(first, PoolCreated):
             raise CorruptLedgerError("the log does not begin with PoolCreated, so there is no pool to rebuild")
         return first
@@ -54,7 +119,7 @@ class EventLog:
             eviction: an empty order like the live one, where its name does not suffice to make it (Belady).
         """
         state = LedgerState(self.created, eviction)
-        for commit in self._commits[:stop]:
+        for commit in islice(self, stop):
             state.apply_commit(commit)
         return state
 
@@ -63,7 +128,7 @@ class EventLog:
 
         Works on logs that do not replay, too: it counts on its own, see `ConservationAudit`.
         """
-        return first_conservation_fault(self.created, self._commits)
+        return first_conservation_fault(self.created, self)
 
     def verify(self, eviction: EvictionOrder | None = None) -> LedgerState:
         """The state after the last commit, if every commit adds up and can be applied to what came before.
@@ -76,7 +141,7 @@ class EventLog:
         if fault is not None:
             raise CorruptLedgerError(fault.describe())
         state = LedgerState(self.created, eviction)
-        for commit in self._commits:
+        for commit in self:
             try:
                 state.apply_commit(commit)
             except (KVLedgerError, LookupError, ValueError) as error:
