@@ -14,11 +14,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 def build_log_app() -> typer.Typer:
     """The group `kvledger log` with its sub-commands."""
     app = typer.Typer(
-        help="Look into the event log of a run: show, verify, diff, at, stats, convert, replay.",
+        help="Look into the event log of a run: show, verify, diff, at, stats, steps, convert, replay.",
         no_args_is_help=True,
         rich_markup_mode=None,
     )
-    for command in (show, verify, diff, at, stats, convert):
+    for command in (show, verify, diff, at, stats, steps, convert):
         app.command(command.__name__)(command)
     pass_on = {"allow_extra_args": True, "ignore_unknown_options": True}
     app.command("replay", context_settings=pass_on)(replay)
@@ -172,6 +172,42 @@ def stats(log: Directory, json: Json = False) -> None:
         print_json({"log": log, **counted})
     else:
         print_stats(counted)
+
+
+def steps(
+    log: Directory,
+    model: Annotated[
+        str | None, typer.Option("--model", "--config", help="Model name or config.json, for the roofline; with --gpu.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Device preset, such as H200, for the roofline; with --model.")
+    ] = None,
+    weights_dtype: Annotated[str, typer.Option(help="Of the weights that were served; with --model.")] = "auto",
+    skip_first: Annotated[int, typer.Option(help="Leave out so many steps at the beginning (warming up).")] = 0,
+    json: Json = False,
+) -> None:
+    """Put predicted and measured step times of a live run side by side, and calibrate latency models from them.
+
+    Example: kvledger log steps run.log --model llama-3.1-8b --gpu H200
+    """
+    from ...core.errors import InputError
+    from ..console import print_json
+    from ..event_log_dir import open_event_log
+    from ..live_report import live_report, print_live_report, served_roofline
+    from ..measured_steps import measured_steps
+
+    if (model is None) != (gpu is None):
+        raise InputError("--model and --gpu go together: a roofline needs both")
+    if model is None and weights_dtype != "auto":
+        raise InputError(f"--weights-dtype {weights_dtype} has no effect without --model; leave it out")
+    reader = open_event_log(log)
+    measured = measured_steps(reader, skip_first)
+    roofline = None if model is None or gpu is None else served_roofline(reader, model, gpu, weights_dtype)
+    report = live_report(measured, roofline)
+    if json:
+        print_json({"log": log, **report.to_json()})
+    else:
+        print_live_report(report)
 
 
 def convert(

@@ -1,0 +1,103 @@
+"""Step times as a sum over what a step computes, with costs fitted to measured steps."""
+
+from itertools import combinations
+from typing import Any, Final
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import InputError
+from ..core.types import StepLoad
+from .measured_steps import MeasuredSteps
+
+BASE: Final = "base"
+"""The cost of a step whatever it computes; the other names are fields of `StepLoad`."""
+PLAIN: Final = (BASE, "num_prefill_tokens", "num_decode_tokens")
+"""The terms of `LinearLatency`."""
+WITH_CONTEXT: Final = (*PLAIN, "prefill_context_tokens", "decode_context_tokens", "num_sampled")
+"""The same, attention over what is cached, and sampling."""
+
+_ROUNDS = 30
+# Below this relative error steps count alike; without it the best-fitting ones would decide alone.
+_LEAST_ERROR = 0.01
+
+
+@attrs.frozen
+class FittedLatency:
+    """`sum(cost * figure)` seconds a step; none of the costs is negative.
+
+    Attributes:
+        costs: seconds for each unit of a figure of `StepLoad`, and of `BASE`, by name.
+        num_steps: measured steps that they were fitted to.
+        untold: terms that were to be fitted and of which those steps tell nothing; they cost nothing here.
+    """
+
+    costs: dict[str, float]
+    num_steps: int
+    untold: tuple[str, ...] = ()
+
+    def step_seconds(self, load: StepLoad) -> float:
+        """Seconds that the step takes."""
+        return sum([cost * (1 if name == BASE else getattr(load, name)) for name, cost in self.costs.items()])
+
+    def assumptions(self) -> dict[str, Any]:
+        """The costs in microseconds, and where they come from."""
+        return {
+            "latency_model": "linear in " + ", ".join(name.replace("_", " ") for name in self.costs),
+            **{f"us_per_{name}": cost * 1e6 for name, cost in self.costs.items()},
+            "coefficients_source": f"fitted to {self.num_steps} measured steps",
+            **({"not_told_by_the_steps": list(self.untold)} if self.untold else {}),
+        }
+
+
+def fit_latency(steps: MeasuredSteps, terms: tuple[str, ...] = WITH_CONTEXT) -> FittedLatency:
+    """The costs that make the mean absolute relative error smallest (so that a few outliers decide nothing).
+
+    Least squares of relative errors, repeated with every step weighed by the error that the round before left it, over
+    costs that are not negative.
+
+    Raises:
+        InputError: no steps, or none that the terms tell apart from nothing.
+    """
+    if not len(steps):
+        raise InputError("a fit needs at least one measured step")
+    figures = np.column_stack([_figure(steps, name) for name in terms]) / steps.seconds[:, None]
+    told = np.abs(figures).max(axis=0) > 0
+    if not told.any():
+        raise InputError(f"the measured steps have nothing of {', '.join(terms)}")
+    relative = figures[:, told]
+    scale = np.abs(relative).max(axis=0)
+    relative = relative / scale
+    costs = np.zeros(relative.shape[1])
+    weights = np.ones(len(steps))
+    for _ in range(_ROUNDS):
+        costs = _non_negative_least_squares(relative, weights)
+        weights = 1 / np.maximum(np.abs(relative @ costs - 1), _LEAST_ERROR)
+    names = [name for name, is_told in zip(terms, told.tolist(), strict=True) if is_told]
+    return FittedLatency(
+        costs=dict(zip(names, (costs / scale).tolist(), strict=True)),
+        num_steps=len(steps),
+        untold=tuple(name for name in terms if name not in names),
+    )
+
+
+def _figure(steps: MeasuredSteps, name: str) -> NDArray[np.float64]:
+    return np.ones(len(steps)) if name == BASE else steps.column(name).astype(np.float64)
+
+
+def _non_negative_least_squares(relative: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Costs with `relative @ costs` closest to 1; the terms are few, so every subset of them is tried."""
+    size = relative.shape[1]
+    gram = relative.T @ (relative * weights[:, None])
+    target = relative.T @ weights
+    best, best_value = np.zeros(size), 0.0
+    for count in range(1, size + 1):
+        for subset in combinations(range(size), count):
+            index = list(subset)
+            costs = np.linalg.lstsq(gram[np.ix_(index, index)], target[index], rcond=None)[0]
+            value = -float(costs @ target[index])
+            if costs.min() >= 0 and value < best_value:
+                best, best_value = np.zeros(size), value
+                best[index] = costs
+    return best
