@@ -19,8 +19,16 @@ class Admission:
             kind.admission_cap_blocks(config.max_in_flight_tokens, config.max_model_len) for kind in config.groups
         ]
 
-    def blocks_needed(self, row: int | None, hits: Hits, num_slots: int, total: int) -> list[int]:
-        """Blocks that must be free for `num_slots` slots, by group; unreferenced hit blocks count too (rule 18)."""
+    def blocks_needed(self, row: int | None, hits: Hits, num_slots: int, total: int, enough: int = -1) -> list[int]:
+        """Blocks that must be free for `num_slots` slots, by group; unreferenced hit blocks count too (rule 18).
+
+        Where even a cold request of this size would need no more than `enough`, that is what is returned: which hit
+        blocks are in use need not be looked at.
+        """
+        if row is None and hits is not None:
+            cold = [-(-num_slots // kind.block_size) for kind in self._config.groups]
+            if sum(cold) <= enough:
+                return cold
         return [
             self._needed_of(group, row, hits, -(-num_slots // kind.block_size), total)
             for group, kind in enumerate(self._config.groups)

@@ -178,8 +178,8 @@ class KVCacheAllocator(LedgerWriter):
         written_from = total - num_external_tokens
         private = self._copies.of_row(row, written_from, num_slots, Counter()) if guarded and row is not None else ()
         copies = sum([copy for *_, copy in private])
-        needs = self._admission.blocks_needed(row, hits, num_slots, total)
         spare = len(state.pool.free_queue) - reserved_blocks - (self.config.watermark_blocks if use_watermark else 0)
+        needs = self._admission.blocks_needed(row, hits, num_slots, total, enough=spare - copies)
         if sum(needs) + copies > spare:
             # Copies are for those who read the blocks now; once they have ended, nothing need be copied.
             self._admission.check_can_ever_hold(request, row, sum(needs))

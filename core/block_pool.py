@@ -144,8 +144,8 @@ class BlockPool:
         self._check_ids(live, "adopt")
         if self.free_queue.observes_keys:
             self.free_queue.on_adopted(live)
-        counts = list(map(ref_cnt.__getitem__, live))
-        queued = [block for block, count in zip(live, counts, strict=True) if not count] if any(counts) else live
+        held = any(map(ref_cnt.__getitem__, live))
+        queued = [block for block in live if not ref_cnt[block]] if held else live
         if queued:
             self.free_queue.remove(queued)
         for block in live:
