@@ -215,6 +215,15 @@ def _max_model_len(options: PlanOptions, geometry: ModelGeometry, assumptions: l
         if geometry.max_position_embeddings is not None:
             assumptions.append(f"--max-model-len {geometry.max_position_embeddings:,}, what the model was made for")
         return None
+    return parse_max_model_len(text)
+
+
+def parse_max_model_len(text: str) -> int:
+    """`8192`, `32K` (32,768) and `32k` (32,000) as tokens; -1 for `auto` and `-1`, the longest that fits.
+
+    Raises:
+        InputError: none of them.
+    """
     if text in ("auto", "-1"):
         return -1
     multiple = {"k": 1000, "K": 1024}.get(text[-1:], 1)

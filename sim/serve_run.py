@@ -1,6 +1,7 @@
 """A live server from the options of `kvledger serve`: model, pool, engine, endpoints, and an orderly end."""
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,12 +11,15 @@ import attrs
 
 from ..core.errors import InputError
 from ..core.quantities import parse_bytes
+from .plan_setup import parse_max_model_len
 
 if TYPE_CHECKING:
     from ..backends.serving.live_engine import LiveEngine
     from ..backends.serving.recording import LiveRecording
-    from ..backends.serving.server import ServerSettings
+    from ..backends.serving.request_limits import RequestLimits
     from ..backends.serving.serving_process import ServingProcess
+    from ..backends.serving.sizing import EngineOptions
+    from ..backends.sinks.flush_policy import FlushPolicy
     from ..core.allocator_config import AllocatorConfig
     from ..core.scheduler_config import SchedulerConfig
 
@@ -38,10 +42,11 @@ class ServeOptions:
     device: str
     dtype: str
     block_size: int
+    kv_cache_dtype: str
     kv_cache_memory_bytes: str | None
     num_gpu_blocks_override: int | None
     gpu_memory_utilization: float | None
-    max_model_len: int | None
+    max_model_len: str | None
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_prefix_caching: bool
@@ -71,6 +76,7 @@ def run_serve(options: ServeOptions) -> bool:
         DoesNotFitError: no block fits into the memory that was given.
     """
     _check(options)
+    _quieten_progress()
     from ..backends.serving.serving_process import listening_socket
 
     with ExitStack() as opened:
@@ -83,12 +89,6 @@ def run_serve(options: ServeOptions) -> bool:
 
 
 def _check(options: ServeOptions) -> None:
-    for name in ("tensor", "pipeline", "data"):
-        size = getattr(options, f"{name}_parallel_size")
-        if size != 1:
-            raise InputError(
-                f"--{name}-parallel-size {size}: a live engine runs on one device; give 1 (kvledger plan sizes more)"
-            )
     if options.log is None and options.log_flush is not None:
         raise InputError(f"--log-flush {options.log_flush} has no effect without --log; leave it out")
     for package in ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client"):
@@ -101,76 +101,104 @@ def _check(options: ServeOptions) -> None:
 
 
 def _prepared(options: ServeOptions, opened: ExitStack, on_started: Callable[[], None]) -> "ServingProcess":
-    """Everything up to the first request."""
+    """Everything up to the first request. What can be refused without the model is refused before it is loaded."""
     from ..backends.serving.live_engine import LiveEngine
     from ..backends.serving.model_loading import load_model
     from ..backends.serving.prompt_encoder import PromptEncoder
-    from ..backends.serving.server import OpenAIServer
+    from ..backends.serving.server import OpenAIServer, ServerSettings
     from ..backends.serving.serving_metrics import ServingMetrics
     from ..backends.serving.serving_process import ProcessSettings, ServingProcess
+    from ..backends.serving.sizing import size_engine
+    from ..backends.sinks.flush_policy import FlushPolicy
 
-    _quieten_progress()
+    engine_options, limits = _engine_options(options), _limits(options)
+    flush = FlushPolicy.parse(options.log_flush or "50ms")
+    process_settings = ProcessSettings(
+        drain_timeout_s=options.drain_timeout,
+        stall_timeout_s=options.stall_timeout,
+        log_level=options.uvicorn_log_level,
+        access_log=not options.disable_uvicorn_access_log,
+    )
     device = _device(options.device)
-    loaded = load_model(options.model, device=device, dtype=options.dtype, chat_template=options.chat_template)
-    runner, allocator, scheduler = _pool(options, loaded, device)
-    settings = _server_settings(options, loaded.name)
-    metrics = ServingMetrics(settings.model_names[0], allocator.max_model_len)
+    _say(f"Loading {options.model} on {device}")
+    sized = size_engine(
+        lambda: load_model(options.model, device=device, dtype=options.dtype, chat_template=options.chat_template),
+        engine_options,
+        device=device,
+    )
+    for line in sized.lines():
+        _say(line)
+    loaded = sized.loaded
+    settings = ServerSettings(
+        model_names=options.served_model_name or (loaded.name,),
+        limits=limits,
+        max_queued_requests=options.max_queued_requests,
+        isolates_api_keys=options.isolate_api_keys,
+    )
+    metrics = ServingMetrics(settings.model_names[0], sized.allocator.max_model_len)
     engine = LiveEngine(
-        runner,
-        allocator=allocator,
-        scheduler=scheduler,
+        sized.runner,
+        allocator=sized.allocator,
+        scheduler=sized.scheduler,
         tokenizer=loaded.tokenizer,
         eos_token_ids=loaded.eos_token_ids,
         observers=[metrics.step],
-        recording=_recording(options, allocator, scheduler),
+        recording=_recording(options, flush, sized.allocator, sized.scheduler),
         max_queued_requests=options.max_queued_requests,
         seed=options.seed,
         on_request_ended=metrics.ended,
     )
     opened.callback(engine.shutdown, drain=False)  # harmless where the process has done it
     metrics.watch(engine)
-    server = OpenAIServer(engine, PromptEncoder.beside(loaded.tokenizer, runner.vocab_size), metrics, settings)
-    process = ProcessSettings(
-        drain_timeout_s=options.drain_timeout,
-        stall_timeout_s=options.stall_timeout,
-        log_level=options.uvicorn_log_level,
-        access_log=not options.disable_uvicorn_access_log,
+    encoder = PromptEncoder.beside(loaded.tokenizer, sized.runner.vocab_size)
+    return ServingProcess(OpenAIServer(engine, encoder, metrics, settings), process_settings, on_started)
+
+
+def _engine_options(options: ServeOptions) -> "EngineOptions":
+    from ..backends.serving.sizing import EngineOptions
+
+    memory = options.kv_cache_memory_bytes
+    chosen = EngineOptions(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=None if options.max_model_len is None else parse_max_model_len(options.max_model_len),
+        block_size=options.block_size,
+        kv_cache_dtype=options.kv_cache_dtype,
+        kv_cache_memory_bytes=None if memory is None else parse_bytes(memory, "--kv-cache-memory-bytes"),
+        num_gpu_blocks_override=options.num_gpu_blocks_override,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        enable_prefix_caching=options.enable_prefix_caching,
+        enable_chunked_prefill=options.enable_chunked_prefill,
+        policy=options.scheduling_policy,
+        tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
+        data_parallel_size=options.data_parallel_size,
     )
-    return ServingProcess(server, process, on_started)
+    _ = chosen.scheduler  # refuses limits that contradict each other
+    return chosen
 
 
-def _server_settings(options: ServeOptions, model_name: str) -> "ServerSettings":
+def _limits(options: ServeOptions) -> "RequestLimits":
     from ..backends.serving.request_limits import RequestLimits
-    from ..backends.serving.server import ServerSettings
 
     in_engine = options.max_num_seqs + options.max_queued_requests
-    return ServerSettings(
-        model_names=options.served_model_name or (model_name,),
-        limits=RequestLimits(
-            max_request_bytes=parse_bytes(options.max_request_bytes, "--max-request-bytes"),
-            body_timeout_s=options.body_timeout,
-            max_open_requests=options.max_open_requests or in_engine + OPEN_BESIDE_ENGINE,
-            api_keys=options.api_key,
-        ),
-        max_queued_requests=options.max_queued_requests,
-        isolates_api_keys=options.isolate_api_keys,
+    return RequestLimits(
+        max_request_bytes=parse_bytes(options.max_request_bytes, "--max-request-bytes"),
+        body_timeout_s=options.body_timeout,
+        max_open_requests=options.max_open_requests or in_engine + OPEN_BESIDE_ENGINE,
+        api_keys=options.api_key,
     )
 
 
 def _recording(
-    options: ServeOptions, allocator: "AllocatorConfig", scheduler: "SchedulerConfig"
+    options: ServeOptions, flush: "FlushPolicy", allocator: "AllocatorConfig", scheduler: "SchedulerConfig"
 ) -> "LiveRecording | None":
     if options.log is None:
         return None
     from ..backends.serving.recording import LiveRecording
-    from ..backends.sinks.flush_policy import FlushPolicy
 
     return LiveRecording.create(
-        options.log,
-        flush=FlushPolicy.parse(options.log_flush or "50ms"),
-        allocator=allocator,
-        scheduler=scheduler,
-        facts={"model": options.model},
+        options.log, flush=flush, allocator=allocator, scheduler=scheduler, facts={"model": options.model}
     )
 
 
@@ -183,11 +211,9 @@ def _device(name: str) -> str:
 
 
 def _quieten_progress() -> None:
-    """Bars of loading belong on a terminal."""
+    """Bars of loading belong on a terminal. The library that draws them reads this once, when it is imported."""
     if not sys.stderr.isatty():
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()
+        os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def _say(line: str) -> None:
@@ -201,6 +227,10 @@ def _say_where(options: ServeOptions, port: int) -> None:
     if options.api_key:
         shares = "no cached prefixes" if options.isolate_api_keys else "cached prefixes"
         _say(f"API keys: {len(options.api_key)}; clients with different ones share {shares}")
+    _say(
+        f"Bounds: {options.max_num_seqs:,} requests run, {options.max_queued_requests:,} wait (then 429); bodies of "
+        f"{options.max_request_bytes} (then 413)"
+    )
     _say(f"Serving on http://{host}:{port}/v1 (Ctrl+C to end)")
 
 
@@ -215,32 +245,3 @@ def _say_how_it_ended(options: ServeOptions, engine: "LiveEngine") -> bool:
     if engine.failure is not None:
         print(f"kvledger: the engine failed: {type(engine.failure).__name__}: {engine.failure}", file=sys.stderr)
     return engine.failure is None
-
-
-def _pool(options: ServeOptions, loaded, device: str):
-    from ..backends import CudaBackend
-    from ..backends.serving import ModelRunner, kv_cache_config, transformers_geometry
-    from ..core.allocator_config import AllocatorConfig
-    from ..core.allocator_groups import allocator_groups
-    from ..core.scheduler_config import SchedulerConfig
-
-    geometry = transformers_geometry(loaded.model)
-    plan = kv_cache_config(geometry, num_blocks=options.num_gpu_blocks_override or 100, block_size=options.block_size)
-    backend = CudaBackend(device=device, max_num_batched_tokens=options.max_num_batched_tokens)
-    backend.initialize(plan)
-    runner = ModelRunner(loaded.model, backend)
-    scheduler = SchedulerConfig(
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        enable_chunked_prefill=options.enable_chunked_prefill,
-        policy=options.scheduling_policy,
-    )
-    allocator = AllocatorConfig(
-        num_blocks=plan.num_blocks,
-        groups=allocator_groups(plan),
-        max_model_len=options.max_model_len or runner.max_model_len or 1,
-        max_num_reqs=options.max_num_seqs,
-        enable_caching=options.enable_prefix_caching,
-        max_in_flight_tokens=options.max_num_batched_tokens,
-    )
-    return runner, allocator, scheduler

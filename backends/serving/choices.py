@@ -125,7 +125,9 @@ async def pieces_of(choice: Choice, on_gap: Callable[[float], None]) -> AsyncGen
     raise shutting_down()
 
 
-async def merged(choices: Sequence[Choice], on_gap: Callable[[float], None]) -> AsyncGenerator[tuple[Choice, Piece], None]:
+async def merged(
+    choices: Sequence[Choice], on_gap: Callable[[float], None]
+) -> AsyncGenerator[tuple[Choice, Piece], None]:
     """The parts of all choices as they come. A part at most of each is taken before the reader wants it."""
     ready: asyncio.Queue[tuple[Choice, Piece | ApiError | None]] = asyncio.Queue(maxsize=1)
 

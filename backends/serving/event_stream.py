@@ -47,7 +47,10 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], on_end: Callable[[bool], None], headers: Mapping[str, str] | None = None
+        self,
+        events: AsyncGenerator[bytes, None],
+        on_end: Callable[[bool], None],
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """`on_end` is called once, whatever happened, with whether everything was sent."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})

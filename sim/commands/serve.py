@@ -29,6 +29,7 @@ def serve(
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:1.")] = "auto",
     dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16 or float16.")] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto (the model's), fp8, ...")] = "auto",
     kv_cache_memory_bytes: Annotated[
         str | None, typer.Option(help="Size of the pool (512MiB or bytes). On a CPU this or the next one is needed.")
     ] = None,
@@ -37,7 +38,10 @@ def serve(
         float | None, typer.Option(help="Fraction of a GPU's TOTAL memory; 0.9 unless given.")
     ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Longest request, prompt and output; the model's own unless given.")
+        str | None,
+        typer.Option(
+            help="Longest request (8192, 32K), auto or -1 for the longest that fits; the model's unless given."
+        ),
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Requests of one step.")] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = 2048,
@@ -55,12 +59,12 @@ def serve(
         int, typer.Option("--data-parallel-size", "-dp", help="1: start a server for each.")
     ] = 1,
     max_queued_requests: Annotated[
-        int, typer.Option(help="Requests that may wait for their first step; more are answered with 429.")
+        int, typer.Option(min=1, help="Requests that may wait for their first step; more are answered with 429.")
     ] = 1024,
     max_open_requests: Annotated[
         int | None,
         typer.Option(
-            help="Requests whose answer is not sent yet; max-num-seqs + max-queued-requests + 64 unless given."
+            min=1, help="Requests whose answer is not sent yet; max-num-seqs + max-queued-requests + 64 unless given."
         ),
     ] = None,
     max_request_bytes: Annotated[str, typer.Option(help="Largest body (4MiB or bytes); more is answered with 413.")] = (

