@@ -1,5 +1,6 @@
 """`kvledger serve` as users run it: a process on the loopback, spoken to by the official `openai` client."""
 
+import asyncio
 import importlib.util
 import os
 import re
@@ -8,6 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -109,6 +112,14 @@ class Served:
         options = {"api_key": "nobody asks", "max_retries": 0, "timeout": 60} | options
         with OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", **options) as client:
             yield client
+
+    def metrics(self):
+        """Figures without labels of their own: name -> value."""
+        url = f"http://127.0.0.1:{self.port}/metrics"
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        plain = re.compile(r'([a-z_:]+)\{engine="0",model_name="[^"]*"\} (.*)')
+        return {match[1]: float(match[2]) for match in map(plain.fullmatch, lines) if match}
 
     def end(self, sig=signal.SIGTERM):
         """The exit status."""
@@ -265,3 +276,37 @@ def test_smollm2_answers_in_english_over_http():
         found = second.usage.prompt_tokens_details.cached_tokens
         assert found == (second.usage.prompt_tokens - 1) // 16 * 16 > 0
         assert running.end() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_storm_of_clients_leaves_a_served_model_as_it_was(tiny, tmp_path):
+    from tests.backends.serving.http.storm_clients import check_outcomes, wave
+
+    log = tmp_path / "log"
+    arguments = ["--model", tiny, *POOL, "--log", log, "--max-queued-requests", "24", "--max-request-bytes", "20000"]
+    with served(*arguments, "--disable-uvicorn-access-log") as running:
+        resident_bytes = []
+        for _ in range(5):
+            check_outcomes(asyncio.run(wave(running.port, 0, 156, 40, max_model_len=128)))
+            wait_until_idle(running)
+            pages = int(Path(f"/proc/{running.process.pid}/statm").read_text().split()[1])
+            resident_bytes.append(pages * os.sysconf("SC_PAGE_SIZE"))
+        metrics = running.metrics()
+        assert metrics["vllm:num_preemptions_total"] > 0 and metrics["vllm:prefix_cache_hits_total"] > 0
+        assert metrics["kvledger:client_disconnects_total"] > 0
+        # The first waves grow heaps and caches to their size.
+        assert resident_bytes[-1] - resident_bytes[1] < 8 << 20, resident_bytes
+        assert running.end() == 0
+        assert "0 of 39 blocks held" in running.output and "Traceback" not in running.output
+    assert kvledger("log", "verify", log).returncode == 0
+    replayed = kvledger("log", "replay", log)
+    assert replayed.returncode == 0 and "decided again" in replayed.stdout, replayed.stdout + replayed.stderr
+
+
+def wait_until_idle(running):
+    deadline = time.monotonic() + 60
+    while any(running.metrics()[f"vllm:{name}"] for name in ("num_requests_running", "num_requests_waiting")):
+        assert time.monotonic() < deadline, "requests are left"
+        time.sleep(0.05)
+    assert running.metrics()["vllm:kv_cache_usage_perc"] == 0
