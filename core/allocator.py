@@ -187,9 +187,9 @@ class KVCacheAllocator(LedgerWriter):
 
         # What is still to be copied in must not be found: another request would read it too early.
         registers = self.config.enable_caching and num_new_tokens > 0
-        asked: list[tuple[AskedKeys, ...]] = []
+        asked: list[AskedKeys] = []
         if registers:
-            asked.append(self._registrar.ask_for_keys(request, row, hits, total, min(end, request.num_tokens)))
+            asked = self._registrar.ask_for_keys(request, row, hits, total, min(end, request.num_tokens))
         events: list[Event] = []
         if row is None:
             row = self._assign_row(request, events)
@@ -281,7 +281,7 @@ class KVCacheAllocator(LedgerWriter):
     ) -> None:
         """Carry out an append whose blocks are known to be there; `blocks` gives their ids where order matters."""
         due_rows: list[int] = []
-        asked: list[tuple[AskedKeys, ...]] = []
+        asked: list[AskedKeys] = []
         if self.config.enable_caching:
             known = end - num_draft_tokens
             due = self._registrar.due(rows, known, first if may_roll_back else None)
@@ -512,9 +512,9 @@ class KVCacheAllocator(LedgerWriter):
         self._request_in_row[row] = request
         return row
 
-    def _register(self, rows: Sequence[int], asked: Sequence[tuple[AskedKeys, ...]], events: list[Event]) -> None:
-        for group in range(len(self.config.groups)):
-            event = self._registrar.decide(group, rows, asked, self._request_in_row)
+    def _register(self, rows: Sequence[int], asked: Sequence[AskedKeys], events: list[Event]) -> None:
+        for group, keys in enumerate(asked):
+            event = self._registrar.decide(group, rows, keys, self._request_in_row)
             if event is not None:
                 events.append(self._emit(event))
                 if self.config.orphans == "drop":

@@ -13,9 +13,9 @@ from .prefix_match import PrefixMatcher
 from .types import Request
 
 _NONE: NDArray[np.intp] = np.empty(0, dtype=np.intp)
-# The keys of a row's blocks from a logical index on: what is due, and the key before it, if there is one.
-AskedKeys: TypeAlias = tuple[int, Sequence[Key]]
-_NO_KEYS: AskedKeys = (0, ())
+# For each row of a batch, a logical index and the keys of the blocks from there on: of those that are due, and of the
+# one before them, if there is one. No keys: nothing is due.
+AskedKeys: TypeAlias = tuple[Sequence[int], Sequence[Sequence[Key]]]
 
 
 class Registrar:
@@ -50,7 +50,7 @@ class Registrar:
 
     def ask_for_keys(
         self, request: Request, row: int | None, hits: Sequence[Sequence[int]] | None, total: int, known_tokens: int
-    ) -> tuple[AskedKeys, ...]:
+    ) -> list[AskedKeys]:
         """For each group the keys that `decide` will need; a source that fails, fails here, before any event."""
         sure = self._sure(known_tokens)
         asked: list[AskedKeys] = []
@@ -63,12 +63,10 @@ class Registrar:
             else:
                 start = len(hits[group])
             stop = sure // size
-            if stop > start:
-                first = start - (start > 0)
-                asked.append((first, self._matcher.block_keys(request, kind, first, stop)))
-            else:
-                asked.append(_NO_KEYS)
-        return tuple(asked)
+            first = start - (start > 0)
+            keys = self._matcher.block_keys(request, kind, first, stop) if stop > start else ()
+            asked.append(((first,), (keys,)))
+        return asked
 
     def ask_for_keys_of_batch(
         self,
@@ -76,13 +74,26 @@ class Registrar:
         first_positions: Sequence[int],
         known_tokens: Sequence[int],
         requests: Sequence[Request | None],
-    ) -> list[tuple[AskedKeys, ...]]:
+    ) -> list[AskedKeys]:
         """`ask_for_keys` for rows that are `due` and go on at `first_positions`."""
-        nothing = (_NO_KEYS,) * len(self._config.groups)
-        asked: list[tuple[AskedKeys, ...]] = []
-        for row, first, known in zip(rows, first_positions, known_tokens, strict=True):
-            request = requests[row]
-            asked.append(nothing if request is None else self.ask_for_keys(request, row, None, first, known))
+        block_keys = self._matcher.block_keys
+        unit = self._config.scheduler_block_size
+        asked: list[AskedKeys] = []
+        for group, kind in enumerate(self._config.groups):
+            size, considered = kind.block_size, self._state.considered[group]
+            offsets: list[int] = []
+            keys: list[Sequence[Key]] = []
+            for row, position, known in zip(rows, first_positions, known_tokens, strict=True):
+                request = requests[row]
+                start = considered[row]
+                if start * size > position:
+                    start = position // size
+                first = start - 1 if start > 0 else 0
+                stop = known // unit * unit // size
+                due = request is not None and stop > start and stop > 0
+                offsets.append(first)
+                keys.append(block_keys(request, kind, first, stop) if due and request is not None else ())
+            asked.append((offsets, keys))
         return asked
 
     def _sure(self, known_tokens: int) -> int:
@@ -92,7 +103,7 @@ class Registrar:
         self,
         group: int,
         rows: Sequence[int],
-        asked: Sequence[tuple[AskedKeys, ...]],
+        asked: AskedKeys,
         requests: Sequence[Request | None],
     ) -> BlocksCached | None:
         """What becomes findable in one group, for rows whose keys were `asked` for.
@@ -104,7 +115,7 @@ class Registrar:
         whole = kind.needs_whole_prefix and self._config.orphans == "keep"
         shared = len(rows) > 1
         if whole:
-            event = self._one_block_each(group, rows, asked) if shared else self._one_run(group, rows[0], asked[0])
+            event = self._one_block_each(group, rows, asked) if shared else self._one_run(group, rows[0], asked)
             if event is not None:
                 return event
         table = self._state.tables[group]
@@ -116,8 +127,7 @@ class Registrar:
         seen: set[int] = set()
         keys: list[Key] = []
         parents: list[Key | None] = []
-        for row, ranges in zip(rows, asked, strict=True):
-            offset, range_keys = ranges[group]
+        for row, offset, range_keys in zip(rows, *asked, strict=True):
             request = requests[row]
             start = max(considered[row], 0)
             stop = offset + len(range_keys)  # a source may withhold keys: those blocks are never found
@@ -160,9 +170,9 @@ class Registrar:
             tuple(parents),
         )
 
-    def _one_run(self, group: int, row: int, asked: tuple[AskedKeys, ...]) -> BlocksCached | None:
+    def _one_run(self, group: int, row: int, asked: AskedKeys) -> BlocksCached | None:
         """What `decide` says of one row whose due blocks nobody else registered. None where that is not so."""
-        offset, keys = asked[group]
+        (offset,), (keys,) = asked
         start, stop = max(self._state.considered[group][row], 0), offset + len(keys)
         if stop <= start:
             return None
@@ -175,9 +185,7 @@ class Registrar:
             group, (row,), (start,), (stop,), (stop - start,), tuple(range(start, stop)), blocks, new_keys, (parent,)
         )
 
-    def _one_block_each(
-        self, group: int, rows: Sequence[int], asked: Sequence[tuple[AskedKeys, ...]]
-    ) -> BlocksCached | None:
+    def _one_block_each(self, group: int, rows: Sequence[int], asked: AskedKeys) -> BlocksCached | None:
         """What `decide` says of a decode step, where every row has filled one block that nobody else registered.
 
         None where that is not so.
@@ -186,8 +194,7 @@ class Registrar:
         starts: list[int] = []
         keys: list[Key] = []
         parents: list[Key | None] = []
-        for row, ranges in zip(rows, asked, strict=True):
-            offset, range_keys = ranges[group]
+        for row, offset, range_keys in zip(rows, *asked, strict=True):
             start = considered[row]
             if start > 0 and start == offset + 1 and len(range_keys) == 2:
                 parents.append(range_keys[0])
