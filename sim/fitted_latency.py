@@ -21,6 +21,8 @@ WITH_CONTEXT: Final = (*PLAIN, "prefill_context_tokens", "decode_context_tokens"
 _ROUNDS = 30
 # Below this relative error steps count alike; without it the best-fitting ones would decide alone.
 _LEAST_ERROR = 0.01
+# Nothing is predicted to take less than this share of what it took, while costs are still far off.
+_LEAST_SHARE = 0.01
 
 
 @attrs.frozen
@@ -45,35 +47,39 @@ class FittedLatency:
         """The costs in microseconds, and where they come from."""
         return {
             "latency_model": "linear in " + ", ".join(name.replace("_", " ") for name in self.costs),
-            **{f"us_per_{name}": cost * 1e6 for name, cost in self.costs.items()},
+            **{f"us_per_{_unit(name)}": cost * 1e6 for name, cost in self.costs.items()},
             "coefficients_source": f"fitted to {self.num_steps} measured steps",
             **({"not_told_by_the_steps": list(self.untold)} if self.untold else {}),
         }
 
 
-def fit_latency(steps: MeasuredSteps, terms: tuple[str, ...] = WITH_CONTEXT) -> FittedLatency:
-    """The costs that make the mean absolute relative error smallest (so that a few outliers decide nothing).
+def _unit(name: str) -> str:
+    return "step" if name == BASE else name.removeprefix("num_").removesuffix("s")
 
-    Least squares of relative errors, repeated with every step weighed by the error that the round before left it, over
-    costs that are not negative.
+
+def fit_latency(steps: MeasuredSteps, terms: tuple[str, ...] = WITH_CONTEXT) -> FittedLatency:
+    """Costs that are not negative and lie in the middle: of steps that compute alike, half took longer.
+
+    Median regression, so that steps which something else on the machine held up decide nothing: least squares of the
+    differences relative to the predicted time (relative to the measured one, long times would count for too little,
+    and every prediction would be too low), repeated with each step weighed by what the round before left it.
 
     Raises:
         InputError: no steps, or none that the terms tell apart from nothing.
     """
     if not len(steps):
         raise InputError("a fit needs at least one measured step")
-    figures = np.column_stack([_figure(steps, name) for name in terms]) / steps.seconds[:, None]
-    told = np.abs(figures).max(axis=0) > 0
+    figures = np.column_stack([_figure(steps, name) for name in terms])
+    told = figures.max(axis=0) > 0
     if not told.any():
         raise InputError(f"the measured steps have nothing of {', '.join(terms)}")
-    relative = figures[:, told]
-    scale = np.abs(relative).max(axis=0)
-    relative = relative / scale
-    costs = np.zeros(relative.shape[1])
-    weights = np.ones(len(steps))
+    scale = figures[:, told].max(axis=0)
+    shares = figures[:, told] / scale
+    costs, weights, predicted = np.zeros(len(scale)), np.ones(len(steps)), steps.seconds
     for _ in range(_ROUNDS):
-        costs = _non_negative_least_squares(relative, weights)
-        weights = 1 / np.maximum(np.abs(relative @ costs - 1), _LEAST_ERROR)
+        costs = _non_negative_least_squares(shares / predicted[:, None], steps.seconds / predicted, weights)
+        predicted = np.maximum(shares @ costs, _LEAST_SHARE * steps.seconds)
+        weights = 1 / np.maximum(np.abs(steps.seconds / predicted - 1), _LEAST_ERROR)
     names = [name for name, is_told in zip(terms, told.tolist(), strict=True) if is_told]
     return FittedLatency(
         costs=dict(zip(names, (costs / scale).tolist(), strict=True)),
@@ -86,11 +92,13 @@ def _figure(steps: MeasuredSteps, name: str) -> NDArray[np.float64]:
     return np.ones(len(steps)) if name == BASE else steps.column(name).astype(np.float64)
 
 
-def _non_negative_least_squares(relative: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Costs with `relative @ costs` closest to 1; the terms are few, so every subset of them is tried."""
-    size = relative.shape[1]
-    gram = relative.T @ (relative * weights[:, None])
-    target = relative.T @ weights
+def _non_negative_least_squares(
+    shares: NDArray[np.float64], wanted: NDArray[np.float64], weights: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Costs with `shares @ costs` closest to `wanted`; the terms are few, so every subset of them is tried."""
+    size = shares.shape[1]
+    gram = shares.T @ (shares * weights[:, None])
+    target = shares.T @ (weights * wanted)
     best, best_value = np.zeros(size), 0.0
     for count in range(1, size + 1):
         for subset in combinations(range(size), count):

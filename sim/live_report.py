@@ -230,5 +230,6 @@ def print_live_report(report: LiveReport) -> None:
     columns = ("model", "before", "calibrated", "on unseen steps", "all steps together")
     out.print(table("Mean absolute error of a step", columns, models))
     for name, value in best.after.assumptions().items():
-        out.print(f"  {name}: {value}", markup=False, soft_wrap=True)
+        shown = f"{value:.6g}" if isinstance(value, float) else value
+        out.print(f"  {name}: {shown}", markup=False, soft_wrap=True)
     out.print(f"kvledger replay ... {report.replay_options}", markup=False, soft_wrap=True)

@@ -164,6 +164,7 @@ class LiveEngine:
         self._backend.runner = runner
         if recording is not None:
             recording.begin(self.scheduler, self._backend)
+        self._ending = threading.Lock()
         self._thread: threading.Thread | None = None
         if start:
             self._thread = threading.Thread(target=self._serve, name="kvledger-engine", daemon=True)
@@ -302,6 +303,7 @@ class LiveEngine:
         Raises:
             TimeoutError: a step is still in flight after that; call it again to go on waiting.
             MisuseError: called from the engine's own thread.
+            LogWriteError: the recording could not be completed; everything else is done.
         """
         if self._thread is threading.current_thread():
             raise MisuseError("the engine cannot shut itself down from its own thread, where its callbacks run")
@@ -316,10 +318,11 @@ class LiveEngine:
                 raise TimeoutError(
                     f"the step in flight has not ended within {timeout_s} s; call shutdown again to wait"
                 )
-        self._runner.tokens = None
-        self._backend.runner = None
-        if self._recording is not None:
-            self._recording.end()
+        with self._ending:
+            self._runner.tokens = None
+            self._backend.runner = None
+            if self._recording is not None:
+                self._recording.end()
 
     def _finish_by_hand(self, drain: bool) -> None:
         if not drain:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.allocator_config import AllocatorConfig
+from ...core.errors import InputError
 from ...core.events import Commit
 from ...core.scheduler import Scheduler
 from ...core.scheduler_config import SchedulerConfig
@@ -32,9 +33,10 @@ class LiveRecording:
         log: what is written.
     """
 
-    def __init__(self, log: DurableLog) -> None:
+    def __init__(self, log: DurableLog, header: dict[str, Any]) -> None:
         """See `create`."""
         self.log = log
+        self._header = header
         self._backend: CudaBackend | None = None
         self._num_requests = 0
 
@@ -62,10 +64,17 @@ class LiveRecording:
             LogWriteError: the directory cannot be written.
         """
         header = live_header(allocator, scheduler, dict(facts or {}))
-        return cls(DurableLog.create(directory, flush=flush, clock=Clock("unix", time.time_ns), header=header))
+        log = DurableLog.create(directory, flush=flush, clock=Clock("unix", time.time_ns), header=header)
+        return cls(log, header)
 
     def begin(self, scheduler: Scheduler, backend: CudaBackend) -> None:
-        """The engine: whose state snapshots are taken of, and whose slots are noted."""
+        """The engine: whose state snapshots are taken of, and whose slots are noted.
+
+        Raises:
+            InputError: it is not the engine that the log was started for, so that its run could not be run again.
+        """
+        if live_header(scheduler.allocator.config, scheduler.config, self._header["facts"]) != self._header:
+            raise InputError("the recording was made for other settings of allocator or scheduler than the engine's")
         self.log.live_state = scheduler.allocator.state
         self._backend = backend
 

@@ -17,6 +17,7 @@ from kvledger.backends.sinks import (
     FlushPolicy,
     LoggedNote,
     LogReader,
+    LogWriteError,
     RequestArrived,
     RequestEnded,
     RunEnded,
@@ -232,6 +233,45 @@ def test_any_other_note_than_was_written_is_found(recorded, tmp_path, kind, chan
     found = run_live_again(reader)
     assert not found.is_equal
     assert any(part in found.divergence for part in message.split("|")), found.divergence
+
+
+def test_a_recording_for_other_settings_than_the_engines_is_refused(make_engine, tmp_path) -> None:
+    def other(allocator, scheduler):
+        return LiveRecording.create(
+            tmp_path / "run.log",
+            flush=FlushPolicy(every_commits=1),
+            allocator=allocator,
+            scheduler=attrs.evolve(scheduler, max_num_seqs=2),
+        )
+
+    with pytest.raises(InputError, match="made for other settings"):
+        make_engine(recording=other)
+
+
+def test_a_disk_that_is_full_stops_the_engine_and_shutdown_says_what_is_missing(recorded, monkeypatch) -> None:
+    from kvledger.backends.sinks.arrow_stream import StreamWriter
+
+    engine, directory = recorded(start=False)
+    request = engine.submit([1, 2, 3], SamplingSettings(max_tokens=9, temperature=0))
+    for _ in range(4):
+        engine.advance()
+
+    def full(self, batch, fsync):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StreamWriter, "append", full)
+        with pytest.raises(LogWriteError, match="No space left on device"):
+            while engine.advance():
+                pass
+        with pytest.raises(EngineFailedError, match="No space left"):
+            request.result(0)
+        assert engine.allocator.pool.num_held_blocks == 0
+        with pytest.raises(LogWriteError):
+            engine.shutdown()
+    engine.shutdown()  # there is room again
+    found = run_live_again(LogReader(directory))
+    assert found.is_equal and found.steps >= 3
 
 
 def test_a_log_of_another_kind_is_refused(tmp_path) -> None:
