@@ -11,7 +11,7 @@ from kvledger.testing.choices import RandomChooser, choose_scenario
 from kvledger.testing.ledger_adapter import ledger_supports
 from kvledger.testing.rules import RULES
 
-SEEDS = range(60)
+SEEDS = range(200)
 
 
 def twins(seed: int, kinds: tuple[str, ...]) -> tuple[LedgerAdapter, LedgerAdapter]:
