@@ -197,7 +197,8 @@ class KVCacheAllocator(LedgerWriter):
             events.append(self._emit(TokensPlaced((row,), (written_from,), (0,))))
         if hits is not None or (num_external_tokens and not start):
             for group, kind in enumerate(self.config.groups):
-                skipped = kind.num_skipped_tokens(total) // kind.block_size if num_external_tokens else 0
+                # A window of one token hits blocks that its next token does not attend to, as external tokens may.
+                skipped = kind.num_skipped_tokens(total) // kind.block_size
                 blocks = (0,) * skipped + (hits[group][skipped:] if hits is not None else ())
                 if blocks:
                     events.append(self._emit(PrefixAdopted(group, row, blocks)))
