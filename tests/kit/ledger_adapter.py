@@ -26,6 +26,7 @@ EVERY_OPTION = (
     "drop_orphans",
     "no_caching",
     "ordered",
+    "tail_first",
     "refuses_for_good",
 )
 

@@ -21,7 +21,7 @@ class Lookups(Refusals):
             f"a request of {len(request.tokens)} tokens hits {hit}; alignment {self.scenario.alignment}",
         )
         self._check_longest_hit(request, hit)
-        self._check_hit_of_held_prompt(request, hit)
+        self._check_hit_at_the_boundary(request, hit)
         request.found, request.found_after = found, self.num_changes
 
     def _check_longest_hit(self, request: TrialRequest, hit: int) -> None:
@@ -47,34 +47,27 @@ class Lookups(Refusals):
                 hit <= room, f"a hit of {hit} tokens; at most {room} may hit, as EAGLE needs the block of {size} behind"
             )
 
-    def _check_hit_of_held_prompt(self, request: TrialRequest, hit: int) -> None:
-        groups, boundary = self.scenario.groups, (len(request.tokens) - 1) // self.scenario.alignment
-        boundary *= self.scenario.alignment
+    def _check_hit_at_the_boundary(self, request: TrialRequest, hit: int) -> None:
+        """Whether a hit reaches the last boundary of all groups, if all that the token there attends to is findable."""
+        groups, alignment = self.scenario.groups, self.scenario.alignment
+        boundary = (len(request.tokens) - 1) // alignment * alignment
         # A chunk's lookup begins at the last token's chunk, which may lie behind the boundary that all groups share.
         reaches = len(groups) == 1 or all(group.kind != "chunked" for group in groups)
-        if not (self.scenario.enable_caching and boundary and reaches) or self.scenario.use_eagle:
-            return
-        for other in self.requests.values():
-            if (
-                other.is_live
-                and other.num_prompt == len(other.tokens) == other.num_valid
-                and other.tokens == request.tokens
-                and not other.lost_a_key
-                and self._holds_what_is_attended(other.name, boundary)
-            ):
-                promises.HELD_PROMPTS_ARE_FOUND.require(
-                    hit >= boundary,
-                    f"a hit of {hit} tokens, though request {other.name!r} holds the same prompt up to {boundary}",
-                )
+        if boundary and reaches and self.scenario.enable_caching and not self.scenario.use_eagle:
+            promises.LONGEST_HIT.require(
+                hit >= boundary or not self._is_findable_up_to(request, boundary),
+                f"a hit of {hit} tokens, though all that the token at {boundary} attends to can be found",
+            )
 
-    def _holds_what_is_attended(self, name: str, position: int) -> bool:
-        """Whether the token at `position` attends to blocks before it in every group, and none was given back."""
-        tables = zip(self.scenario.groups, self.view.tables[name], strict=True)
-        return all(
+    def _is_findable_up_to(self, request: TrialRequest, position: int) -> bool:
+        """Whether the token at `position` attends to blocks before it in every group, and each of them is findable."""
+        return self.view.keyed is not None and all(
             shape.attends_from(position) < position
-            and self.view.null_block
-            not in table[shape.attends_from(position) // shape.block_size : position // shape.block_size]
-            for shape, table in tables
+            and all(
+                self.model.find(request.tokens[: (index + 1) * shape.block_size], group, self.view)
+                for index in range(shape.attends_from(position) // shape.block_size, position // shape.block_size)
+            )
+            for group, shape in enumerate(self.scenario.groups)
         )
 
     def _gate(self, command: Gate) -> None:

@@ -36,10 +36,6 @@ REFUSAL_CHANGES_NOTHING = Promise(
 )
 HIT_BOUNDS = Promise("hit_bounds", "A hit is a multiple of the alignment and leaves at least one token to compute.")
 LONGEST_HIT = Promise("longest_hit", "A hit is as long as the findable blocks allow, and no longer.")
-HELD_PROMPTS_ARE_FOUND = Promise(
-    "held_prompts_are_found",
-    "A prompt that is sent again while a request holds all of it hits up to its last aligned boundary.",
-)
 OWN_CONTENT = Promise(
     "own_content", "Whatever a request's next token attends to is the content of that request's own tokens."
 )
@@ -67,6 +63,10 @@ KEYS_STAY = Promise(
 COMPLETE_BLOCKS_ARE_FOUND = Promise(
     "complete_blocks_are_found", "A complete block of known tokens can be found from its command on."
 )
+PROMPTS_ARE_FOUND_AGAIN = Promise(
+    "prompts_are_found_again",
+    "What the token at a prompt's last aligned boundary attends to can be found once the prompt has its slots.",
+)
 DRAFTS_ARE_NOT_FOUND = Promise("drafts_are_not_found", "Nothing that holds a draft token can be found.")
 NO_ORPHANS = Promise("no_orphans", "No block is findable whose predecessor is not: no lookup could ever reach it.")
 OUT_OF_WINDOW_IS_GONE = Promise(
@@ -83,7 +83,6 @@ PROMISES: tuple[Promise, ...] = (
     REFUSAL_CHANGES_NOTHING,
     HIT_BOUNDS,
     LONGEST_HIT,
-    HELD_PROMPTS_ARE_FOUND,
     OWN_CONTENT,
     SLOTS_EXIST,
     NO_WASTE,
@@ -96,6 +95,7 @@ PROMISES: tuple[Promise, ...] = (
     KEYS_TELL_THE_TRUTH,
     KEYS_STAY,
     COMPLETE_BLOCKS_ARE_FOUND,
+    PROMPTS_ARE_FOUND_AGAIN,
     DRAFTS_ARE_NOT_FOUND,
     NO_ORPHANS,
     OUT_OF_WINDOW_IS_GONE,

@@ -125,7 +125,8 @@ class Supports:
         block_sizes: block sizes that it can have; empty: any.
         options: of "eagle", "external" (tokens), "retention", "lookahead", "drafts", "rollback", "reserved",
             "watermark", "deferred", "drop_orphans", "no_caching", "ordered" (`view().free` is in eviction order),
-            "refuses_for_good" (`NeverFitsError` from `allocate`): what else it understands.
+            "tail_first" (under "lru", what a request gives back stands in it last block first), "refuses_for_good"
+            (`NeverFitsError` from `allocate`): what else it understands.
         evictions: names of eviction orders.
         waived: names of invariants that the manager does not promise; say why beside it.
     """

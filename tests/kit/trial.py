@@ -207,6 +207,8 @@ class Trial(Lookups):
             problem = self.model.misread(request.name, request.placed, first, self.view)
             promises.OWN_CONTENT.require(problem is None, str(problem))
             self._check_registered(before, request, total)
+            if total < request.num_prompt <= request.num_valid:
+                self._check_prompt_is_found_again(request)
 
     def _token_at(self, request: TrialRequest, position: int) -> int:
         if position < len(request.tokens):
@@ -259,6 +261,20 @@ class Trial(Lookups):
             promises.NO_ORPHANS.require(
                 not orphans, f"block {orphans[0][0] if orphans else ''} became findable behind one that is not"
             )
+
+    def _check_prompt_is_found_again(self, request: TrialRequest) -> None:
+        if self.view.keyed is None or not self.scenario.enable_caching or self.scenario.use_eagle or request.lost_a_key:
+            return
+        boundary = (request.num_prompt - 1) // self.scenario.alignment * self.scenario.alignment
+        for group, shape in enumerate(self.scenario.groups):
+            size, table = shape.block_size, self.view.tables[request.name][group]
+            for index in range(shape.attends_from(boundary) // size, boundary // size):
+                promises.PROMPTS_ARE_FOUND_AGAIN.require(
+                    table[index] == self.view.null_block
+                    or self.model.find(request.tokens[: (index + 1) * size], group, self.view),
+                    f"block {table[index]}, at {index} of request {request.name!r} in group {group} ({shape.kind}), "
+                    f"cannot be found; the prompt of {request.num_prompt} tokens should be, up to {boundary}",
+                )
 
     # -- commands that give back -------------------------------------------------------------------------------------
 
@@ -336,7 +352,7 @@ class Trial(Lookups):
         promises.check_keys_stay(self._earlier(), self.view, set())
 
     def _check_tail_goes_first(self, name: str) -> None:
-        if "ordered" in self.supports.options and self.scenario.eviction == "lru":
+        if {"ordered", "tail_first"} <= self.supports.options and self.scenario.eviction == "lru":
             promises.check_tail_goes_first(self._earlier(), self.view, name)
 
     def _evict(self, command: Evict) -> None:

@@ -237,7 +237,7 @@ class AuditedVllmAdapter(VllmAdapter):
         return count
 
 
-_OPTIONS = ("external", "lookahead", "drafts", "reserved", "watermark", "no_caching", "ordered")
+_OPTIONS = ("external", "lookahead", "drafts", "reserved", "watermark", "no_caching", "ordered", "tail_first")
 _KINDS = ("full", "sliding")
 
 

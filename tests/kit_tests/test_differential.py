@@ -66,7 +66,7 @@ class Small(ListManager):
     truncate = fork = append = None  # type: ignore[assignment]
 
 
-@supporting(Supports(options=["ordered"]))
+@supporting(Supports(options=["ordered"], waived=["no_orphans"]))
 def make_small(scenario: Scenario) -> Small:
     return Small(scenario)
 

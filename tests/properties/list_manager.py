@@ -263,6 +263,7 @@ class ListManager:
             "deferred",  # the same as immediate for one group
             "no_caching",
             "ordered",
+            "tail_first",
             "refuses_for_good",
         ],
         waived=["no_orphans"],  # like the recorded default, it keeps what an evict by id has cut off

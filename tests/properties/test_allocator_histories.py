@@ -6,14 +6,21 @@ import pytest
 from kvledger.core.belady import BeladyOrder
 from kvledger.core.eviction import eviction_order_names
 from kvledger.testing import (
+    Allocate,
+    GroupShape,
     LedgerAdapter,
+    Match,
+    New,
+    ReleaseOutOfWindow,
     Scenario,
+    Trial,
     explore,
     ledger_supports,
     make_ledger,
     run_machine,
     supporting,
 )
+from kvledger.testing.ledger_adapter import EVERY_OPTION
 
 from tests.properties import list_manager
 
@@ -27,7 +34,8 @@ def next_use(key: Hashable) -> float:
     return float((len(key) * 7919 + sum(key) * 104_729) % 97)
 
 
-@supporting(ledger_supports())
+# Its order is the future's, whatever the scenario says.
+@supporting(ledger_supports(options=[option for option in EVERY_OPTION if option != "tail_first"]))
 def make_belady(scenario: Scenario) -> LedgerAdapter:
     return LedgerAdapter(scenario, eviction=lambda num_blocks: BeladyOrder(num_blocks, next_use))
 
@@ -71,3 +79,19 @@ def test_the_default_order_decides_like_a_manager_in_lists(kit_histories: Scale)
 
 def test_the_rival_takes_part_in_drawn_histories_too(kit_histories: Scale) -> None:
     run_machine(make_ledger, rival=list_manager.make, max_examples=kit_histories(40), steps=40)
+
+
+def test_a_window_of_one_token_adopts_no_block_that_its_next_token_does_not_attend_to() -> None:
+    """The hit block is the only free one, and the next token needs it."""
+    trial = Trial(make_ledger, Scenario(num_blocks=5, groups=(GroupShape("sliding", 4, 1),)))
+    trial.do(New("a", ((0, 5),)))
+    trial.do(Allocate("a", 5))
+    trial.do(ReleaseOutOfWindow("a"))
+    trial.do(New("b", ((1, 5),)))
+    trial.do(Allocate("b", 5))
+    trial.do(New("c", ((0, 5),)))
+    trial.do(Match("c"))
+    trial.do(Allocate("c", 1, adopt=True))
+    assert trial.requests["c"].found.num_hit_tokens == 4
+    assert trial.view.tables["c"] == [[0, 1]]
+    trial.finish()

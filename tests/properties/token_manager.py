@@ -78,6 +78,6 @@ class TokenManager:
 
 
 # A request's tokens become findable when it ends, not while it runs.
-@supporting(Supports(block_sizes=(1,), waived=["complete_blocks_are_found", "held_prompts_are_found"]))
+@supporting(Supports(block_sizes=(1,), waived=["complete_blocks_are_found", "prompts_are_found_again"]))
 def make(scenario: Scenario) -> TokenManager:
     return TokenManager(scenario)
