@@ -125,10 +125,15 @@ def test_a_profile_measures_the_largest_step_and_leaves_the_model_as_it_was() ->
     assert serve(found) == serve(sized())
 
 
-def test_a_profile_with_a_given_size_says_that_the_utilization_is_ignored() -> None:
-    found = sized(device_access=CountedDevice(), gpu_memory_utilization=0.5)
-    assert found.plan.num_blocks * found.plan.bytes_per_block <= MIB
-    assert any("--gpu-memory-utilization 0.5 is ignored" in line for line in found.lines())
+@pytest.mark.gpu
+def test_a_gpu_is_profiled_and_serves_as_a_cpu_does() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    options = attrs.evolve(OPTIONS, kv_cache_memory_bytes=None, gpu_memory_utilization=0.05)
+    found = size_engine(lambda: Loaded(tiny_model("llama on cuda")), options, device="cuda")
+    assert found.reconciliation is not None and found.plan.num_blocks > 1000
+    assert {row.source for row in found.plan.stages[0].ledger.non_kv_rows} <= {"measured", "estimate"}
+    assert serve(found) == serve(sized())
 
 
 @pytest.mark.parametrize(
