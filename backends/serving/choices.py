@@ -53,21 +53,12 @@ class Wanted:
     cache_salt: str | None = None
 
 
-def submit_choices(
-    engine: LiveEngine, wanted: Wanted, max_queued_requests: int, retry_after_s: Callable[[], int]
-) -> list[Choice]:
+def submit_choices(engine: LiveEngine, wanted: Wanted, retry_after_s: Callable[[], int]) -> list[Choice]:
     """Submit all choices or none.
 
     Raises:
         ApiError: what the engine answered, as a client is told it.
     """
-    count = len(wanted.prompts) * wanted.n
-    if count > max_queued_requests:
-        raise invalid_request(
-            f"{len(wanted.prompts)} prompts with n {wanted.n} are {count} choices, more than the {max_queued_requests} "
-            "that may wait at once; send them in several requests",
-            "n" if wanted.n > 1 else "prompt",
-        )
     choices: list[Choice] = []
     try:
         for prompt, (token_ids, settings) in enumerate(zip(wanted.prompts, wanted.settings, strict=True)):

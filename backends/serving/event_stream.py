@@ -49,22 +49,31 @@ class EventStream(Response):
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
-        on_end: Callable[[bool], None],
+        on_client_left: Callable[[], None],
+        on_end: Callable[[], None],
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`on_end` is called once, whatever happened, with whether everything was sent."""
+        """A stream of events.
+
+        Args:
+            events: made one at a time.
+            on_client_left: called if the client leaves before the last one.
+            on_end: called once at the end, whatever happened.
+            headers: sent along.
+        """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._events = events
+        self._on_client_left = on_client_left
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send everything, or stop where the client leaves."""
-        was_sent = None
         try:
-            was_sent = await unless_client_leaves(receive, self._send_all(send))
+            if await unless_client_leaves(receive, self._send_all(send)) is None:
+                self._on_client_left()
         finally:
-            self._on_end(was_sent is not None)
+            self._on_end()
 
     async def _send_all(self, send: Send) -> bool:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

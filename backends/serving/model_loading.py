@@ -105,8 +105,8 @@ def _loaded(path: str, folder: Path, options: dict[str, Any], dtype: Any) -> tup
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), **options)
         model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, **options)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise InputError(f"transformers cannot load {path}: {error}") from error
+    except Exception as error:  # whatever its many parsers meet in a file that is not what it should be
+        raise InputError(f"transformers cannot load {path}: {type(error).__name__}: {error}") from error
     return model, tokenizer
 
 

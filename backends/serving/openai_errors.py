@@ -1,6 +1,6 @@
 """Errors in the shape that OpenAI's API gives them: a status, and a body that says what is wrong and what to change."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -57,6 +57,13 @@ def invalid_request(message: str, param: str | None = None, code: str | None = N
 def unsupported_parameter(param: str, message: str) -> ApiError:
     """400: a parameter that this server does not serve; it is never ignored."""
     return invalid_request(message, param, "unsupported_parameter")
+
+
+def unknown_model(name: str, known: Sequence[str]) -> ApiError:
+    """404: the model that the client named is not here."""
+    return ApiError(
+        404, f"there is no model {name!r}; this server has {', '.join(known)}", param="model", code="model_not_found"
+    )
 
 
 def queue_full(message: str, retry_after_s: int) -> ApiError:

@@ -23,8 +23,10 @@ from .unsupported_parameters import OF_CHAT, OF_COMPLETIONS, OF_MESSAGES, Unsupp
 # What OpenAI's API takes where a client gives none.
 DEFAULT_MAX_TOKENS_OF_COMPLETIONS = 16
 MAX_LOGPROBS = 20
-# Beyond every model's length, and within what counters hold; the engine says what really fits.
+# Beyond every model's length and vocabulary, and within what counters hold; the engine says what really fits.
 MAX_TOKENS = 1 << 31
+# Each is looked for in every token's text.
+MAX_STOPS = 16
 
 
 def _one_of(expected: str) -> WrapValidator:
@@ -77,7 +79,7 @@ class GenerationRequest(StrictModel):
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, description="0 and -1: all tokens")
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="0 and -1: all tokens")
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: Annotated[Text | list[Text] | None, _one_of("text or a list of texts (UTF-8 that can be encoded)")] = None
     stop_token_ids: TokenIds | None = None
@@ -91,6 +93,13 @@ class GenerationRequest(StrictModel):
     @classmethod
     def _refuse_unsupported(cls, given: Any) -> Any:
         return without_unsupported(given, cls.unsupported, "") if isinstance(given, dict) else given
+
+    @field_validator("stop")
+    @classmethod
+    def _are_few(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        if isinstance(stop, list) and len(stop) > MAX_STOPS:
+            raise ValueError(f"{len(stop)} texts; at most {MAX_STOPS} are looked for")
+        return stop
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerationRequest":

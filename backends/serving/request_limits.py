@@ -109,7 +109,7 @@ class RequestGate:
     def _check_key(self, scope: Scope) -> None:
         if not self._limits.api_keys:
             return
-        given = Headers(scope=scope).get("authorization", "")
+        given = Headers(scope=scope).get("authorization", "")  # bytes as latin-1
         scheme, _, key = given.partition(" ")
         known = _known_key(key.strip(), self._limits.api_keys) if scheme.lower() == "bearer" else None
         if known is None:
@@ -166,7 +166,7 @@ class RequestGate:
 
 def _known_key(given: str, keys: Sequence[str]) -> str | None:
     """The key that was given, compared in a time that does not tell how much of it was right."""
-    found = [key for key in keys if hmac.compare_digest(key.encode(), given.encode(errors="surrogateescape"))]
+    found = [key for key in keys if hmac.compare_digest(key.encode(), given.encode("latin-1"))]
     return found[0] if found else None
 
 

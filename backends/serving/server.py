@@ -15,10 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import attrs
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
+from fastapi import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
@@ -26,7 +23,7 @@ from ...core.errors import InputError
 from .choices import Choice, Wanted, cancel_all, collected, merged, submit_choices
 from .event_stream import DONE, EventStream, event, unless_client_leaves
 from .live_engine import LiveEngine
-from .openai_errors import ApiError, internal_error, invalid_request
+from .openai_errors import ApiError, internal_error, invalid_request, unknown_model
 from .openai_requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, TokenIds
 from .openai_responses import (
     Answer,
@@ -34,12 +31,11 @@ from .openai_responses import (
     ChatShape,
     CompletionShape,
     TokenText,
-    model_card,
-    model_list,
     usage,
 )
 from .prompt_encoder import PromptEncoder
 from .request_limits import API_KEY, RequestGate, RequestLimits
+from .routes import build_routes
 from .sampling import SamplingSettings
 from .serving_metrics import ServingMetrics
 
@@ -70,73 +66,61 @@ class ServerSettings:
 
 
 class OpenAIServer:
-    """The endpoints.
+    """Answers requests from one engine.
 
     Attributes:
         gate: the application that a server of HTTP runs; tell it when the server drains.
         engine: that serves.
+        metrics: of the server.
+        settings: of the server.
+        created: when it was, in seconds since 1970.
     """
 
     def __init__(
         self, engine: LiveEngine, encoder: PromptEncoder, metrics: ServingMetrics, settings: ServerSettings
     ) -> None:
-        """Endpoints for an engine. Close the server after its last request."""
+        """Close the server after its last request."""
         self.engine = engine
         self._encoder = encoder
-        self._metrics = metrics
-        self._settings = settings
-        self._created = int(time.time())
+        self.metrics = metrics
+        self.settings = settings
+        self.created = int(time.time())
         # What fits at once, which a pool may bound below the model's length.
         self._longest_tokens = min(engine.max_model_len, engine.allocator.max_fitting_tokens())
         # One thread: tokenizers are not made for more, and long prompts must not hold up the streams of others.
         self._encoding = ThreadPoolExecutor(1, "kvledger-tokenizer")
-        self._routes = self._make_routes()
-        self.gate = RequestGate(self._routes, settings.limits, metrics.retry_after_s, metrics.answered)
+        self.gate = RequestGate(build_routes(self), settings.limits, metrics.retry_after_s, metrics.answered)
 
     def close(self) -> None:
         """Let go of the tokenizer's thread."""
         self._encoding.shutdown(cancel_futures=True)
 
-    # -- endpoints ---------------------------------------------------------------------------------------------------
+    # -- questions ---------------------------------------------------------------------------------------------------
 
-    async def create_completion(self, body: CompletionRequest, request: Request) -> Response:
-        """`POST /v1/completions`."""
+    def is_known(self, model_name: str) -> bool:
+        """Whether clients may call the model so."""
+        return model_name in self.settings.model_names
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        """The answer to `POST /v1/completions`."""
+        self._check(body, len(body.prompts))
         prompts = [await self._encoded(self._encoder.of_text, prompt) for prompt in body.prompts]
         return await self._answer(body, prompts, CompletionShape(self._token_text(body)), request)
 
-    async def create_chat_completion(self, body: ChatCompletionRequest, request: Request) -> Response:
-        """`POST /v1/chat/completions`."""
+    async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
+        """The answer to `POST /v1/chat/completions`."""
+        self._check(body, 1)
         prompt = await self._encoded(self._encoder.of_conversation, body)
         return await self._answer(body, [prompt], ChatShape(self._token_text(body)), request)
 
-    async def list_models(self) -> Response:
-        """`GET /v1/models`."""
-        return JSONResponse(model_list(self._settings.model_names, self._created, self.engine.max_model_len))
-
-    async def get_model(self, name: str) -> Response:
-        """`GET /v1/models/{name}`."""
-        self._check_model(name)
-        return JSONResponse(model_card(name, self._created, self.engine.max_model_len))
-
-    async def health(self) -> Response:
-        """`GET /health`: 200 while requests are taken and served, else 503."""
-        if self.engine.failure is not None:
-            return JSONResponse({"status": "failed"}, 503)
-        if self.gate.is_draining:
-            return JSONResponse({"status": "shutting down"}, 503)
-        return JSONResponse({"status": "ok"})
-
-    async def metrics(self) -> Response:
-        """`GET /metrics`."""
-        return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-    # -- one request -------------------------------------------------------------------------------------------------
+    # -- how ---------------------------------------------------------------------------------------------------------
 
     async def _answer(
         self, body: GenerationRequest, prompts: Sequence[TokenIds], shape: AnswerShape, request: Request
     ) -> Response:
-        self._check_model(body.model)
-        answer = Answer.new(shape.id_prefix, self._settings.model_names[0] if body.model is None else body.model)
+        answer = Answer.new(shape.id_prefix, self.settings.model_names[0] if body.model is None else body.model)
         wanted = Wanted(
             name=answer.id,
             prompts=prompts,
@@ -145,18 +129,17 @@ class OpenAIServer:
             priority=body.priority or 0,
             cache_salt=self._salt(body.cache_salt, request.scope),
         )
-        choices = submit_choices(self.engine, wanted, self._settings.max_queued_requests, self._metrics.retry_after_s)
+        choices = submit_choices(self.engine, wanted, self.metrics.retry_after_s)
         headers = {"X-Request-Id": answer.id}
         if body.stream:
             events = self._events(choices, answer, shape, body.includes_usage)
-            return EventStream(events, lambda was_sent: self._end(choices, was_sent), headers)
-        was_sent = False
+            return EventStream(events, self.metrics.client_left, lambda: cancel_all(choices), headers)
         try:
-            pieces = await unless_client_leaves(request.receive, collected(choices, self._metrics.gap))
-            was_sent = pieces is not None
+            pieces = await unless_client_leaves(request.receive, collected(choices, self.metrics.gap))
         finally:
-            self._end(choices, was_sent)
+            cancel_all(choices)
         if pieces is None:
+            self.metrics.client_left()
             return Response(status_code=CLIENT_LEFT)
         document = answer.document(
             shape.whole, [shape.choice(choice.index, piece) for choice, piece in zip(choices, pieces, strict=True)]
@@ -173,32 +156,30 @@ class OpenAIServer:
                 opening = shape.opening(choice.index)
                 if opening is not None:
                     yield event({**answer.document(shape.chunk, [opening]), **no_usage})
-            async for choice, piece in merged(choices, self._metrics.gap):
+            async for choice, piece in merged(choices, self.metrics.gap):
                 delta = shape.delta(choice.index, piece)
                 yield event({**answer.document(shape.chunk, [delta]), **no_usage})
             if includes_usage:
                 yield event({**answer.document(shape.chunk, []), "usage": _usage(choices)})
         except ApiError as error:  # the status has been sent, so the stream says it
-            self._metrics.answered(error.status)
+            self.metrics.answered(error.status)
             yield event(error.body())
         except Exception:
             logger.exception("a stream ended by an error")
-            self._metrics.answered(500)
+            self.metrics.answered(500)
             yield event(internal_error().body())
         yield DONE
 
-    def _end(self, choices: Sequence[Choice], was_sent: bool) -> None:
-        cancel_all(choices)
-        if not was_sent:
-            self._metrics.client_left()
-
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name not in self._settings.model_names:
-            raise ApiError(
-                404,
-                f"there is no model {name!r}; this server has {', '.join(self._settings.model_names)}",
-                param="model",
-                code="model_not_found",
+    def _check(self, body: GenerationRequest, num_prompts: int) -> None:
+        """What needs no tokens to be refused."""
+        if body.model is not None and not self.is_known(body.model):
+            raise unknown_model(body.model, self.settings.model_names)
+        n, most = body.n or 1, self.settings.max_queued_requests
+        if num_prompts * n > most:
+            raise invalid_request(
+                f"{num_prompts} prompts with n {n} are {num_prompts * n} choices, more than the {most} that may wait "
+                "at once; send them in several requests",
+                "n" if n > 1 else "prompt",
             )
 
     def _sampling(self, body: GenerationRequest, num_prompt_tokens: int) -> SamplingSettings:
@@ -210,7 +191,7 @@ class OpenAIServer:
                 max_tokens=body.max_output_tokens or min(body.default_max_tokens or rest, rest),
                 temperature=1.0 if body.temperature is None else body.temperature,
                 top_p=1.0 if body.top_p is None else body.top_p,
-                top_k=max(body.top_k or 0, 0),
+                top_k=min(max(body.top_k or 0, 0), self._encoder.vocab_size),
                 seed=None if body.seed is None else body.seed % (1 << 64),
                 stop=body.stop_strings,
                 stop_token_ids=stop_token_ids,
@@ -223,7 +204,7 @@ class OpenAIServer:
     def _salt(self, given: str | None, scope: Scope) -> str | None:
         """The salt of a request: the client's own, and that of its API key before it, which nobody else can give."""
         key: str | None = scope.get(API_KEY)
-        if key is None or not self._settings.isolates_api_keys:
+        if key is None or not self.settings.isolates_api_keys:
             return given
         return f"key:{hashlib.sha256(key.encode()).hexdigest()}" + ("" if given is None else f":{given}")
 
@@ -233,87 +214,9 @@ class OpenAIServer:
     async def _encoded(self, encode: Callable[[Any], Result], prompt: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._encoding, encode, prompt)
 
-    # -- the application ---------------------------------------------------------------------------------------------
-
-    def _make_routes(self) -> FastAPI:
-        routes = FastAPI(title="kvledger", openapi_url=None, exception_handlers=self._exception_handlers())
-        posts = {"/v1/completions": self.create_completion, "/v1/chat/completions": self.create_chat_completion}
-        gets = {
-            "/v1/models": self.list_models,
-            "/v1/models/{name:path}": self.get_model,
-            "/health": self.health,
-            "/metrics": self.metrics,
-        }
-        for method, endpoints in (("POST", posts), ("GET", gets)):
-            for path, endpoint in endpoints.items():
-                routes.add_api_route(path, endpoint, methods=[method], response_model=None)
-        return routes
-
-    def _exception_handlers(self) -> dict[Any, Any]:
-        async def told(_request: Request, error: ApiError) -> Response:
-            return error.response()
-
-        async def invalid(request: Request, error: RequestValidationError) -> Response:
-            return _first_complaint(error, request).response()
-
-        async def by_status(request: Request, error: HTTPException) -> Response:
-            return _of_status(error, request).response()
-
-        async def unexpected(_request: Request, _error: Exception) -> Response:
-            return internal_error().response()  # the error itself is logged by the server of HTTP
-
-        return {
-            ApiError: told,
-            RequestValidationError: invalid,
-            HTTPException: by_status,
-            Exception: unexpected,
-        }
-
 
 def _usage(choices: Sequence[Choice]) -> dict[str, Any]:
     by_prompt: dict[int, list[Any]] = {}
     for choice in choices:
         by_prompt.setdefault(choice.prompt, []).append(choice.live.stats)
     return usage(list(by_prompt.values()))
-
-
-def _first_complaint(error: RequestValidationError, request: Request) -> ApiError:
-    """The first thing that is wrong with a body, in a sentence that names the field."""
-    first = error.errors()[0]
-    place = [str(each) for each in first["loc"] if each != "body"]
-    kind = first["type"]
-    if kind == "json_invalid":
-        return invalid_request(f"the body is no JSON: {first['ctx']['error']} at character {place[0]}")
-    if not place and kind in ("model_attributes_type", "model_type", "dict_type", "missing"):
-        if not _is_json(request.headers.get("content-type", "")):
-            return ApiError(415, "the body must be JSON; send Content-Type: application/json")
-        return invalid_request("the body must be a JSON object")
-    param = ".".join(place) or None
-    what = param or "the request"
-    if kind == "missing":
-        return invalid_request(f"{what} is missing", param, "missing_parameter")
-    if kind == "extra_forbidden":
-        return invalid_request(f"{what} is no parameter of this endpoint; leave it out", param, "unknown_parameter")
-    message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    separator = " must be " if first["msg"].startswith("Input should be ") else ": "
-    return invalid_request(f"{what}{separator}{message}", param)
-
-
-def _is_json(content_type: str) -> bool:
-    kind = content_type.partition(";")[0].strip().lower()
-    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
-
-
-def _of_status(error: HTTPException, request: Request) -> ApiError:
-    headers = dict(error.headers or {})
-    match error.status_code:
-        case 404:
-            return ApiError(404, f"there is nothing at {request.url.path}", "not_found_error", code="not_found")
-        case 405:
-            return ApiError(
-                405, f"{request.url.path} does not take {request.method}", code="method_not_allowed", headers=headers
-            )
-        case status if status < 500:
-            return ApiError(status, str(error.detail), headers=headers)
-        case status:
-            return ApiError(status, str(error.detail), "server_error", headers=headers)

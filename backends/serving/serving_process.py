@@ -10,6 +10,7 @@ from types import FrameType
 
 import attrs
 import uvicorn
+from uvicorn.config import LOG_LEVELS
 
 from ...core.errors import InputError
 from .http_protocol import BoundedHttpProtocol
@@ -38,8 +39,10 @@ class ProcessSettings:
     access_log: bool = True
 
     def __attrs_post_init__(self) -> None:
-        if self.drain_timeout_s < 0:
+        if not self.drain_timeout_s >= 0:
             raise InputError(f"drain_timeout_s is {self.drain_timeout_s}; it must be 0 (abort at once) or more")
+        if self.log_level not in LOG_LEVELS:
+            raise InputError(f"log_level {self.log_level!r} is unknown; it is one of {', '.join(LOG_LEVELS)}")
         if not self.stall_timeout_s > 0:
             raise InputError(f"stall_timeout_s is {self.stall_timeout_s}; it must be above 0")
 
@@ -91,7 +94,6 @@ class ServingProcess(uvicorn.Server):
                 access_log=settings.access_log,
                 server_header=False,
                 backlog=BACKLOG,
-                timeout_graceful_shutdown=round(settings.drain_timeout_s + READERS_GRACE_S + 0.5),
             )
         )
         self.engine = server.engine
@@ -135,13 +137,18 @@ class ServingProcess(uvicorn.Server):
         """Close the listeners, end the engine, and see every answer off."""
         self._openai_server.gate.is_draining = True
         ending = asyncio.create_task(self._end_engine())
-        await super().shutdown(sockets)
+        await super().shutdown(sockets)  # waits until no connection is left
         await ending
         self._openai_server.close()
 
     async def _end_engine(self) -> None:
-        engine, loop = self.engine, asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._drain_timeout_s
-        while engine.stats.num_unended and loop.time() < deadline_s and not self._aborts:
+        while self.engine.stats.num_unended and loop.time() < deadline_s and not self._aborts:
             await asyncio.sleep(TICK_S)
-        await asyncio.to_thread(engine.shutdown, drain=False)  # waits for the step in flight
+        await asyncio.to_thread(self.engine.shutdown, drain=False)  # waits for the step in flight
+        deadline_s = loop.time() + READERS_GRACE_S
+        while self.server_state.connections and loop.time() < deadline_s:
+            await asyncio.sleep(TICK_S)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()

@@ -38,6 +38,8 @@ FIELDS = [
     ({"prompt": "a", "seed": 1 << 63}, "seed", None),
     ({"prompt": "a", "stop": 3}, "stop", None),
     ({"prompt": "a", "stop": [""]}, None, None),
+    ({"prompt": "a", "stop": ["x"] * 17}, "stop", None),
+    ({"prompt": "a", "top_k": 10**30}, "top_k", None),
     ({"prompt": "a", "stop_token_ids": [61]}, "stop_token_ids", None),
     ({"prompt": "a", "logprobs": 21}, "logprobs", None),
     ({"prompt": "a", "stream": "yes"}, "stream", None),
@@ -224,6 +226,19 @@ def test_headers_that_never_end_are_given_up(make_server):
     with running.connection() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 20_000)
         assert_closed(connection)
+
+
+def test_the_most_extreme_values_that_are_taken_are_served(make_server):
+    running = make_server(policy="priority")
+    for extreme in (
+        {"temperature": 5e-324}, {"temperature": 2, "top_p": 5e-324}, {"top_k": 1 << 31}, {"top_k": -1}, {"top_k": 1},
+        {"seed": (1 << 63) - 1, "n": 3}, {"seed": -(1 << 63)}, {"priority": -(1 << 31)}, {"priority": (1 << 31) - 1},
+        {"logprobs": 20}, {"logprobs": 0}, {"stop": "x" * 5_000}, {"stop": ["a", "b"] * 8}, {"stop_token_ids": [0, 60]},
+        {"cache_salt": "s" * 9_000}, {"max_tokens": 64}, {"n": 32, "max_tokens": 1},
+    ):  # fmt: skip
+        status, _, body = running.post(COMPLETIONS, {"prompt": [0], "max_tokens": 3, **extreme})
+        assert status == 200, (extreme, body)
+    assert running.engine.failure is None
 
 
 def test_a_fault_of_the_server_shows_no_stack_trace(make_server, monkeypatch):

@@ -213,6 +213,16 @@ def test_what_is_not_finished_in_time_is_aborted_and_its_client_told(make_server
     connection.close()
 
 
+def test_a_reader_that_does_not_read_does_not_keep_a_server_from_ending(make_server, wait_for, monkeypatch):
+    monkeypatch.setattr("kvledger.backends.serving.serving_process.READERS_GRACE_S", 0.3)
+    running = make_server(stall_timeout_s=60, send_buffer=8192)
+    with start(running, {**LONG, "n": 8, "logprobs": 20, "stream": True}, receive_buffer=4096):
+        wait_for(lambda: running.engine.stats.scheduler.num_finished == 8)
+        running.process.handle_exit(15, None)
+        running.thread.join(5)
+        assert not running.thread.is_alive()
+
+
 def test_an_engine_that_fails_tells_its_clients_and_ends_the_server(make_server, wait_for):
     running = make_server()
     slow_steps(running, 0.02)

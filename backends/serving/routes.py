@@ -1,0 +1,141 @@
+"""Where each request goes, and what is said of those that go nowhere.
+
+The endpoints are plain functions that find their server in the application: FastAPI keeps what it has learnt of each
+function for good, and so would keep alive the engine of every server that there ever was.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from .openai_errors import ApiError, internal_error, invalid_request, unknown_model
+from .openai_requests import ChatCompletionRequest, CompletionRequest
+from .openai_responses import model_card, model_list
+
+if TYPE_CHECKING:
+    from .server import OpenAIServer
+
+
+def build_routes(server: "OpenAIServer") -> FastAPI:
+    """The application of one server."""
+    routes = FastAPI(title="kvledger", openapi_url=None, exception_handlers=_EXCEPTION_HANDLERS)
+    routes.state.server = server
+    for method, endpoints in _ENDPOINTS.items():
+        for path, endpoint in endpoints.items():
+            routes.add_api_route(path, endpoint, methods=[method], response_model=None)
+    return routes
+
+
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    """`POST /v1/completions`."""
+    return await _server_of(request).complete(body, request)
+
+
+async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
+    """`POST /v1/chat/completions`."""
+    return await _server_of(request).chat(body, request)
+
+
+async def list_models(request: Request) -> Response:
+    """`GET /v1/models`."""
+    server = _server_of(request)
+    return JSONResponse(model_list(server.settings.model_names, server.created, server.engine.max_model_len))
+
+
+async def get_model(name: str, request: Request) -> Response:
+    """`GET /v1/models/{name}`."""
+    server = _server_of(request)
+    if not server.is_known(name):
+        raise unknown_model(name, server.settings.model_names)
+    return JSONResponse(model_card(name, server.created, server.engine.max_model_len))
+
+
+async def health(request: Request) -> Response:
+    """`GET /health`: 200 while requests are taken and served, else 503."""
+    server = _server_of(request)
+    if server.engine.failure is not None:
+        return JSONResponse({"status": "failed"}, 503)
+    if server.gate.is_draining:
+        return JSONResponse({"status": "shutting down"}, 503)
+    return JSONResponse({"status": "ok"})
+
+
+async def metrics(request: Request) -> Response:
+    """`GET /metrics`."""
+    return Response(_server_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+_ENDPOINTS = {
+    "POST": {"/v1/completions": create_completion, "/v1/chat/completions": create_chat_completion},
+    "GET": {
+        "/v1/models": list_models,
+        "/v1/models/{name:path}": get_model,
+        "/health": health,
+        "/metrics": metrics,
+    },
+}
+
+
+def _server_of(request: Request) -> "OpenAIServer":
+    return request.app.state.server
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    match error:
+        case ApiError():
+            return error.response()
+        case RequestValidationError():
+            return _first_complaint(error, request).response()
+        case HTTPException():
+            return _of_status(error, request).response()
+        case _:
+            return internal_error().response()  # the error itself is logged by the server of HTTP
+
+
+_EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys((ApiError, RequestValidationError, HTTPException, Exception), _told)
+
+
+def _first_complaint(error: RequestValidationError, request: Request) -> ApiError:
+    """The first thing that is wrong with a body, in a sentence that names the field."""
+    first = error.errors()[0]
+    place = [str(each) for each in first["loc"] if each != "body"]
+    kind = first["type"]
+    if kind == "json_invalid":
+        return invalid_request(f"the body is no JSON: {first['ctx']['error']} at character {place[0]}")
+    if not place and kind in ("model_attributes_type", "model_type", "dict_type", "missing"):
+        if not _is_json(request.headers.get("content-type", "")):
+            return ApiError(415, "the body must be JSON; send Content-Type: application/json")
+        return invalid_request("the body must be a JSON object")
+    param = ".".join(place) or None
+    what = param or "the request"
+    if kind == "missing":
+        return invalid_request(f"{what} is missing", param, "missing_parameter")
+    if kind == "extra_forbidden":
+        return invalid_request(f"{what} is no parameter of this endpoint; leave it out", param, "unknown_parameter")
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    separator = " must be " if first["msg"].startswith("Input should be ") else ": "
+    return invalid_request(f"{what}{separator}{message}", param)
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+def _of_status(error: HTTPException, request: Request) -> ApiError:
+    headers = dict(error.headers or {})
+    match error.status_code:
+        case 404:
+            return ApiError(404, f"there is nothing at {request.url.path}", "not_found_error", code="not_found")
+        case 405:
+            return ApiError(
+                405, f"{request.url.path} does not take {request.method}", code="method_not_allowed", headers=headers
+            )
+        case status if status < 500:
+            return ApiError(status, str(error.detail), headers=headers)
+        case status:
+            return ApiError(status, str(error.detail), "server_error", headers=headers)
