@@ -70,7 +70,8 @@ PROMPTS_ARE_FOUND_AGAIN = Promise(
 DRAFTS_ARE_NOT_FOUND = Promise("drafts_are_not_found", "Nothing that holds a draft token can be found.")
 NO_ORPHANS = Promise("no_orphans", "No block is findable whose predecessor is not: no lookup could ever reach it.")
 OUT_OF_WINDOW_IS_GONE = Promise(
-    "out_of_window_is_gone", "After a release, no block is held that the next token does not attend to."
+    "out_of_window_is_gone",
+    "After a release, and where a hit is adopted, no block is held that the next token does not attend to.",
 )
 EVERYTHING_COMES_BACK = Promise("everything_comes_back", "A request that has ended holds nothing.")
 RESET_FORGETS = Promise("reset_forgets", "After a reset nothing can be found; while blocks are in use it is refused.")

@@ -134,6 +134,8 @@ class Trial(Lookups):
         if answer is True:
             self._placed([(request, start + hit, external + new)], limits, found, start + hit + external)
             promises.check_headroom(self._earlier(), self.view, command.reserved, watermark)
+            if hit or external:  # what is adopted and copied in is as much as the first computed token needs
+                promises.check_out_of_window(self.scenario, request.name, start + hit + external, self.view)
             return
         steps = [(request, start + hit, external + new)]
         self._check_refusal(answer, steps, limits, command.reserved + watermark, found)

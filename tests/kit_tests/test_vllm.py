@@ -27,6 +27,7 @@ pytestmark = [
 SHARP_EDGES = {
     ("own_content", "Allocate"): "a stale lookup is trusted",
     ("no_orphans", "Allocate"): "a stale lookup is trusted after a reset",
+    ("prompts_are_found_again", "Allocate"): "a stale lookup is trusted after a reset",
     ("no_orphans", "Evict"): "evicting by id strands what follows",
     ("no_orphans", "Append"): "a request registers behind its evicted block, or behind a stale hit",
     ("refusal_changes_nothing", "ReleaseBlocks"): "the pool accepts a double free",

@@ -71,8 +71,8 @@ FIELD_MUTANTS = (
     Mutant(
         "content from elsewhere may be the whole prompt",
         "core/command_checks.py",
-        "(num_external_tokens and found >= request.num_tokens)",
-        "(num_external_tokens and found > request.num_tokens)",
+        "num_hit_tokens + num_external_tokens >= request.num_tokens",
+        "num_hit_tokens + num_external_tokens > request.num_tokens",
         ("B11",),
     ),
     Mutant(

@@ -26,15 +26,16 @@ MUTANTS = (
     Mutant(
         "a key is dropped when its block is freed",
         "core/block_pool.py",
-        "(unkeyed if key_of[block] is None else keyed).append(block)",
-        "(self.uncache([block]), unkeyed)[1].append(block)",
+        "        keys = list(map(self._key_of.__getitem__, unheld))\n",
+        "        self.uncache([b for b in unheld if self._key_of[b] is not None])\n"
+        "        keys = [None] * len(unheld)\n",
         ("B01", "B02", "B03", "B07", "B08", "B09", "C04"),
     ),
     Mutant(
         "a taken block keeps its key",
         "core/block_pool.py",
-        "keyed = [block for block in blocks if key_of[block] is not None]\n        if not keyed:",
-        "keyed = [block for block in blocks if key_of[block] is not None]\n        if True:",
+        "if keys.count(None) == len(keys):\n            return\n        has_duplicates",
+        "if True:\n            return\n        has_duplicates",
         ("B07", "B08"),
     ),
     Mutant(
@@ -396,5 +397,12 @@ MUTANTS = (
         "core/allocator.py",
         "for block in dict.fromkeys(blocks) if pool",
         "for block in list(dict.fromkeys(blocks))[:1] if pool",
+    ),
+    Mutant(
+        "a hit is adopted where the next token does not attend to it",
+        "core/allocator.py",
+        "skipped = kind.num_skipped_tokens(total) // kind.block_size\n                blocks",
+        "skipped = kind.num_skipped_tokens(total) // kind.block_size if num_external_tokens else 0\n"
+        "                blocks",
     ),
 )
