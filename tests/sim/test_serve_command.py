@@ -224,10 +224,15 @@ def test_a_port_that_is_taken_is_known_before_the_model_is_loaded(run_here, tiny
 
 def test_what_cannot_be_served_is_refused_plainly(run_here, tiny, tmp_path):
     (tmp_path / "notes.txt").write_text("no model")
+    for name, content in (("broken/config.json", "{"), ("cut.gguf", "GGUF and then nothing")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
     for arguments, expected in (
         (["--model", "no/such/model", *POOL], "nothing is downloaded"),
         (["--model", tmp_path, *POOL], "no config.json"),
         (["--model", tmp_path / "notes.txt", *POOL], "give a model's folder or a GGUF file"),
+        (["--model", tmp_path / "broken", *POOL], "transformers cannot load"),
+        (["--model", tmp_path / "cut.gguf", *POOL], "cut.gguf"),
         (["--model", tiny, *POOL, "-tp", "2"], "tensor_parallel_size is 2; a live engine runs on one device"),
         (["--model", tiny], "kv_cache_memory_bytes"),
         (["--model", tiny, "--kv-cache-memory-bytes", "much"], "--kv-cache-memory-bytes"),
@@ -241,6 +246,9 @@ def test_what_cannot_be_served_is_refused_plainly(run_here, tiny, tmp_path):
         (["--model", tiny, *POOL, "--chat-template", "no/such/file"], "chat template no/such/file"),
         (["--model", tiny, *POOL, "--max-num-seqs", "0"], "max_num_seqs"),
         (["--model", tiny, *POOL, "--stall-timeout", "0"], "stall_timeout"),
+        (["--model", tiny, *POOL, "--drain-timeout", "nan"], "drain_timeout"),
+        (["--model", tiny, *POOL, "--uvicorn-log-level", "loud"], "log_level"),
+        (["--model", tiny, *POOL, "--device", "tpu"], "tpu"),
     ):
         status, error = run_here(*arguments, "--port", "0")
         assert status == 2 and expected in error, (arguments, error)
