@@ -187,6 +187,7 @@ class _LiveRerun:
             if isinstance(note, RequestArrived):
                 self._arrive(note)
             elif note.reason in ABORTED:
+                self._finished.pop(note.request_id, None)  # it finished, and then its engine failed
                 self._the_scheduler.abort(note.request_id)
             else:
                 self._compare_end(note)

@@ -1,8 +1,11 @@
 """Any history of submitting, cancelling, stepping and shutting down: tokens are right, and nothing stays held."""
 
+import tempfile
+
 import pytest
 
 pytest.importorskip("torch", reason="live serving needs torch")
+pytest.importorskip("pyarrow", reason="event logs need pyarrow")
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,11 +13,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvledger.backends.serving import (
     EngineFailedError,
     EngineStoppedError,
+    LiveRecording,
     QueueFullError,
     SamplingSettings,
 )
 from kvledger.backends.serving.sampling import choose_tokens, uniform
+from kvledger.backends.sinks import FlushPolicy, LogReader
 from kvledger.core import DoesNotFitError, EventLog
+from kvledger.sim.live_rerun import run_live_again
 from kvledger.testing import violations
 
 from tests.backends.serving.cache_reader import logits_of, make_reading_engine
@@ -60,6 +66,7 @@ class LiveHistories(RuleBasedStateMachine):
     def start(self, windowed, policy, num_blocks, max_num_seqs, enable_caching):
         self.now_ns = 0
         self.log = EventLog()
+        self.folder = tempfile.TemporaryDirectory()
         self.ended = []
         self.engine = make_reading_engine(
             windowed=windowed,
@@ -70,6 +77,7 @@ class LiveHistories(RuleBasedStateMachine):
             enable_caching=enable_caching,
             max_queued_requests=MAX_QUEUED,
             sinks=[self.log],
+            recording=self._recording,
             on_request_ended=self.ended.append,
             clock_ns=lambda: self.now_ns,
             start=False,
@@ -78,6 +86,10 @@ class LiveHistories(RuleBasedStateMachine):
         self.requests = []
         self.cancelled = set()
         self.stopped = self.failed = False
+
+    def _recording(self, allocator, scheduler):
+        flush = FlushPolicy(every_commits=1000)
+        return LiveRecording.create(self.folder.name, flush=flush, allocator=allocator, scheduler=scheduler)
 
     def _step_takes_a_second(self, _step):
         self.now_ns += 10**9
@@ -159,6 +171,9 @@ class LiveHistories(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             self.engine.shutdown()
             self._everything_has_ended()
+            found = run_live_again(LogReader(self.folder.name))
+            assert found.is_equal and found.steps == self.engine.stats.num_steps, found.divergence
+            self.folder.cleanup()
 
     def _everything_has_ended(self):
         state = self.engine.allocator.state
