@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
-from jinja2 import Environment, TemplateError, meta, nodes
+from jinja2 import Environment, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
@@ -41,19 +41,22 @@ class EncodingTokenizer(Protocol):
 
 @attrs.define
 class PromptEncoder:
-    """Makes prompts of one model. Not for several threads at once: tokenizers keep state while they work.
+    """Makes prompts of one model, in one thread; another one may ask for the text of tokens meanwhile.
 
     Attributes:
         vocab_size: token ids lie below it.
     """
 
     _tokenizer: EncodingTokenizer
+    _names: EncodingTokenizer
     vocab_size: int
 
     @classmethod
     def beside(cls, tokenizer: EncodingTokenizer, vocab_size: int) -> "PromptEncoder":
-        """An encoder with a copy of the tokenizer, since the engine decodes with the original in its own thread."""
-        return cls(copy.deepcopy(tokenizer), vocab_size)
+        """An encoder with copies of the tokenizer, which keeps state while it works: the engine's thread decodes with
+        the original.
+        """
+        return cls(copy.deepcopy(tokenizer), copy.deepcopy(tokenizer), vocab_size)
 
     def of_text(self, prompt: str | TokenIds, param: str = "prompt") -> TokenIds:
         """The tokens of a completion's prompt, the tokenizer's special tokens around a text included.
@@ -83,15 +86,15 @@ class PromptEncoder:
                 continue_final_message=bool(request.continue_final_message),
                 **variables,
             )
-        except (TemplateError, ValueError, TypeError) as error:
-            raise invalid_request(f"the chat template refuses the messages: {error}", "messages") from None
+        except Exception as error:  # templates are programs, and all that they run on here is what the client sent
+            raise invalid_request(f"the chat template refuses the messages: {error}", "messages") from error
         if not token_ids:
             raise invalid_request("the chat template makes no token of the messages", "messages")
         return token_ids
 
     def token_text(self, token_id: int) -> str:
         """One token as text; bytes that are no character by themselves are shown as a replacement character."""
-        return self._tokenizer.decode([token_id])
+        return self._names.decode([token_id])
 
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
         """Raise `ApiError` for one that the model does not have."""
