@@ -178,6 +178,7 @@ def test_the_openai_client_gets_what_the_model_generates_alone_and_the_log_prove
     assert replayed.returncode == 0 and "4 requests" in replayed.stdout, replayed.stdout + replayed.stderr
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_streams_that_are_not_done_in_time(tiny):
     import openai
 

@@ -53,7 +53,7 @@ def run_storm(make_server, tmp_path, num_requests, num_at_once, traces_memory):
 
 
 def test_a_storm_of_requests_leaves_nothing_behind(make_server, tmp_path):
-    run_storm(make_server, tmp_path, 208, 32, traces_memory=False)
+    run_storm(make_server, tmp_path, 156, 32, traces_memory=False)
 
 
 @pytest.mark.slow
