@@ -131,8 +131,14 @@ class LedgerAdapter:
             self.allocator.truncate(request_id, num_tokens)
 
     def fork(self, parent_id: str, child_id: str, tokens: Sequence[int]) -> None:
-        with self._refusals():
-            self.allocator.fork(parent_id, self._request(child_id, tokens))
+        is_new = child_id not in self._requests
+        try:
+            with self._refusals():
+                self.allocator.fork(parent_id, self._request(child_id, tokens))
+        except RefusedError:
+            if is_new:  # another request may come by this name, with a prompt of its own
+                del self._requests[child_id]
+            raise
 
     def free(self, request_id: str) -> None:
         with self._refusals():

@@ -23,6 +23,7 @@ from kvledger.testing import (
     explore,
     failure_of,
     load_history,
+    make_ledger,
     replay_file,
     run_machine,
     shorten,
@@ -211,3 +212,13 @@ def test_a_waived_promise_ends_the_history_quietly() -> None:
 def test_the_managers_of_the_tests_keep_every_promise(make, kit_histories=100) -> None:
     explore(make, kit_histories)
     run_machine(make, max_examples=30)
+
+
+def test_a_refused_fork_leaves_nothing_of_the_child_behind() -> None:
+    """The name is free: what comes by it has its own prompt, up to whose last boundary states are kept."""
+    trial = Trial(make_ledger, Scenario(num_blocks=5, groups=(GroupShape("state", 4),), retention_interval=0))
+    trial.do(New("ended", ((0, 3),)))
+    trial.do(Fork("ended", "child"))
+    trial.do(New("child", ((0, 9),)))
+    trial.do(Allocate("child", 9))
+    assert sorted(trial.view.keyed or ()) == [2]
