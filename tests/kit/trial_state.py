@@ -34,7 +34,8 @@ class TrialRequest:
         slots_asked: the most slots asked for since it holds blocks (or was truncated).
         found: what its last lookup returned, and after how many changes that was.
         lost_a_key: whether a block of it was evicted by id while it held it.
-        num_prompt: tokens that it arrived with; 0 once those are no longer what it began with (a fork, a crop).
+        num_prompt: tokens that it arrived with; 0 where the manager may see another prompt (a fork, a crop, a
+            request that comes again with its outputs).
     """
 
     name: str
@@ -58,6 +59,8 @@ class TrialRequest:
     def end(self) -> None:
         """It holds nothing any more."""
         self.placed, self.is_live, self.slots_asked, self.lost_a_key = [], False, 0, False
+        if len(self.tokens) != self.num_prompt:
+            self.num_prompt = 0  # if it comes again, its outputs so far may be part of its prompt
 
 
 # A request, the position of its first new token, and how many there are.
