@@ -11,40 +11,24 @@ result = backend.collect()
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import attrs
 import numpy as np
 import torch
 
+from ..core.allocator_config import AllocatorConfig
 from ..core.errors import InputError, MisuseError
 from ..core.events import Commit, PoolCreated
-from ..core.kv_cache_config import KVCacheConfig, needs_zeroing
-from ..core.kv_cache_layout import block_table_width
+from ..core.kv_cache_config import KVCacheConfig
 from ..core.types import ScheduledStep, StepResult, TokenBatch
-from ..kernels.copy_blocks import BlockRegions
 from ..kernels.kernel_set import Kernels
-from ..kernels.slot_mapping import PADDING_SLOT, SlotTables
 from .cache_arrangement import CacheArrangement
 from .cache_layout import LayerCache, bind_layers, layer_caches
-from .device_tables import DeviceTables
+from .device_pool import DevicePool, check_pool
 from .flashinfer_tables import FlashInferTables, flashinfer_tables
 from .layer_access import KVScales, LayerAccess
 from .sim_backend import ContextRank
 from .step_runner import FinishStep, StepOutputs, StepRunner, StepTimer
 from .step_staging import BatchInputs
-from .table_events import TableEvents
 from .torch_device import default_kernels, torch_device
-
-
-@attrs.frozen(eq=False)
-class _Pool:
-    """What exists once the pool is known."""
-
-    tables: DeviceTables
-    events: TableEvents
-    slot_tables: SlotTables
-    slots: torch.Tensor
-    block_sizes: tuple[int, ...]
-    holds_tokens: tuple[bool, ...]
 
 
 class CudaBackend:
@@ -109,7 +93,8 @@ class CudaBackend:
         self._raw: torch.Tensor | None = None
         self._caches: list[LayerCache] = []
         self._layers: dict[str, LayerCache] = {}
-        self._known_pool: _Pool | None = None
+        self._known_pool: DevicePool | None = None
+        self._follows_a_pool = False
         self._next_sequence = 0
         self._mapped_batch: TokenBatch | None = None
         self._in_flight: tuple[FinishStep, StepTimer] | None = None
@@ -171,64 +156,57 @@ class CudaBackend:
             )
         for event in commit.events:
             if isinstance(event, PoolCreated):
-                self._create_tables(event)
+                self._follow(event)
             else:
                 self._pool.events.apply(event)
         self._next_sequence += 1
 
-    def _create_tables(self, event: PoolCreated) -> None:
-        config = self._config
-        if config is None:
-            raise MisuseError("the pool was created before the backend has memory; call initialize first")
-        self._check_pool(event, config)
-        widths = [
-            block_table_width(-(-event.max_model_len // kind.block_size), kind.block_size) for kind in event.groups
-        ]
-        pages = [
-            [page for cache in self._caches if cache.group == group for page in cache.pages]
-            for group in range(len(event.groups))
-        ]
-        regions = [BlockRegions.of(group_pages) if group_pages else None for group_pages in pages]
-        tables = DeviceTables(self.device, event.max_num_reqs, widths, regions)
-        block_sizes = tuple(kind.block_size for kind in event.groups)
-        holds_tokens = tuple(kind.holds_tokens for kind in event.groups)
-        slot_tables = SlotTables.of(
-            tables.tables,
-            block_sizes,
-            context_rank=self.context.rank,
-            context_size=self.context.size,
-            interleave=self.context.interleave_tokens,
-            sharded=holds_tokens,
+    def create_tables(self, pool: AllocatorConfig) -> None:
+        """Make the tables, slots and batch buffers that the pool of this allocator will use, before it is created.
+
+        A step can be captured over them from here on. Without this call the pool's creation makes them.
+
+        Raises:
+            MisuseError: there is no memory yet, or there are tables already.
+            InputError: the pool is not the one that was planned.
+        """
+        if self._known_pool is not None:
+            raise MisuseError("this backend has its tables already; a backend serves one pool")
+        self._make_tables(pool)
+
+    def _make_tables(self, pool: PoolCreated | AllocatorConfig) -> None:
+        self._known_pool = DevicePool.of(
+            pool,
+            self._planned(pool),
+            self._caches,
+            device=self.device,
+            context=self.context,
+            max_num_batched_tokens=self._max_num_batched_tokens,
         )
-        shape = (len(event.groups), self._max_num_batched_tokens)
-        slots = torch.full(shape, PADDING_SLOT, dtype=torch.int64, device=self.device)
-        events = TableEvents(tables, needs_zeroing(config.groups))
-        self._known_pool = _Pool(tables, events, slot_tables, slots, block_sizes, holds_tokens)
         if self.device.type == "cuda":  # on a CPU nothing is compiled
             self.warm_up()
 
-    def _check_pool(self, event: PoolCreated, config: KVCacheConfig) -> None:
-        if self._known_pool is not None:
+    def _follow(self, event: PoolCreated) -> None:
+        if self._follows_a_pool:
             raise MisuseError("a second pool was created; a backend serves one")
-        planned = [group.tokens_per_block(self.context.size) for group in config.groups]
-        created = [kind.block_size for kind in event.groups]
-        if planned != created or config.num_blocks != event.num_blocks:
-            raise InputError(
-                f"the allocator's pool has {event.num_blocks} blocks and groups with blocks of {created} tokens; the "
-                f"plan has {config.num_blocks} blocks and {planned} tokens; make both from one plan"
-            )
-        for kind in event.groups:
-            stripes = self.context.size * self.context.interleave_tokens
-            if self.context.size > 1 and kind.holds_tokens and kind.block_size % stripes:
-                raise InputError(
-                    f"blocks of {kind.block_size} tokens do not divide into stripes of "
-                    f"{self.context.interleave_tokens} on {self.context.size} ranks; use a multiple of {stripes}"
-                )
+        if self._known_pool is None:
+            self._make_tables(event)
+        else:
+            self._planned(event)
+            self._known_pool.check_serves(event)
+        self._follows_a_pool = True
+
+    def _planned(self, pool: PoolCreated | AllocatorConfig) -> KVCacheConfig:
+        """The plan, which this pool must be of."""
+        if self._config is None:
+            raise MisuseError("the backend has no memory for a pool yet; call initialize first")
+        check_pool(pool, self._config, self.context)
+        return self._config
 
     # -- slots -------------------------------------------------------------------------------------------------------
 
     @property
-    def _pool(self) -> _Pool:
+    def _pool(self) -> DevicePool:
         if self._known_pool is None:
             raise MisuseError("no pool yet: give the backend to the allocator as a sink")
         return self._known_pool
@@ -272,11 +250,10 @@ class CudaBackend:
             InputError: the batch has more tokens or requests than there are buffers for.
         """
         pool = self._pool
-        max_num_reqs = pool.tables.tables[0].shape[0]
-        if batch.num_tokens > self._max_num_batched_tokens or len(batch.rows) > max_num_reqs:
+        if batch.num_tokens > self._max_num_batched_tokens or len(batch.rows) > pool.max_num_reqs:
             raise InputError(
                 f"a batch of {batch.num_tokens} tokens of {len(batch.rows)} requests; the buffers hold "
-                f"max_num_batched_tokens {self._max_num_batched_tokens} and max_num_reqs {max_num_reqs}"
+                f"max_num_batched_tokens {self._max_num_batched_tokens} and max_num_reqs {pool.max_num_reqs}"
             )
         pool.tables.upload(batch, self.kernels)
         self._mapped_batch = None

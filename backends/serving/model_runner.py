@@ -3,10 +3,12 @@
     runner = ModelRunner(model, backend, tokens)
     backend.runner = runner                       # submit launches it, collect finishes it
 
-On a CPU the kernels are the plain-torch twins, on a GPU Triton's.
+On a CPU the kernels are the plain-torch twins, on a GPU Triton's, and decode steps can be captured in CUDA graphs
+(`ModelRunner.capture`).
 """
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -18,7 +20,9 @@ from ...core.errors import InputError, MisuseError
 from ...core.model_geometry import ModelGeometry
 from ...core.types import ScheduledStep, TokenBatch
 from ..cuda_backend import CudaBackend
+from ..cuda_graphs import GraphCapturer
 from ..step_runner import FinishStep
+from .decode_graphs import DecodeGraphs, checked_capture_sizes
 from .registered_attention import BATCH_KEYWORD, PagedBatch, register_paged_attention
 from .served_model import served_layers, transformers_geometry
 
@@ -29,8 +33,8 @@ class StepTokens:
 
     Attributes:
         token_ids: int64 `[num_tokens]`, in batch order.
-        sampled: int64 `[num_sampled]`, which requests of the batch (by place) get a next token: those whose last known
-            token is among `token_ids`. Logits are computed for no others.
+        sampled: int64 `[num_sampled]`, which requests of the batch (by place, rising) get a next token: those whose
+            last known token is among `token_ids`. Logits are returned for no others.
     """
 
     token_ids: NDArray[np.int64]
@@ -63,6 +67,7 @@ class ModelRunner:
         model: the transformers model.
         backend: whose pool the model's layers write and read.
         geometry: what the layers store.
+        graphs: captured decode steps; None: every step runs eagerly.
     """
 
     def __init__(self, model: Any, backend: CudaBackend, tokens: RequestTokens | None = None) -> None:
@@ -81,6 +86,7 @@ class ModelRunner:
         self.backend = backend
         self.tokens = tokens
         self.geometry: ModelGeometry = transformers_geometry(model)
+        self.graphs: DecodeGraphs | None = None
         self._layers = served_layers(self.geometry)
         self._check(model)
         self._own_attention: str = model.config._attn_implementation
@@ -144,10 +150,12 @@ class ModelRunner:
         Args:
             token_ids: int64 `[num_tokens]`, in batch order.
             batch: where they stand; their slots are computed here if they are not yet.
-            sampled: int64 `[num_sampled]`, requests of the batch (by place) whose last token's logits are wanted.
+            sampled: int64 `[num_sampled]`, requests of the batch (by place, rising) whose last token's logits are
+                wanted.
 
         Returns:
-            `[num_sampled, vocab_size]` on the device, in the model's dtype.
+            `[num_sampled, vocab_size]` on the device, in the model's dtype; where decode steps are captured, the next
+            one overwrites them.
 
         Raises:
             InputError: another number of tokens than the batch has, or positions that the model does not have.
@@ -155,13 +163,63 @@ class ModelRunner:
         """
         self._check_batch(token_ids, batch)
         self.backend.slot_mapping(batch)
-        paged = PagedBatch(self.backend, self._layers, len(batch.rows))
+        size = None if self.graphs is None else self.graphs.size_for(batch)
+        if self.graphs is not None and size is not None:
+            logits = self.graphs.replay(size, token_ids)
+            return logits if len(sampled) == len(logits) else logits[self._to_device(sampled)]
         last_tokens = batch.query_start_loc()[1:][sampled] - 1
-        output = self.model(
-            input_ids=self._to_device(token_ids)[None],
-            position_ids=self._to_device(batch.positions())[None],
-            use_cache=False,
+        return self._forward(
+            self._to_device(token_ids),
+            self._to_device(batch.positions()),
+            len(batch.rows),
             logits_to_keep=self._to_device(last_tokens),
+        )
+
+    @torch.no_grad()
+    def capture(self, sizes: Sequence[int], capturer: GraphCapturer) -> DecodeGraphs:
+        """Capture decode steps; from here on a step of single tokens of at most the largest size is replayed.
+
+        The backend's tables must exist (`create_tables`), and no step may be in flight.
+
+        Args:
+            sizes: numbers of requests, at most `max_num_reqs` and `max_num_batched_tokens` of the pool.
+            capturer: `CudaGraphs()` on a GPU.
+
+        Raises:
+            InputError: sizes that no decode step has, or a model whose step cannot be captured.
+        """
+        room = min(len(self.backend.inputs.rows), self.backend.slots.shape[1])
+        ladder = checked_capture_sizes(sizes, room)
+        graphs = self.empty_graphs(ladder[-1], capturer)
+        for size in reversed(ladder):
+            graphs.capture(size)
+        self.graphs = graphs
+        return graphs
+
+    def empty_graphs(self, max_num_reqs: int, capturer: GraphCapturer) -> DecodeGraphs:
+        """Buffers for decode steps of up to so many requests, with nothing captured in them and not used by `run`."""
+        return DecodeGraphs(
+            self._decode,
+            self.backend,
+            capturer,
+            max_num_reqs=max_num_reqs,
+            vocab_size=self.vocab_size,
+            dtype=self.model.dtype,
+        )
+
+    def _decode(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self._forward(token_ids, positions, len(token_ids), logits_to_keep=0)
+
+    def _forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, num_reqs: int, logits_to_keep: torch.Tensor | int
+    ) -> torch.Tensor:
+        """Logits of the tokens at `logits_to_keep`, int64 `[num_sampled]`, of a prepared batch; 0: of all tokens."""
+        paged = PagedBatch(self.backend, self._layers, num_reqs)
+        output = self.model(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=logits_to_keep,
             **{BATCH_KEYWORD: paged},
         )
         if paged.num_layers_done != len(self._layers):
