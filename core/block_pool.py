@@ -1,6 +1,7 @@
 """Who may read, write and evict a block: reference counts, the key index, and the free queue in eviction order."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NoReturn
 
 from .errors import MisuseError
 from .events import Key
@@ -19,7 +20,7 @@ class BlockPool:
     carry one key and the one registered earliest is found.
 
     Methods that change state check first and raise `MisuseError` before anything has changed. In a ledger they are
-    called by one code path only, `LedgerState.apply`. About 29 bytes a block, plus the keys.
+    called by one code path only, `LedgerState.apply`. 62 bytes a block, plus the keys.
     """
 
     def __init__(self, num_blocks: int, num_groups: int = 1, eviction: EvictionOrder | None = None) -> None:
@@ -33,6 +34,7 @@ class BlockPool:
         self._ref_cnt = [0] * num_blocks
         self._key_of: list[Key | None] = [None] * num_blocks
         self._group_of = bytearray(num_blocks)
+        self._several_groups = num_groups > 1
         self._index: list[dict[Key, int]] = [{} for _ in range(num_groups)]
         # Further blocks under a key that is indexed already, in order of registration. Rare, so it stands apart.
         self._duplicates: list[dict[Key, list[int]]] = [{} for _ in range(num_groups)]
@@ -99,8 +101,12 @@ class BlockPool:
 
     def keys_of(self, blocks: Sequence[int]) -> tuple[Key | None, ...]:
         """The keys of blocks that are about to be taken; empty when none of them has one."""
-        keys = tuple(map(self._key_of.__getitem__, blocks))
-        return keys if keys.count(None) < len(keys) else ()
+        key_of = self._key_of
+        keys = [key_of[block] for block in blocks]
+        for key in keys:
+            if key is not None:
+                return tuple(keys)
+        return ()
 
     def groups_of(self, blocks: Sequence[int]) -> tuple[int, ...]:
         """The groups that the keys of these blocks belong to."""
@@ -111,24 +117,23 @@ class BlockPool:
         # Nothing ever references the null block.
         return list(map(self._ref_cnt.__getitem__, blocks)).count(0) - blocks.count(NULL_BLOCK)
 
-    # -- transitions: loops in C (map, count, slices) wherever a batch is all of one sort, as it usually is -----------
+    # -- transitions: one loop to check, one to change, because a pass costs a batch of usual size more than its work -
 
     def take(self, blocks: tuple[int, ...]) -> None:
         """Hand out queued blocks for new content; each loses its key now, not when it was freed."""
-        self._check_ids(blocks, "take")
         ref_cnt, key_of = self._ref_cnt, self._key_of
-        if any(map(ref_cnt.__getitem__, blocks)):
-            block = next(block for block in blocks if ref_cnt[block])
-            raise MisuseError(f"block {block} is taken while {ref_cnt[block]} references to it are live")
+        try:
+            for block in blocks:
+                if ref_cnt[block] or block < 1:
+                    self._refuse_to_take(blocks)
+        except IndexError:
+            self._refuse_to_take(blocks)
         self.free_queue.take(blocks)
+        index, group_of = self._index, self._group_of
+        has_duplicates = any(self._duplicates)
         for block in blocks:
             ref_cnt[block] = 1
-        keys = list(map(key_of.__getitem__, blocks))
-        if keys.count(None) == len(keys):
-            return
-        has_duplicates = any(self._duplicates)
-        index, group_of = self._index, self._group_of
-        for block, key in zip(blocks, keys, strict=True):
+            key = key_of[block]
             if key is None:
                 continue
             if has_duplicates:
@@ -141,11 +146,17 @@ class BlockPool:
         """Add one reference to each (non-null) block; unreferenced ones leave the free queue."""
         ref_cnt = self._ref_cnt
         live = [block for block in blocks if block] if NULL_BLOCK in blocks else blocks
-        self._check_ids(live, "adopt")
+        queued: list[int] = []
+        try:
+            for block in live:
+                if not ref_cnt[block]:
+                    queued.append(block)
+                if block < 1:
+                    self._check_ids(live, "adopt")
+        except IndexError:
+            self._check_ids(live, "adopt")
         if self.free_queue.observes_keys:
             self.free_queue.on_adopted(live)
-        held = any(map(ref_cnt.__getitem__, live))
-        queued = [block for block in live if not ref_cnt[block]] if held else live
         if queued:
             self.free_queue.remove(queued)
         for block in live:
@@ -160,61 +171,46 @@ class BlockPool:
             MisuseError: a block is released more often than it is held (a double free), is the null block, or is
                 not a block. The counts are as before the call.
         """
-        self._check_ids(blocks, "release")
-        ref_cnt = self._ref_cnt
-        unheld = blocks
-        for done, block in enumerate(blocks):
-            if ref_cnt[block] != 1:
-                unheld = [*blocks[:done], *self._release_shared(blocks, done)]
-                break
-            ref_cnt[block] = 0
-        keys = list(map(self._key_of.__getitem__, unheld))
-        num_unkeyed = keys.count(None)
-        if keys[:num_unkeyed].count(None) == num_unkeyed:  # what has no key came first: a request's last block
-            unkeyed, keyed = unheld[:num_unkeyed], unheld[num_unkeyed:]
-        else:
-            unkeyed = [block for block, key in zip(unheld, keys, strict=True) if key is None]
-            keyed = [block for block, key in zip(unheld, keys, strict=True) if key is not None]
+        ref_cnt, key_of = self._ref_cnt, self._key_of
+        unkeyed: list[int] = []
+        keyed: list[int] = []
+        to_come = iter(blocks)
+        try:
+            for block in to_come:
+                left = ref_cnt[block] - 1
+                if left > 0 and block > 0:
+                    ref_cnt[block] = left
+                elif left or block < 1:
+                    self._refuse_to_release(blocks, len(blocks) - len(list(to_come)) - 1)
+                else:
+                    ref_cnt[block] = 0
+                    if key_of[block] is None:
+                        unkeyed.append(block)
+                    else:
+                        keyed.append(block)
+        except IndexError:
+            self._refuse_to_release(blocks, len(blocks) - len(list(to_come)) - 1)
         if unkeyed:
             self.free_queue.prepend(unkeyed)
         if keyed:
             self.free_queue.append(keyed)
 
-    def _release_shared(self, blocks: Sequence[int], start: int) -> list[int]:
-        """`release` from `blocks[start]` on, block by block; returns those that nobody holds any more."""
-        ref_cnt = self._ref_cnt
-        unheld: list[int] = []
-        for done, block in enumerate(blocks[start:], start):
-            left = ref_cnt[block] - 1
-            ref_cnt[block] = left
-            if left == 0:
-                unheld.append(block)
-            elif left < 0:
-                for undone in blocks[: done + 1]:
-                    ref_cnt[undone] += 1
-                held = ref_cnt[block]
-                times = sum(1 for other in blocks if other == block)
-                raise MisuseError(
-                    f"double free: block {block} is released {times} time(s) in one call but held {held} time(s); "
-                    "nothing was released"
-                )
-        return unheld
-
     def cache(self, group: int, blocks: Sequence[int], keys: Sequence[Key], indices: Sequence[int]) -> None:
         """Make referenced blocks findable. A key that is indexed already keeps its older block in front."""
-        self._check_ids(blocks, "register")
         key_of, group_of, index, ref_cnt = self._key_of, self._group_of, self._index[group], self._ref_cnt
-        if self.keys_of(blocks) or not all(map(ref_cnt.__getitem__, blocks)):
-            block = next(block for block in blocks if key_of[block] is not None or not ref_cnt[block])
-            raise MisuseError(
-                f"cannot register block {block}: it has {ref_cnt[block]} references and is findable under "
-                f"{key_of[block]!r}; a block is registered once, by a request that holds it"
-            )
+        try:
+            for block in blocks:
+                if key_of[block] is not None or not ref_cnt[block] or block < 1:
+                    self._refuse_to_register(blocks)
+        except IndexError:
+            self._refuse_to_register(blocks)
         for block, key in zip(blocks, keys, strict=True):
             key_of[block] = key
-            group_of[block] = group
             if index.setdefault(key, block) != block:
                 self._duplicates[group].setdefault(key, []).append(block)
+        if self._several_groups:
+            for block in blocks:
+                group_of[block] = group
         if self.free_queue.observes_keys:
             self.free_queue.on_cached(group, blocks, indices, keys)
 
@@ -260,7 +256,32 @@ class BlockPool:
         return block
 
     def _check_ids(self, blocks: Sequence[int], doing: str) -> None:
-        if blocks and (min(blocks) <= NULL_BLOCK or max(blocks) >= self.num_blocks):
-            wrong = next(block for block in blocks if not NULL_BLOCK < block < self.num_blocks)
+        wrong = next((block for block in blocks if not NULL_BLOCK < block < self.num_blocks), None)
+        if wrong is not None:
             what = "the null block, a placeholder that is never handed out" if wrong == NULL_BLOCK else "not a block"
             raise MisuseError(f"cannot {doing} block {wrong}: it is {what} (usable: 1 to {self.num_blocks - 1})")
+
+    def _refuse_to_take(self, blocks: Sequence[int]) -> NoReturn:
+        self._check_ids(blocks, "take")
+        block = next(block for block in blocks if self._ref_cnt[block])
+        raise MisuseError(f"block {block} is taken while {self._ref_cnt[block]} references to it are live")
+
+    def _refuse_to_release(self, blocks: Sequence[int], num_released: int) -> NoReturn:
+        """Undo the releases that came before the one that is wrong."""
+        for undone in blocks[:num_released]:
+            self._ref_cnt[undone] += 1
+        self._check_ids(blocks, "release")
+        block = blocks[num_released]
+        times = sum(1 for other in blocks if other == block)
+        raise MisuseError(
+            f"double free: block {block} is released {times} time(s) in one call but held {self._ref_cnt[block]} "
+            "time(s); nothing was released"
+        )
+
+    def _refuse_to_register(self, blocks: Sequence[int]) -> NoReturn:
+        self._check_ids(blocks, "register")
+        block = next(block for block in blocks if self._key_of[block] is not None or not self._ref_cnt[block])
+        raise MisuseError(
+            f"cannot register block {block}: it has {self._ref_cnt[block]} references and is findable under "
+            f"{self._key_of[block]!r}; a block is registered once, by a request that holds it"
+        )

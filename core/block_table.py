@@ -10,36 +10,44 @@ from .errors import MisuseError
 
 
 class BlockTable:
-    """The block tables of one group: `table` int32 `[max_num_reqs, max_num_blocks_per_req]`.
+    """The block tables of one group: rows of at most `max_num_blocks_per_req` entries.
 
-    Row r holds `num_blocks_per_row[r]` valid entries (int32 `[max_num_reqs]`); what lies behind them is 0, the null
-    block. Tables only grow, except at their end (truncation); an entry changes only to the null block (out of window)
-    or to a private copy (copy on write).
+    Row r holds `num_blocks_per_row[r]` entries (int32 `[max_num_reqs]`). Tables only grow, except at their end
+    (truncation); an entry changes only to the null block (out of window) or to a private copy (copy on write). Rows
+    are lists, into which and out of which block ids move as they are; backends hold the arrays that kernels read.
     """
 
     def __init__(self, max_num_reqs: int, max_num_blocks_per_req: int, block_size: int) -> None:
         self.block_size = block_size
-        self.table: NDArray[np.int32] = np.zeros((max_num_reqs, max_num_blocks_per_req), dtype=np.int32)
         self._width = max_num_blocks_per_req
-        # One buffer, two faces: memoryview and array.array read and write a single row several times as fast, NumPy
-        # whole batches.
-        self._entries = self.table.reshape(-1).data
-        self._nulls = np.zeros(max_num_blocks_per_req, dtype=np.int32).data
+        self._rows: list[list[int]] = [[] for _ in range(max_num_reqs)]
+        # One buffer, two faces: array.array reads and writes a single count faster, NumPy those of a batch.
         self._counts = array("i", bytes(4 * max_num_reqs))
         self.num_blocks_per_row: NDArray[np.int32] = np.frombuffer(self._counts, dtype=np.int32)
 
+    @property
+    def table(self) -> NDArray[np.int32]:
+        """All rows: int32 `[max_num_reqs, max_num_blocks_per_req]`, a copy; 0, the null block, behind their ends."""
+        table = np.zeros((len(self._rows), self._width), dtype=np.int32)
+        for row, blocks in enumerate(self._rows):
+            table[row, : len(blocks)] = blocks
+        return table
+
     def count(self, row: int) -> int:
         """How many blocks the row holds, null blocks included."""
-        return self._counts[row]
+        return len(self._rows[row])
 
     def blocks(self, row: int, start: int = 0, stop: int | None = None) -> list[int]:
         """The row's blocks with logical index `start <= index < stop` (all by default), null blocks included."""
-        first = row * self._width
-        return self._entries[first + start : first + (self._counts[row] if stop is None else stop)].tolist()
+        return self._rows[row][start:stop]
 
     def block(self, row: int, index: int) -> int:
         """The block at one logical index."""
-        return self._entries[row * self._width + index]
+        return self._rows[row][index]
+
+    def block_of_each(self, rows: Sequence[int], indices: Sequence[int]) -> list[int]:
+        """One block of each of several rows."""
+        return [self._rows[row][index] for row, index in zip(rows, indices, strict=True)]
 
     def shortfall(
         self, rows: NDArray[np.int64], num_slots: NDArray[np.int64]
@@ -51,32 +59,32 @@ class BlockTable:
 
     def extend(self, row: int, blocks: Sequence[int]) -> None:
         """Append blocks to one row."""
-        start = self._counts[row]
-        stop = start + len(blocks)
-        if stop > self._width:
+        held = self._rows[row]
+        if len(held) + len(blocks) > self._width:
             raise MisuseError(
-                f"row {row} would hold {stop} blocks of {self.block_size}; its table has {self._width} entries"
+                f"row {row} would hold {len(held) + len(blocks)} blocks of {self.block_size}; its table has "
+                f"{self._width} entries"
             )
-        first = row * self._width
-        self._entries[first + start : first + stop] = array("i", blocks)
-        self._counts[row] = stop
+        held += blocks
+        self._counts[row] = len(held)
 
-    def extend_each(self, rows: NDArray[np.integer], blocks: Sequence[int]) -> None:
+    def extend_each(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
         """Append one block to each of several distinct rows."""
-        self.table[rows, self.num_blocks_per_row[rows]] = blocks
-        self.num_blocks_per_row[rows] += 1
+        for row, block in zip(rows, blocks, strict=True):
+            self.extend(row, (block,))
 
     def replace(self, row: int, indices: Sequence[int], block: int) -> None:
         """Put one block at the given logical indices (the null block when they went out of window)."""
-        self.table[row, indices] = block
+        held = self._rows[row]
+        for index in indices:
+            held[index] = block
 
     def shrink(self, row: int, num_blocks: int) -> None:
         """Keep only the first `num_blocks` entries."""
-        first, count = row * self._width, self._counts[row]
-        if num_blocks < count:
-            self._entries[first + num_blocks : first + count] = self._nulls[: count - num_blocks]
-        self._counts[row] = num_blocks
+        del self._rows[row][num_blocks:]
+        self._counts[row] = len(self._rows[row])
 
     def clear(self, row: int) -> None:
         """Empty the row for its next request."""
-        self.shrink(row, 0)
+        self._rows[row] = []
+        self._counts[row] = 0

@@ -1,54 +1,47 @@
 """The free queue: unreferenced blocks in the order in which they will be taken, with O(1) removal from the middle.
 
-The queue is an array with holes. `position_of[block]` says where a block stands, so a prefix hit removes it by
-leaving a hole; taking from the head skips holes; when an end of the array is reached the live entries are moved to
-its middle, which happens after at least half a pool of insertions and so costs a few nanoseconds each. Whole batches
-move by slices. A linked list of objects, the usual structure, costs 100 bytes a block and a pointer chase per step.
+Keyed blocks join a line at its back, unkeyed ones a stack in front of it. A prefix hit takes a block out of the middle
+by noting that one more of its entries in the line is out of date; a block's entries stand in the order in which it
+was queued, so it is the oldest ones that are, and whoever meets one at the head skips it. When the line has grown to
+twice the pool its outdated entries are dropped, which happens after at least a pool of insertions and so costs a few
+nanoseconds each. Whole batches come and go as slices of a list. A linked list of objects, the usual structure, costs
+100 bytes a block and a pointer chase per step.
 """
 
-from array import array
 from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
 
 from .errors import MisuseError
 from .events import Key
-
-# Below this many blocks a Python loop over array.array beats NumPy's fixed cost per call.
-_NUMPY_PAYS_FROM = 48
 
 
 class FreeQueue:
     """Unreferenced blocks, head first. The LRU order of vLLM's pool: see `BlockPool.release` for who goes where.
 
     Blocks are ids `1 .. num_blocks - 1` (0 is the null block and never queued); each is queued at most once, which
-    the pool guarantees. 12 bytes a block.
+    the pool guarantees. 17 bytes a block and the 28 of its id; up to 8 more for each outdated entry.
     """
 
     name = "lru"
     observes_keys = False
 
     def __init__(self, num_blocks: int) -> None:
-        usable = num_blocks - 1
-        self._capacity = 2 * usable + 64
-        self._ring = array("i", bytes(4 * self._capacity))
-        self._position_of = array("i", bytes(4 * num_blocks))
-        self._ring_view = np.frombuffer(self._ring, dtype=np.int32)
-        self._position_view = np.frombuffer(self._position_of, dtype=np.int32)
-        self._num_queued = 0
-        self._head = self._tail = 0
-        self._place_in_the_middle(np.arange(1, num_blocks, dtype=np.int32))
-        self._peeked: tuple[int, ...] = ()
-        self._peeked_end = -1
+        self._line = list(range(1, num_blocks))
+        self._head = 0  # of the line: what stands before it has been taken
+        self._capacity = 2 * num_blocks + 64
+        # How many entries of a block in the line are out of date; a list, as one of small numbers is read three times
+        # as fast as a compact array.
+        self._num_outdated = [0] * num_blocks
+        self._front: list[int] = []  # the next one to be taken stands last
+        self._is_in_front = bytearray(num_blocks)
+        self._num_queued = num_blocks - 1
+        self._forget_peek()
 
     def __len__(self) -> int:
         return self._num_queued
 
     def order(self) -> list[int]:
         """Every queued block, head first. O(length)."""
-        live = self._ring_view[self._head : self._tail]
-        return live[live != 0].tolist()
+        return self._front[::-1] + self._walk(self._num_queued - len(self._front))[0]
 
     def peek(self, count: int) -> tuple[int, ...]:
         """The `count` blocks that will be taken next, in order; nothing changes.
@@ -58,61 +51,64 @@ class FreeQueue:
         """
         if count > self._num_queued:
             raise MisuseError(f"{count} blocks are asked for, but {self._num_queued} are queued")
-        head = self._head
-        holes = self._tail - head - self._num_queued
-        stop = head + count
-        found = self._ring[head:stop].tolist()
-        if holes and 0 in found:
-            found = [block for block in found if block]
-            while len(found) < count:
-                more = self._ring[stop : stop + count].tolist()
-                wanted = count - len(found)
-                live = [block for block in more if block]
-                if len(live) >= wanted:
-                    live = live[:wanted]
-                    stop = self._position_of[live[-1]] + 1
-                else:
-                    stop += len(more)
-                found += live
-        self._peeked, self._peeked_end = tuple(found), stop
+        front = self._front
+        if not front:
+            found, self._peeked_end, self._peeked_outdated = self._walk(count)
+            self._peeked_front = 0
+        elif count <= len(front):
+            found = front[: -count - 1 : -1]
+            self._peeked_front, self._peeked_end, self._peeked_outdated = count, self._head, None
+        else:
+            behind, self._peeked_end, self._peeked_outdated = self._walk(count - len(front))
+            found = front[::-1] + behind
+            self._peeked_front = len(front)
+        self._peeked = tuple(found)
         return self._peeked
 
     def take(self, blocks: tuple[int, ...]) -> None:
         """Remove blocks that a decision took from the head (`peek` said which; a replay reads them from the event)."""
         if self._peeked_end < 0 or len(self._peeked) != len(blocks):
             self.peek(len(blocks))
-        if blocks == self._peeked:
-            # Holes between the old and the new head are dropped with it.
-            self._head = self._peeked_end
-            self._num_queued -= len(blocks)
-            self._peeked_end = -1
-        else:  # several groups take interleaved shares of one head
+        if blocks != self._peeked:  # several groups take interleaved shares of one head
             self.remove(blocks)
+            return
+        if self._peeked_front:
+            for block in self._front[-self._peeked_front :]:
+                self._is_in_front[block] = 0
+            del self._front[-self._peeked_front :]
+        if self._peeked_outdated:
+            for block, count in self._peeked_outdated.items():
+                self._num_outdated[block] -= count
+        self._head = self._peeked_end
+        self._num_queued -= len(blocks)
+        self._peeked_end = -1
 
     def remove(self, blocks: Sequence[int]) -> None:
         """Remove queued blocks from wherever they stand (a prefix hit adopts them)."""
-        if len(blocks) < _NUMPY_PAYS_FROM:
-            ring, position_of = self._ring, self._position_of
-            for block in blocks:
-                ring[position_of[block]] = 0
-        else:
-            self._ring_view[self._position_view[np.array(blocks, dtype=np.int32)]] = 0
+        num_outdated, is_in_front = self._num_outdated, self._is_in_front
+        for block in blocks:
+            if is_in_front[block]:
+                self._remove_from_front(block)
+            else:
+                num_outdated[block] += 1
         self._num_queued -= len(blocks)
         self._peeked_end = -1
 
     def append(self, blocks: Sequence[int]) -> None:
         """Queue blocks at the back, in the order given."""
-        if self._tail + len(blocks) > self._capacity:
-            self._compact()
-        self._write(self._tail, blocks)
-        self._tail += len(blocks)
+        if len(self._line) + len(blocks) > self._capacity:
+            self._drop_outdated()
+        self._line += blocks
+        self._num_queued += len(blocks)
+        self._peeked_end = -1
 
     def prepend(self, blocks: Sequence[int]) -> None:
         """Queue blocks at the front, the first one given becoming the head."""
-        if self._head < len(blocks):
-            self._compact()
-        self._head -= len(blocks)
-        self._write(self._head, blocks)
+        self._front += blocks[::-1]
+        for block in blocks:
+            self._is_in_front[block] = 1
+        self._num_queued += len(blocks)
+        self._peeked_end = -1
 
     def on_cached(self, group: int, blocks: Sequence[int], indices: Sequence[int], keys: Sequence[Key]) -> None:
         """Not called: LRU needs to know when blocks are released, not what they hold."""
@@ -123,32 +119,45 @@ class FreeQueue:
     def on_uncached(self, blocks: Sequence[int]) -> None:
         """Not called, see `on_cached`."""
 
-    def _write(self, start: int, blocks: Sequence[int]) -> None:
-        count = len(blocks)
-        self._num_queued += count
-        self._peeked_end = -1
-        if count < _NUMPY_PAYS_FROM:
-            ring, position_of = self._ring, self._position_of
-            if count == 1:
-                ring[start] = blocks[0]
-            elif count:  # nothing in place of nothing would count as a change of length
-                ring[start : start + count] = array("i", blocks)
-            for block in blocks:
-                position_of[block] = start
-                start += 1
+    def _walk(self, count: int) -> tuple[list[int], int, dict[int, int] | None]:
+        """The next `count` live entries of the line, where the one behind them is, and what was skipped on the way:
+        how many entries of which block, or None.
+        """
+        num_outdated = self._num_outdated
+        start, stop = self._head, self._head + count
+        found = self._line[start:stop]
+        for block in found:
+            if num_outdated[block]:
+                break
         else:
-            ids = np.array(blocks, dtype=np.int32)
-            self._ring_view[start : start + count] = ids
-            self._position_view[ids] = np.arange(start, start + count, dtype=np.int32)
+            return found, stop, None
+        line, found, skipped = self._line, [], {}
+        at = start
+        while len(found) < count:
+            for block in line[at : at + count - len(found)]:
+                outdated = num_outdated[block]
+                if outdated and skipped.get(block, 0) < outdated:
+                    skipped[block] = skipped.get(block, 0) + 1
+                else:
+                    found.append(block)
+                at += 1
+        return found, at, skipped
 
-    def _compact(self) -> None:
-        live = self._ring_view[self._head : self._tail]
-        self._place_in_the_middle(live[live != 0])
+    def _remove_from_front(self, block: int) -> None:
+        """It is not far from the end: only the shares of several groups are taken from the middle."""
+        place = len(self._front) - 1
+        while self._front[place] != block:
+            place -= 1
+        del self._front[place]
+        self._is_in_front[block] = 0
 
-    def _place_in_the_middle(self, live: NDArray[np.int32]) -> None:
-        self._head = (self._capacity - len(live)) // 2
-        self._tail = self._head + len(live)
-        self._ring_view[self._head : self._tail] = live
-        self._position_view[live] = np.arange(self._head, self._tail, dtype=np.int32)
-        self._num_queued = len(live)
+    def _drop_outdated(self) -> None:
+        self._line = self._walk(self._num_queued - len(self._front))[0]
+        self._head = 0
+        self._num_outdated = [0] * len(self._num_outdated)
+
+    def _forget_peek(self) -> None:
+        self._peeked: tuple[int, ...] = ()
+        self._peeked_front = 0
         self._peeked_end = -1
+        self._peeked_outdated: dict[int, int] | None = None

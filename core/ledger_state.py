@@ -151,7 +151,7 @@ class LedgerState:
         if len(rows) == 1:
             table.extend(int(rows[0]), blocks)
         elif len(rows) == len(blocks):
-            table.extend_each(np.asarray(rows), blocks)
+            table.extend_each(as_ints(rows), blocks)
         else:
             start = 0
             for row, count in zip(as_ints(rows), as_ints(counts), strict=True):

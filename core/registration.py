@@ -205,7 +205,7 @@ class Registrar:
                 return None
             starts.append(start)
             keys.append(range_keys[-1])
-        blocks: list[int] = self._state.tables[group].table[rows, starts].tolist()
+        blocks = self._state.tables[group].block_of_each(rows, starts)
         if self._state.pool.keys_of(blocks) or 0 in blocks or len(set(blocks)) < len(blocks):
             return None
         indices = tuple(starts)
