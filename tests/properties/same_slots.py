@@ -1,10 +1,9 @@
 """Follows a log with SimBackend and with real memory in many layouts, and demands that they agree byte for byte.
 
 Three paths compute each slot: the kit's oracle from the allocator's tables, SimBackend's NumPy, and CudaBackend's
-device tables through the kernel, read back from the device. Tokens are written as they are placed: each one's marker
-is a pattern of its content (which is that of all tokens up to it, so whoever shares a prefix shares markers), its
-layer, and key or value. Beside each real buffer a NumPy shadow is written at the oracle's slots, and all bytes of both
-must be equal after every step.
+device tables through the kernel, read back from the device. Tokens are written as they are placed, each one's marker
+(`slot_markers.py`) to its slot. Beside each real buffer a NumPy shadow is written at the oracle's slots, and all bytes
+of both must be equal after every step.
 """
 
 import math
@@ -17,7 +16,9 @@ import torch
 from kvledger.backends import SimBackend
 from kvledger.backends.cache_arrangement import CacheArrangement
 from kvledger.backends.cuda_backend import CudaBackend
+from kvledger.backends.layer_access import KVScales
 from kvledger.backends.sim_backend import ContextRank
+from kvledger.backends.torch_dtypes import torch_dtype
 from kvledger.core import Commit, TokenBatch
 from kvledger.core.events import (
     BlockCopied,
@@ -42,11 +43,12 @@ from kvledger.testing.shadow_cache import ShadowCache
 from kvledger.testing.slot_oracle import slot_of
 from numpy.typing import NDArray
 
-# Elements that a token has in each group, at the block size that all groups' sizes divide: a classic key cache holds
-# vectors of 8 16-bit elements.
-_ELEMENTS_PER_TOKEN = 8
+from tests.properties.slot_markers import MODEL_DTYPE, MarkedPart, MarkedTokens
+
+# Of a key or a value, in the group whose blocks are the size that all groups' sizes divide: a vector of a classic key
+# cache.
+_BYTES_PER_TOKEN = 16
 _MAX_BATCHED_TOKENS = 2_048
-_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class SlotMismatchError(AssertionError):
@@ -62,16 +64,18 @@ class Variant:
         arrangement: of keys and values.
         is_latent: groups of attention keep one latent a token; compressed and state groups are what they are.
         splits: kernel blocks that a block is split into, where its size allows.
+        dtype: of keys, values and latents; one of 8 bits is written and read with scales.
     """
 
     layout: KVCacheLayout
     arrangement: CacheArrangement = CacheArrangement.PACKED
     is_latent: bool = False
     splits: int = 1
+    dtype: str = "bf16"
 
     def __str__(self) -> str:
         kind = "latent" if self.is_latent else self.arrangement.value
-        return f"{kind} {self.layout.name}" + (f" in {self.splits}" if self.splits > 1 else "")
+        return f"{self.dtype} {kind} {self.layout.name}" + (f" in {self.splits}" if self.splits > 1 else "")
 
 
 VARIANTS = (
@@ -85,6 +89,8 @@ VARIANTS = (
     Variant(KVCacheLayout.BLHNC, splits=2),
     Variant(KVCacheLayout.LBHNC, CacheArrangement.FLASH_HND, splits=2),
 )
+
+FP8_VARIANTS = tuple(attrs.evolve(variant, dtype=dtype) for dtype in ("fp8_e4m3", "fp8_e5m2") for variant in VARIANTS)
 
 MakeBackend = Callable[..., CudaBackend]
 
@@ -104,33 +110,32 @@ def plan_for(groups: Sequence[GroupShape], num_blocks: int, variant: Variant, ra
 
 
 def _spec(group: GroupShape, unit: int, heads: int, variant: Variant, ranks: int) -> KVCacheSpec:
-    per_token = unit // group.block_size * _ELEMENTS_PER_TOKEN
+    dtype = variant.dtype
+    token_bytes = unit // group.block_size * _BYTES_PER_TOKEN
+    per_token = token_bytes // torch_dtype(dtype).itemsize
     if variant.is_latent:
         if group.kind == "state":
             return MambaLikeSpec(block_size=group.block_size, states=(StateArray((unit * 8,), "bf16"),))
         if group.kind == "compressed":
             states = {"tokens_per_state": group.span, "head_size": per_token * group.span}
-            return CompressedStateSpec(block_size=group.block_size, dtype="bf16", **states)
-        return MLASpec(block_size=group.block_size // ranks, head_size=per_token * ranks, dtype="bf16")
+            return CompressedStateSpec(block_size=group.block_size, dtype=dtype, **states)
+        return MLASpec(block_size=group.block_size // ranks, head_size=per_token * ranks, dtype=dtype)
     return FullAttentionSpec(
         block_size=group.block_size // ranks,
         num_kv_heads=heads * ranks,
         head_size=per_token // heads,
-        dtype="bf16",
+        dtype=dtype,
     )
 
 
-def markers(contents: NDArray[np.int64], layer: str, part: int, shape: tuple[int, ...]) -> NDArray[np.uint16]:
-    """uint16 `[num_tokens, *shape]`: bf16 bit patterns that are different for different tokens, layers and parts.
-
-    Finite ones: NaN need not survive arithmetic, and the reading kernels may do some.
-    """
-    kind = np.uint64(int.from_bytes(f"{layer}.{part}".encode(), "big") % (1 << 61))
-    size = math.prod(shape)
-    value = (contents.astype(np.uint64)[:, None] * np.uint64(1 << 20) + np.arange(size, dtype=np.uint64)) * _MIX ^ kind
-    value = (value ^ (value >> np.uint64(29))) * _MIX
-    patterns = (value >> np.uint64(40)).astype(np.uint16) & np.uint16(0xBFFF)
-    return patterns.reshape(len(contents), *shape)
+def scales_of(config: KVCacheConfig, variant: Variant) -> dict[str, KVScales]:
+    """Scales of the 8-bit layers, no two alike: what is stored with another one than its own is another byte."""
+    if variant.dtype == "bf16":
+        return {}
+    names = [name for group in config.groups if not isinstance(group.spec, MambaLikeSpec) for name in group.layer_names]
+    return {
+        name: KVScales(k_scale=0.37 * 2.0**number, v_scale=0.0021 * 2.0**-number) for number, name in enumerate(names)
+    }
 
 
 class Memory:
@@ -139,7 +144,8 @@ class Memory:
     def __init__(self, variant: Variant, backend: CudaBackend, config: KVCacheConfig, noise: NDArray[np.uint8]) -> None:
         self.variant, self.backend, self.config = variant, backend, config
         backend.initialize(config)
-        self.shadow = ShadowCache(config, variant.arrangement.value, variant.splits, buffer=noise.copy())
+        self._scales = scales_of(config, variant)
+        self.shadow = self._arrays(noise.copy())
         backend.raw.copy_(torch.from_numpy(noise.view(np.int8)))
 
     @property
@@ -157,68 +163,38 @@ class Memory:
 
     def as_arrays(self) -> ShadowCache:
         """The real buffer, read back and taken apart by reshaping."""
-        return ShadowCache(self.config, self.variant.arrangement.value, self.variant.splits, buffer=self.bytes)
+        return self._arrays(self.bytes)
+
+    def _arrays(self, buffer: NDArray[np.uint8]) -> ShadowCache:
+        element = np.uint16 if self.variant.dtype == "bf16" else np.uint8
+        return ShadowCache(self.config, self.variant.arrangement.value, self.variant.splits, element, buffer=buffer)
 
     def writes(self, group: int) -> list[str]:
         """Layers of a group that keys and values are written to through a kernel."""
         spec = self.config.groups[group].spec
         return list(self.config.groups[group].layer_names) if isinstance(spec, FullAttentionSpec | MLASpec) else []
 
-    def parts_of(self, layer: str, tokens: "MarkedTokens") -> list[NDArray[np.uint16]]:
-        """The markers of these tokens in this layer."""
-        return [tokens.markers(layer, part, shape) for part, shape in enumerate(self._shapes(layer))]
+    def parts_of(self, layer: str) -> list[MarkedPart]:
+        """What this layer stores of a token: keys and values, or a latent."""
+        spec, scales = self.backend.layers[layer].spec, self._scales.get(layer, KVScales(1.0, 1.0))
+        if isinstance(spec, FullAttentionSpec):
+            shape, dtype = (spec.num_kv_heads, spec.head_size), self.variant.dtype
+            return [
+                MarkedPart(layer, i, shape, dtype, s or 1.0) for i, s in enumerate((scales.k_scale, scales.v_scale))
+            ]
+        assert isinstance(spec, MLASpec)
+        return [MarkedPart(layer, 0, (spec.head_size,), self.variant.dtype, scales.k_scale or 1.0)]
 
-    def write(self, group: int, tokens: "MarkedTokens", slots: NDArray[np.int64], num_padding: int) -> None:
+    def write(self, group: int, tokens: MarkedTokens, slots: NDArray[np.int64], num_padding: int) -> None:
         """Markers into the real memory through the kernel, and into the shadow at these slots."""
         for layer in self.writes(group):
-            shapes = self._shapes(layer)
-            self.shadow.write(layer, slots, tuple(self.parts_of(layer, tokens)))
-            parts = [
-                tokens.on_device(layer, part, shape, num_padding, self.backend.device)
-                for part, shape in enumerate(shapes)
-            ]
-            if len(parts) == 1:
-                cut = shapes[0][0] // 2
-                parts = [parts[0][:, :cut], parts[0][:, cut:]]
-            self.backend.write_kv(layer, *parts)
-
-    def _shapes(self, layer: str) -> list[tuple[int, ...]]:
-        spec = self.backend.layers[layer].spec
-        if isinstance(spec, FullAttentionSpec):
-            return [(spec.num_kv_heads, spec.head_size)] * 2
-        assert isinstance(spec, MLASpec)
-        return [(spec.head_size,)]
-
-
-class MarkedTokens:
-    """Tokens of a batch and their markers, made once for all memories that store the same shape.
-
-    Attributes:
-        contents: int64 `[num_tokens]`, a number for what each token and all before it are.
-    """
-
-    def __init__(self, contents: NDArray[np.int64]) -> None:
-        self.contents = contents
-        self._markers: dict[tuple[object, ...], NDArray[np.uint16]] = {}
-        self._on_device: dict[tuple[object, ...], torch.Tensor] = {}
-
-    def markers(self, layer: str, part: int, shape: tuple[int, ...]) -> NDArray[np.uint16]:
-        """uint16 `[num_tokens, *shape]`."""
-        key = (layer, part, shape)
-        if key not in self._markers:
-            self._markers[key] = markers(self.contents, layer, part, shape)
-        return self._markers[key]
-
-    def on_device(
-        self, layer: str, part: int, shape: tuple[int, ...], num_padding: int, device: torch.device
-    ) -> torch.Tensor:
-        """The same as bfloat16, with rows of NaN behind: padding of a graph-sized batch."""
-        key = (layer, part, shape, num_padding)
-        if key not in self._on_device:
-            padding = np.full((num_padding, *shape), 0x7FFF, dtype=np.uint16)
-            padded = np.concatenate([self.markers(layer, part, shape), padding])
-            self._on_device[key] = torch.from_numpy(padded).view(torch.bfloat16).to(device)
-        return self._on_device[key]
+            parts = self.parts_of(layer)
+            self.shadow.write(layer, slots, tuple([tokens.markers(part) for part in parts]))
+            numbers = [tokens.numbers(part, num_padding, self.backend.device) for part in parts]
+            if len(numbers) == 1:
+                cut = numbers[0].shape[1] // 2
+                numbers = [numbers[0][:, :cut], numbers[0][:, cut:]]
+            self.backend.write_kv(layer, *numbers)
 
 
 class SameSlots:
@@ -257,6 +233,8 @@ class SameSlots:
                 max_num_batched_tokens=_MAX_BATCHED_TOKENS,
                 arrangement=variant.arrangement,
                 kernel_block_sizes=[group.spec.block_size // splits for group in config.groups],
+                model_dtype=MODEL_DTYPE,
+                kv_scales=scales_of(config, used),
                 context=context,
             )
             if config.size_bytes not in noise:
@@ -388,17 +366,19 @@ class SameSlots:
     ) -> None:
         real = memory.as_arrays()
         for layer in memory.writes(group):
-            expected = [part.reshape(len(slots), -1)[is_held] for part in memory.parts_of(layer, tokens)]
-            found = [real.read(layer, slots[is_held])]
+            parts = memory.parts_of(layer)
+            stored = zip(real.read(layer, slots[is_held]), [tokens.markers(part) for part in parts], strict=True)
+            pairs = [(found, marker.reshape(len(slots), -1)[is_held]) for found, marker in stored]
             if self.context.size == 1:
                 gathered = memory.backend.gather(layer, batch.rows.tolist(), batch.counts.tolist())
-                bits = [part.view(torch.int16).cpu().numpy().view(np.uint16) for part in gathered]
-                found.append(tuple([part.reshape(len(slots), -1)[is_held] for part in bits]))
-            for parts in found:
-                if not all(np.array_equal(part, marker) for part, marker in zip(parts, expected, strict=True)):
-                    raise SlotMismatchError(
-                        f"{memory.variant}: rows {batch.rows.tolist()} read other markers than their own in {layer}"
-                    )
+                numbers = [tokens.numbers(part, 0, memory.backend.device) for part in parts]
+                for read, computed in zip(gathered, numbers, strict=True):
+                    bits = [both.view(torch.int16).cpu().numpy().reshape(len(slots), -1) for both in (read, computed)]
+                    pairs.append((bits[0][is_held], bits[1][is_held]))
+            if not all(np.array_equal(found, expected) for found, expected in pairs):
+                raise SlotMismatchError(
+                    f"{memory.variant}: rows {batch.rows.tolist()} read other markers than their own in {layer}"
+                )
 
     # -- what was seen -----------------------------------------------------------------------------------------------
 

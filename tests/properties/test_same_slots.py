@@ -1,8 +1,9 @@
 """The heart of the project: for any history, simulated and real memory are the same, slot for slot and byte for byte.
 
 SimBackend, CudaBackend and the kit's oracle compute every slot on their own; what is compared is read back from the
-device. The plain-torch twins cover every layout in every example. Triton's interpreter runs the real kernels, at about
-a millisecond a token and layer, so it takes one layout an example, and fewer and shorter examples.
+device. The plain-torch twins cover every layout in every example, and beside them a drawn one with 8-bit elements.
+Triton's interpreter runs the real kernels, at about a millisecond a token and layer, so it takes one layout an example,
+and fewer and shorter examples.
 """
 
 from collections import Counter
@@ -14,18 +15,18 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="real memory needs torch")
 
-from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
+from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from kvledger.backends.cache_arrangement import CacheArrangement  # noqa: E402
 from kvledger.backends.cuda_backend import CudaBackend  # noqa: E402
 from kvledger.backends.sim_backend import ContextRank  # noqa: E402
 from kvledger.core.kv_cache_layout import KVCacheLayout  # noqa: E402
 from kvledger.testing import KitFailure, LedgerAdapter, Scenario, ledger_supports  # noqa: E402
-from kvledger.testing.choices import Chooser, choose_scenario  # noqa: E402
+from kvledger.testing.choices import Chooser, choose_scenario, pick  # noqa: E402
 from kvledger.testing.strategies import Drawn  # noqa: E402
 
 from tests.kernels.kernel_sets import kernel_set  # noqa: E402
-from tests.properties.same_slots import VARIANTS, MakeBackend, SameSlots, Variant  # noqa: E402
+from tests.properties.same_slots import FP8_VARIANTS, VARIANTS, MakeBackend, SameSlots, Variant  # noqa: E402
 from tests.properties.slot_histories import MakeWitness, play_commands, play_engine, shortened  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -39,7 +40,10 @@ Scale = Callable[[int], int]
 
 
 def example_settings(max_examples: int) -> settings:
-    """Failing histories are shortened command by command, which takes seconds where shrinking choices takes minutes."""
+    """Failing histories are shortened command by command, which takes seconds where shrinking choices takes minutes.
+
+    Where a test counts what its histories hold, a seed fixes them: else each edit of the test would draw others.
+    """
     return settings(
         max_examples=max_examples,
         phases=(Phase.explicit, Phase.generate),
@@ -81,14 +85,17 @@ def one_thread() -> None:
 def test_after_any_history_of_commands(kit_histories: Scale) -> None:
     seen: Counter[str] = Counter()
     totals: Counter[str] = Counter()
+    in_8_bits: set[str] = set()
 
+    @seed(0)
     @example_settings(kit_histories(COMMAND_EXAMPLES))
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
         chooser = Drawn(data.draw)
-        scenario = choose_scenario(chooser, ledger_supports())
-        witness = play_and_shorten(chooser, scenario, witnesses(), chooser.integer(5, 35))
+        scenario, fp8 = choose_scenario(chooser, ledger_supports()), pick(chooser, FP8_VARIANTS)
+        witness = play_and_shorten(chooser, scenario, witnesses((*VARIANTS, fp8)), chooser.integer(5, 35))
         seen.update([*witness.seen, *{f"group of {group.kind}" for group in scenario.groups}])
+        in_8_bits.add(str(fp8))
         seen["several groups"] += len(scenario.groups) > 1
         totals.update(written=witness.num_tokens, read=witness.num_read)
 
@@ -98,6 +105,7 @@ def test_after_any_history_of_commands(kit_histories: Scale) -> None:
         *("group of sliding", "group of chunked", "several groups"),
     ):
         assert seen[what] >= COMMAND_EXAMPLES // 28, f"only {seen[what]} examples with {what}: {seen}"
+    assert len(in_8_bits) >= len(FP8_VARIANTS) // 2, in_8_bits
     assert totals["written"] > 20 * COMMAND_EXAMPLES
     assert totals["read"] > 20 * COMMAND_EXAMPLES
 
@@ -106,12 +114,14 @@ def test_after_any_steps_of_an_engine(kit_histories: Scale) -> None:
     """Many commands a step: chunked prefills, admissions and preemptions beside each other, rejected drafts."""
     seen: Counter[str] = Counter()
 
+    @seed(4)
     @example_settings(kit_histories(ENGINE_EXAMPLES))
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
         chooser = Drawn(data.draw)
-        scenario = choose_scenario(chooser, ledger_supports())
-        seen.update(play_engine(chooser, scenario, witnesses(), chooser.integer(5, 30)).seen.keys())
+        scenario, fp8 = choose_scenario(chooser, ledger_supports()), pick(chooser, FP8_VARIANTS)
+        witness = play_engine(chooser, scenario, witnesses((*VARIANTS, fp8)), chooser.integer(5, 30))
+        seen.update(witness.seen.keys())
 
     check()
     for what in ("shared prefix", "preemption", "eviction", "out of window"):
@@ -143,18 +153,21 @@ def test_with_the_triton_kernels_one_layout_an_example(kit_histories: Scale) -> 
     kernels = kernel_set("triton")
     supports = ledger_supports(block_sizes=(4, 5, 8), max_groups=2)
     used: set[str] = set()
+    dtypes: set[str] = set()
 
     def make_backend(**settings: Any) -> CudaBackend:
         return CudaBackend(**settings, kernels=kernels)
 
     @example_settings(kit_histories(INTERPRETER_EXAMPLES))
-    @given(data=st.data(), variant=st.sampled_from(VARIANTS))
+    @given(data=st.data(), variant=st.sampled_from(VARIANTS) | st.sampled_from(FP8_VARIANTS))
     def check(data: st.DataObject, variant: Variant) -> None:
         chooser = Drawn(data.draw)
         scenario = attrs.evolve(choose_scenario(chooser, supports), max_model_len=40)
         used.add(str(variant))
+        dtypes.add(variant.dtype)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         play_commands(chooser, scenario, witnesses((variant,), make_backend, device=device), 8)
 
     check()
     assert len(used) >= INTERPRETER_EXAMPLES // 2, used
+    assert dtypes == {"bf16", "fp8_e4m3", "fp8_e5m2"}

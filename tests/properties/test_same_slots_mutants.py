@@ -12,12 +12,15 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="real memory needs torch")
 
-from kvledger.backends import cache_place, cuda_backend  # noqa: E402
+from kvledger.backends import cache_place, device_pool  # noqa: E402
 from kvledger.backends.cache_arrangement import CacheArrangement  # noqa: E402
 from kvledger.backends.device_tables import DeviceTables  # noqa: E402
+from kvledger.backends.layer_access import LayerAccess  # noqa: E402
 from kvledger.backends.step_staging import StepStaging  # noqa: E402
+from kvledger.backends.table_events import TableEvents  # noqa: E402
 from kvledger.backends.table_mirror import TableChanges, TableMirror  # noqa: E402
 from kvledger.core.kv_cache_layout import KVCacheLayout  # noqa: E402
+from kvledger.kernels import reshape_and_cache  # noqa: E402
 from kvledger.kernels.torch_kernels import TorchKernels  # noqa: E402
 from kvledger.testing import KitFailure, LedgerAdapter, Scenario, ledger_supports  # noqa: E402
 from kvledger.testing.choices import RandomChooser, choose_scenario  # noqa: E402
@@ -31,7 +34,7 @@ BUDGET_HISTORIES = 60
 VARIANTS = (
     Variant(KVCacheLayout.BLNHC),
     Variant(KVCacheLayout.LBNHC, CacheArrangement.FLASH_NHD),
-    Variant(KVCacheLayout.BLHNC, splits=2),
+    Variant(KVCacheLayout.BLHNC, splits=2, dtype="fp8_e4m3"),
 )
 
 Patch = pytest.MonkeyPatch
@@ -94,8 +97,8 @@ def blocks_are_copied_after_the_steps_writes(patch: Patch) -> None:
 
 @fault
 def only_the_first_layer_is_copied(patch: Patch) -> None:
-    regions = cuda_backend.BlockRegions.of
-    patch.setattr(cuda_backend.BlockRegions, "of", staticmethod(lambda caches: regions(caches[:1])))
+    regions = device_pool.BlockRegions.of
+    patch.setattr(device_pool.BlockRegions, "of", staticmethod(lambda caches: regions(caches[:1])))
 
 
 @fault
@@ -200,9 +203,9 @@ def the_tail_of_a_padded_batch_gets_slot_0(patch: Patch) -> None:
 
 @fault
 def every_group_uses_the_block_size_of_the_first(patch: Patch) -> None:
-    made = cuda_backend.SlotTables.of
+    made = device_pool.SlotTables.of
     patch.setattr(
-        cuda_backend.SlotTables,
+        device_pool.SlotTables,
         "of",
         staticmethod(lambda tables, sizes, **settings: made(tables, sizes[:1] * len(sizes), **settings)),
     )
@@ -219,6 +222,33 @@ def keys_and_values_change_places(patch: Patch) -> None:
 
 
 @fault
+def the_scales_of_keys_and_values_change_places(patch: Patch) -> None:
+    scales_for = LayerAccess._scales_for
+    patch.setattr(LayerAccess, "_scales_for", lambda self, cache, dtype: scales_for(self, cache, dtype)[::-1])
+
+
+@fault
+def all_layers_use_the_scales_of_the_first(patch: Patch) -> None:
+    scales_for = LayerAccess._scales_for
+
+    def of_the_first(self: LayerAccess, cache: Any, dtype: Any) -> Any:
+        first = self.__dict__.setdefault("first", cache)
+        return scales_for(self, first if first.key.dtype == cache.key.dtype else cache, dtype)
+
+    patch.setattr(LayerAccess, "_scales_for", of_the_first)
+
+
+@fault
+def numbers_are_multiplied_by_the_scale_that_they_are_divided_by(patch: Patch) -> None:
+    quantized = reshape_and_cache.quantize
+    patch.setattr(
+        reshape_and_cache,
+        "quantize",
+        lambda values, dtype, scale: quantized(values, dtype, None if scale is None else 1 / scale),
+    )
+
+
+@fault
 def two_layers_change_places(patch: Patch) -> None:
     offset = cache_place.LayerPlace.offset_bytes
     patch.setattr(
@@ -228,12 +258,12 @@ def two_layers_change_places(patch: Patch) -> None:
 
 @fault
 def a_prefix_hit_is_not_mirrored(patch: Patch) -> None:
-    patch.setattr(cuda_backend.TableEvents, "_adopt", lambda self, event: None)
+    patch.setattr(TableEvents, "_adopt", lambda self, event: None)
 
 
 @fault
 def a_child_gets_no_table(patch: Patch) -> None:
-    patch.setattr(cuda_backend.TableEvents, "_share", lambda self, event: None)
+    patch.setattr(TableEvents, "_share", lambda self, event: None)
 
 
 def histories() -> Iterator[Callable[[], None]]:
