@@ -141,18 +141,23 @@ def live_report(steps: MeasuredSteps, roofline: RooflineLatency | None = None) -
 
 
 def served_roofline(reader: LogReader, model: str, gpu: str, weights_dtype: str = "auto") -> RooflineLatency:
-    """What was to be expected of a live engine: its model on its device, as the presets have them, without graphs.
+    """What was to be expected of a live engine: its model on its device, as the presets have them.
+
+    The floor of steps outside CUDA graphs is taken for those with more tokens than the largest captured decode step.
 
     Raises:
         InputError: no such model or device, or what the model computes is not known.
     """
-    return RooflineLatency.for_model(
+    header = reader.manifest.header
+    expected = RooflineLatency.for_model(
         load_geometry(model),
         find_device(gpu),
-        max_num_seqs=reader.manifest.header["scheduler"]["max_num_seqs"],
+        max_num_seqs=header["scheduler"]["max_num_seqs"],
         weights_dtype=weights_dtype,
         enforce_eager=True,
     )
+    captured = header["facts"].get("cudagraph_capture_sizes", [])
+    return attrs.evolve(expected, max_captured_tokens=max(captured, default=0))
 
 
 def fit_roofline(steps: MeasuredSteps, start: RooflineLatency) -> RooflineLatency:

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -14,14 +14,13 @@ from ..core.quantities import parse_bytes
 from .plan_setup import parse_max_model_len
 
 if TYPE_CHECKING:
+    from ..backends.serving.engine_options import EngineOptions
     from ..backends.serving.live_engine import LiveEngine
     from ..backends.serving.recording import LiveRecording
     from ..backends.serving.request_limits import RequestLimits
     from ..backends.serving.serving_process import ServingProcess
-    from ..backends.serving.sizing import EngineOptions
+    from ..backends.serving.sizing import SizedEngine
     from ..backends.sinks.flush_policy import FlushPolicy
-    from ..core.allocator_config import AllocatorConfig
-    from ..core.scheduler_config import SchedulerConfig
 
 # Requests that may be in the middle of their body or of their answer beside those that the engine holds.
 OPEN_BESIDE_ENGINE = 64
@@ -46,6 +45,8 @@ class ServeOptions:
     kv_cache_memory_bytes: str | None
     num_gpu_blocks_override: int | None
     gpu_memory_utilization: float | None
+    enforce_eager: bool
+    cudagraph_capture_sizes: str | None
     max_model_len: str | None
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -143,7 +144,7 @@ def _prepared(options: ServeOptions, opened: ExitStack, on_started: Callable[[],
         tokenizer=loaded.tokenizer,
         eos_token_ids=loaded.eos_token_ids,
         observers=[metrics.step],
-        recording=_recording(options, flush, sized.allocator, sized.scheduler),
+        recording=_recording(options, flush, sized),
         max_queued_requests=options.max_queued_requests,
         seed=options.seed,
         on_request_ended=metrics.ended,
@@ -155,10 +156,10 @@ def _prepared(options: ServeOptions, opened: ExitStack, on_started: Callable[[],
 
 
 def _engine_options(options: ServeOptions) -> "EngineOptions":
-    from ..backends.serving.sizing import EngineOptions
+    from ..backends.serving.engine_options import EngineOptions
 
     memory = options.kv_cache_memory_bytes
-    chosen = EngineOptions(
+    return EngineOptions(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=None if options.max_model_len is None else parse_max_model_len(options.max_model_len),
@@ -167,6 +168,8 @@ def _engine_options(options: ServeOptions) -> "EngineOptions":
         kv_cache_memory_bytes=None if memory is None else parse_bytes(memory, "--kv-cache-memory-bytes"),
         num_gpu_blocks_override=options.num_gpu_blocks_override,
         gpu_memory_utilization=options.gpu_memory_utilization,
+        enforce_eager=options.enforce_eager,
+        cudagraph_capture_sizes=_capture_sizes(options.cudagraph_capture_sizes),
         enable_prefix_caching=options.enable_prefix_caching,
         enable_chunked_prefill=options.enable_chunked_prefill,
         policy=options.scheduling_policy,
@@ -174,8 +177,17 @@ def _engine_options(options: ServeOptions) -> "EngineOptions":
         pipeline_parallel_size=options.pipeline_parallel_size,
         data_parallel_size=options.data_parallel_size,
     )
-    _ = chosen.scheduler  # refuses limits that contradict each other
-    return chosen
+
+
+def _capture_sizes(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise InputError(
+            f"--cudagraph-capture-sizes {text!r}: give numbers of requests with commas between them, such as 1,2,4,8"
+        ) from None
 
 
 def _limits(options: ServeOptions) -> "RequestLimits":
@@ -190,15 +202,15 @@ def _limits(options: ServeOptions) -> "RequestLimits":
     )
 
 
-def _recording(
-    options: ServeOptions, flush: "FlushPolicy", allocator: "AllocatorConfig", scheduler: "SchedulerConfig"
-) -> "LiveRecording | None":
+def _recording(options: ServeOptions, flush: "FlushPolicy", sized: "SizedEngine[Any]") -> "LiveRecording | None":
     if options.log is None:
         return None
     from ..backends.serving.recording import LiveRecording
 
+    graphs = sized.runner.graphs
+    facts = {"model": options.model, "cudagraph_capture_sizes": [] if graphs is None else list(graphs.sizes)}
     return LiveRecording.create(
-        options.log, flush=flush, allocator=allocator, scheduler=scheduler, facts={"model": options.model}
+        options.log, flush=flush, allocator=sized.allocator, scheduler=sized.scheduler, facts=facts
     )
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .detokenizer import Tokenizer
+    from .engine_options import EngineOptions
     from .errors import EngineFailedError, EngineStoppedError, QueueFullError
     from .live_engine import EngineStats, LiveEngine, TokenRunner
     from .live_request import Completion, LiveRequest, RequestStats
@@ -13,14 +14,14 @@ if TYPE_CHECKING:
     from .registered_attention import register_paged_attention
     from .sampling import SamplingSettings
     from .served_model import kv_cache_config, kv_cache_groups, served_layers, transformers_geometry
-    from .sizing import EngineOptions, SizedEngine, size_engine
+    from .sizing import SizedEngine, size_engine
     from .token_stream import TokenDelta
     from .transformers_cache import LedgerCache
 
 _ROOMS = {
     "Completion": "live_request",
     "EngineFailedError": "errors",
-    "EngineOptions": "sizing",
+    "EngineOptions": "engine_options",
     "EngineStats": "live_engine",
     "EngineStoppedError": "errors",
     "LedgerCache": "transformers_cache",

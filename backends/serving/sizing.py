@@ -24,16 +24,19 @@ from ...core.memory_ledger import LedgerRow, RowRole, RowSource
 from ...core.model_geometry import ModelGeometry
 from ...core.quantities import format_bytes
 from ...core.scheduler_config import SchedulerConfig
-from ...core.startup_log import log_lines
+from ...core.startup_log import graph_memory_line, log_lines
 from ..cuda_backend import CudaBackend
 from ..cuda_device import DeviceAccess, open_cuda_device
+from ..cuda_graphs import CudaGraphs, GraphCapturer
 from ..device_probe import DeviceProbe
 from ..host_memory import HostDevice
 from ..memory_profiler import MemoryProfiler, Reconciliation
 from ..profiling_step import StepLimits
 from ..torch_device import torch_device
+from .decode_graphs import DecodeGraphs
+from .engine_options import EngineOptions
 from .model_runner import ModelRunner
-from .profiled_step import largest_step
+from .profiled_model import ProfiledModel, SampledGraphs
 from .served_model import transformers_geometry
 
 # vLLM's default of `--gpu-memory-utilization`.
@@ -52,67 +55,6 @@ class HasModel(Protocol):
 
 
 Loaded = TypeVar("Loaded", bound=HasModel)
-
-
-@attrs.frozen(kw_only=True)
-class EngineOptions:
-    """What an engine is sized for.
-
-    Attributes:
-        max_num_seqs: requests of one step.
-        max_num_batched_tokens: tokens of one step.
-        max_model_len: longest request; None: what the model was made for; -1: the longest that fits.
-        block_size: tokens of a block.
-        kv_cache_dtype: dtype of the cache; `auto` is the model's.
-        kv_cache_memory_bytes: the pool's size.
-        num_gpu_blocks_override: blocks of the pool; it and the size above exclude each other.
-        gpu_memory_utilization: fraction of a GPU's total memory, where neither of them is given; 0.9 unless given.
-        enable_prefix_caching: finished requests' blocks stay findable.
-        enable_chunked_prefill: prompts may be computed over several steps.
-        policy: "fcfs" or "priority".
-        watermark_blocks: blocks that an admission leaves free.
-        tensor_parallel_size, pipeline_parallel_size, data_parallel_size: 1; a live engine runs on one device.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int | None = None
-    block_size: int = 16
-    kv_cache_dtype: str = "auto"
-    kv_cache_memory_bytes: int | None = None
-    num_gpu_blocks_override: int | None = None
-    gpu_memory_utilization: float | None = None
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    policy: str = "fcfs"
-    watermark_blocks: int = 0
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
-
-    def __attrs_post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-            if getattr(self, name) != 1:
-                raise InputError(
-                    f"{name} is {getattr(self, name)}; a live engine runs on one device: set it to 1, or simulate the "
-                    "larger one (kvledger plan, kvledger replay)"
-                )
-        _ = self.scheduler  # limits that contradict each other are refused here, before a model is loaded
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether the pool's size was given."""
-        return self.kv_cache_memory_bytes is not None or self.num_gpu_blocks_override is not None
-
-    @property
-    def scheduler(self) -> SchedulerConfig:
-        """The scheduler's part."""
-        return SchedulerConfig(
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            enable_chunked_prefill=self.enable_chunked_prefill,
-            policy=self.policy,
-        )
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -151,7 +93,18 @@ class SizedEngine(Generic[Loaded]):
         rows = self.plan.rows(self.plan.stages[0])
         width = max(len(row.name) for row in rows)
         ledger = [f"  {row.name:<{width}}  {format_bytes(row.num_bytes)}  {row.source}" for row in rows]
-        return (*log_lines(self.plan), "Memory ledger:", *ledger, *[f"Warning: {each}" for each in self.warnings])
+        warnings = [f"Warning: {each}" for each in self.warnings]
+        return (*log_lines(self.plan), *self._graph_lines(), "Memory ledger:", *ledger, *warnings)
+
+    def _graph_lines(self) -> tuple[str, ...]:
+        graphs, account = self.runner.graphs, self.reconciliation
+        if graphs is None or account is None:
+            return ()
+        sizes = graphs.sizes
+        return (
+            f"Captured {len(sizes)} decode steps in CUDA graphs, of {sizes[0]} to {sizes[-1]} requests",
+            graph_memory_line(account.graph_actual_bytes, account.graph_estimate_bytes),
+        )
 
 
 def size_engine(
@@ -160,14 +113,16 @@ def size_engine(
     *,
     device: str | torch.device,
     device_access: DeviceAccess | None = None,
+    graph_capturer: GraphCapturer | None = None,
 ) -> SizedEngine[Loaded]:
-    """Load the model, size the pool, allocate it and take the model over.
+    """Load the model, size the pool, allocate it, take the model over, and on a GPU capture its decode steps.
 
     Args:
         load: loads the model onto the device.
         options: what it is sized for.
         device: "cpu", "cuda" or "cuda:1".
         device_access: where a profile reads memory; that of `device` unless given. With it a CPU is profiled too.
+        graph_capturer: captures decode steps where memory is profiled; on a GPU `CudaGraphs()` unless given.
 
     Raises:
         InputError: options that do not go together, or a model that cannot be served.
@@ -177,7 +132,19 @@ def size_engine(
     if place.type == "cpu" and device_access is None:
         return _size_by_count(load, options, place)
     access = open_cuda_device(place.index or 0) if device_access is None else device_access
-    return _size_by_profile(load, options, place, access)
+    if graph_capturer is None and place.type == "cuda":
+        graph_capturer = CudaGraphs()
+    if graph_capturer is None:
+        _refuse_sizes_without_graphs(options)
+    return _size_by_profile(load, options, place, access, graph_capturer)
+
+
+def _refuse_sizes_without_graphs(options: EngineOptions) -> None:
+    if options.cudagraph_capture_sizes is not None:
+        raise InputError(
+            f"cudagraph_capture_sizes {list(options.cudagraph_capture_sizes)} has no effect on a CPU, where nothing is "
+            "captured; leave it out"
+        )
 
 
 def _size_by_count(load: Callable[[], Loaded], options: EngineOptions, device: torch.device) -> SizedEngine[Loaded]:
@@ -190,48 +157,73 @@ def _size_by_count(load: Callable[[], Loaded], options: EngineOptions, device: t
         raise InputError(
             f"gpu_memory_utilization {options.gpu_memory_utilization:g} has no effect on a CPU; leave it out"
         )
+    _refuse_sizes_without_graphs(options)
     before = DeviceProbe(HostDevice()).read()
     loaded = load()
     geometry = transformers_geometry(loaded.model)
     rows = (_weights_row(loaded.model), _activations_row(geometry, options, loaded.model.dtype))
-    plan = _planned(options, geometry, before.total_bytes, before.free_bytes, rows, utilization=1.0)
+    plan = _planned(
+        options, geometry, before.total_bytes, before.free_bytes, rows, utilization=1.0, captures_graphs=False
+    )
     backend = _backend(options, loaded.model, device)
     _allocate(backend, plan)
-    return _sized(loaded, backend, options, plan, None)
+    return _sized(loaded, ModelRunner(loaded.model, backend), options, plan, None)
 
 
 def _size_by_profile(
-    load: Callable[[], Loaded], options: EngineOptions, device: torch.device, access: DeviceAccess
+    load: Callable[[], Loaded],
+    options: EngineOptions,
+    device: torch.device,
+    access: DeviceAccess,
+    capturer: GraphCapturer | None,
 ) -> SizedEngine[Loaded]:
-    """By what the device says before loading, after it, and at the peak of the largest step."""
+    """By what the device says before loading, after it, at the peak of the largest step, and around graphs."""
     limits = StepLimits(max_num_batched_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs)
     profiler = MemoryProfiler(access, limits)
     profiler.take_baseline()
     loaded = profiler.load_weights(load)
-    geometry = transformers_geometry(loaded.model)
-    step = largest_step(
-        loaded.model,
-        geometry,
-        limits,
+    profiled = ProfiledModel(
+        model=loaded.model,
+        geometry=transformers_geometry(loaded.model),
+        limits=limits,
         block_size=options.block_size,
         kv_cache_dtype=options.kv_cache_dtype,
         device=device,
     )
-    measured = profiler.profile(step)
+    measured = profiler.profile(profiled.largest_step())
+    sizes = options.capture_sizes
+    if capturer is not None and sizes:
+        sampled = SampledGraphs(profiled, sizes, capturer)
+        measured = profiler.estimate_graphs((sampled.captures,), smallest_pool=sampled.smallest_pool)
     before = measured.profile.before
     utilization = options.gpu_memory_utilization
     plan = _planned(
         options,
-        geometry,
+        profiled.geometry,
         before.total_bytes,
         before.free_bytes,
         measured.rows,
         DEFAULT_UTILIZATION if utilization is None else utilization,
+        captures_graphs=measured.graphs is not None,
     )
     backend = _backend(options, loaded.model, device)
     planned_bytes = plan.pool.configs()[0].size_bytes
     profiler.allocate_pool(lambda: _allocate(backend, plan), planned_bytes=planned_bytes)
-    return _sized(loaded, backend, options, plan, profiler.reconcile())
+    runner = ModelRunner(loaded.model, backend)
+    if capturer is not None and sizes:
+        profiler.capture_graphs(lambda: _capture(runner, _allocator(options, plan), sizes, capturer))
+    return _sized(loaded, runner, options, plan, profiler.reconcile())
+
+
+def _capture(
+    runner: ModelRunner, allocator: AllocatorConfig, sizes: tuple[int, ...], capturer: GraphCapturer
+) -> DecodeGraphs:
+    """Graphs read the tables of the pool that is to come, so these are made first, outside inference mode: they are
+    written in the engine's thread.
+    """
+    with torch.inference_mode(False):
+        runner.backend.create_tables(allocator)
+    return runner.capture(sizes, capturer)
 
 
 def _planned(
@@ -241,6 +233,7 @@ def _planned(
     free_bytes: int,
     rows: tuple[LedgerRow, ...],
     utilization: float,
+    captures_graphs: bool,
 ) -> DeploymentPlan:
     """The plan of one device whose non-KV rows are known.
 
@@ -263,7 +256,7 @@ def _planned(
             kv_cache_dtype=options.kv_cache_dtype,
             block_size=options.block_size,
             enable_prefix_caching=options.enable_prefix_caching,
-            enforce_eager=True,
+            enforce_eager=not captures_graphs,
             kv_cache_memory_bytes=options.kv_cache_memory_bytes,
             num_gpu_blocks_override=options.num_gpu_blocks_override,
             measured=rows,
@@ -284,15 +277,9 @@ def _allocate(backend: CudaBackend, plan: DeploymentPlan) -> torch.Tensor:
     return backend.raw.zero_()
 
 
-def _sized(
-    loaded: Loaded,
-    backend: CudaBackend,
-    options: EngineOptions,
-    plan: DeploymentPlan,
-    reconciliation: Reconciliation | None,
-) -> SizedEngine[Loaded]:
+def _allocator(options: EngineOptions, plan: DeploymentPlan) -> AllocatorConfig:
     pool = plan.pool
-    allocator = AllocatorConfig(
+    return AllocatorConfig(
         num_blocks=plan.num_blocks,
         groups=allocator_groups(pool.configs()[0]),
         max_model_len=pool.max_model_len,
@@ -304,11 +291,20 @@ def _sized(
         hash_block_size=pool.hash_block_size,
         scheduler_block_size=pool.scheduler_block_size,
     )
+
+
+def _sized(
+    loaded: Loaded,
+    runner: ModelRunner,
+    options: EngineOptions,
+    plan: DeploymentPlan,
+    reconciliation: Reconciliation | None,
+) -> SizedEngine[Loaded]:
     return SizedEngine(
         options=options,
         loaded=loaded,
-        runner=ModelRunner(loaded.model, backend),
-        allocator=allocator,
+        runner=runner,
+        allocator=_allocator(options, plan),
         scheduler=options.scheduler,
         plan=plan,
         reconciliation=reconciliation,

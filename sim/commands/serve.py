@@ -37,6 +37,15 @@ def serve(
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Fraction of a GPU's TOTAL memory; 0.9 unless given.")
     ] = None,
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager", help="Capture no decode step in a CUDA graph.")
+    ] = False,
+    cudagraph_capture_sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="Requests of the decode steps that are captured on a GPU (1,2,4,8); up to max-num-seqs unless given."
+        ),
+    ] = None,
     max_model_len: Annotated[
         str | None,
         typer.Option(

@@ -141,6 +141,29 @@ def test_a_second_pool_and_a_missing_commit_are_refused() -> None:
         backend.apply(log[0])
 
 
+def test_tables_made_before_the_pool_are_those_that_it_uses() -> None:
+    with pytest.raises(MisuseError, match="call initialize first"):
+        CudaBackend(device="cpu", max_num_batched_tokens=64).create_tables(
+            AllocatorConfig(num_blocks=60, groups=[FullAttention(4)], max_model_len=120)
+        )
+    backend = backend_for(plan())
+    with pytest.raises(InputError, match="61 blocks"):
+        backend.create_tables(AllocatorConfig(num_blocks=61, groups=[FullAttention(4)], max_model_len=120))
+    config = AllocatorConfig(num_blocks=60, groups=[FullAttention(4)], max_model_len=120, max_num_reqs=6)
+    backend.create_tables(config)
+    with pytest.raises(MisuseError, match="has its tables already"):
+        backend.create_tables(config)
+    places = [backend.slots.data_ptr(), backend.block_tables[0].data_ptr(), backend.inputs.rows.data_ptr()]
+    for changes in ({"max_num_reqs": 7}, {"max_model_len": 121}):
+        with pytest.raises(InputError, match="tables were made for max_num_reqs 6 and max_model_len 120"):
+            serve(backend, **changes)
+    allocator, sim = serve(backend)
+    allocator.allocate(Request("a", 9), 9)
+    tokens = batch((allocator.row_of("a"), 0, 9))
+    assert backend.slot_mapping(tokens).tolist() == sim.slot_mapping(tokens).tolist()
+    assert places == [backend.slots.data_ptr(), backend.block_tables[0].data_ptr(), backend.inputs.rows.data_ptr()]
+
+
 def test_blocks_that_do_not_divide_over_context_ranks_are_refused() -> None:
     spec = FullAttentionSpec(block_size=3, num_kv_heads=2, head_size=16, dtype="bf16")
     backend = backend_for(plan(spec), context=ContextRank(0, 2, 2))

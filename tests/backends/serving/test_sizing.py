@@ -14,8 +14,10 @@ from kvledger.backends.serving import EngineOptions, LiveEngine, SamplingSetting
 from kvledger.core import DoesNotFitError, InputError  # noqa: E402
 from kvledger.core.memory_probe import MemoryKind  # noqa: E402
 from kvledger.core.startup_log import read_startup_log  # noqa: E402
+from kvledger.kernels import TorchKernels  # noqa: E402
 
 from tests.backends.serving.real_models import tiny_model  # noqa: E402
+from tests.backends.serving.recorded_graphs import RecordedGraphs, RecordedKernels  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -28,9 +30,10 @@ class Loaded:
     model: object
 
 
-def sized(family="llama", device_access=None, **changes):
+def sized(family="llama", device_access=None, graph_capturer=None, **changes):
     options = attrs.evolve(OPTIONS, **changes)
-    return size_engine(lambda: Loaded(tiny_model(family)), options, device="cpu", device_access=device_access)
+    where = {"device": "cpu", "device_access": device_access, "graph_capturer": graph_capturer}
+    return size_engine(lambda: Loaded(tiny_model(family)), options, **where)
 
 
 class CountedDevice(HostDevice):
@@ -126,6 +129,42 @@ def test_a_profile_measures_the_largest_step_and_leaves_the_model_as_it_was() ->
     assert serve(found) == serve(sized())
 
 
+@pytest.fixture
+def capturer(monkeypatch):
+    """What captures on a CPU as CUDA graphs do on a GPU."""
+    kernels = RecordedKernels(TorchKernels())
+    monkeypatch.setattr("kvledger.backends.cuda_backend.default_kernels", lambda device: kernels)
+    return RecordedGraphs(kernels)
+
+
+def test_captured_decode_steps_are_estimated_set_aside_and_measured(capturer) -> None:
+    given = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.02, "cudagraph_capture_sizes": (1, 8, 4)}
+    found = sized(device_access=CountedDevice(), graph_capturer=capturer, **given)
+    assert found.runner.graphs.sizes == (1, 4, 8)
+    # The two largest are sampled over the smallest pool, then all are captured over the real one.
+    assert len(capturer.recordings) == 2 + 3
+    rows = {row.name: row for row in found.plan.stages[0].ledger.non_kv_rows}
+    graphs = rows["CUDA graphs"]
+    assert graphs.source == "estimate" and "1 more (decode)" in graphs.formula
+    reconciled = found.reconciliation
+    assert reconciled.graph_estimate_bytes == graphs.num_bytes > 0 and reconciled.graph_actual_bytes > 0
+    pool = found.plan.num_blocks * found.plan.bytes_per_block
+    requested = 0.02 * CountedDevice.total_bytes
+    assert 0 <= requested - sum(row.num_bytes for row in rows.values()) - pool < found.plan.bytes_per_block + 1
+    lines = found.lines()
+    assert "Captured 3 decode steps in CUDA graphs, of 1 to 8 requests" in lines
+    assert any(line.startswith("CUDA graph pool memory: ") for line in lines)
+    assert serve(found) == serve(sized())
+    assert found.runner.graphs.num_replays > 5
+
+
+def test_nothing_is_captured_where_it_is_not_wanted(capturer) -> None:
+    found = sized(device_access=CountedDevice(), graph_capturer=capturer, enforce_eager=True)
+    assert found.runner.graphs is None and not capturer.recordings
+    assert "CUDA graphs" not in {row.name for row in found.plan.stages[0].ledger.non_kv_rows}
+    assert sized().runner.graphs is None
+
+
 @pytest.mark.gpu
 def test_a_gpu_is_profiled_and_serves_as_a_cpu_does() -> None:
     if not torch.cuda.is_available():
@@ -134,7 +173,9 @@ def test_a_gpu_is_profiled_and_serves_as_a_cpu_does() -> None:
     found = size_engine(lambda: Loaded(tiny_model("llama on cuda")), options, device="cuda")
     assert found.reconciliation is not None and found.plan.num_blocks > 1000
     assert {row.source for row in found.plan.stages[0].ledger.non_kv_rows} <= {"measured", "estimate"}
+    assert found.runner.graphs.sizes == (1, 2, 4, 8) and found.reconciliation.graph_actual_bytes > 0
     assert serve(found) == serve(sized())
+    assert found.runner.graphs.num_replays > 5
 
 
 @pytest.mark.parametrize(
@@ -142,6 +183,13 @@ def test_a_gpu_is_profiled_and_serves_as_a_cpu_does() -> None:
     [
         ({"kv_cache_memory_bytes": None}, InputError, "on a CPU the pool's size must be given"),
         ({"gpu_memory_utilization": 0.5}, InputError, "gpu_memory_utilization 0.5 has no effect on a CPU"),
+        ({"cudagraph_capture_sizes": (1, 2)}, InputError, r"cudagraph_capture_sizes \[1, 2\] has no effect on a CPU"),
+        ({"cudagraph_capture_sizes": (1, 9)}, InputError, "numbers of requests from 1 to max_num_seqs 8"),
+        (
+            {"cudagraph_capture_sizes": (1,), "enforce_eager": True},
+            InputError,
+            r"cudagraph_capture_sizes \[1\] has no effect with enforce_eager",
+        ),
         ({"num_gpu_blocks_override": 50}, InputError, "both size the pool; give one of them"),
         ({"kv_cache_memory_bytes": 1 << 60}, DoesNotFitError, "Largest --kv-cache-memory-bytes that starts"),
         ({"kv_cache_memory_bytes": 20_000}, DoesNotFitError, "lower max_model_len to at most 48"),
