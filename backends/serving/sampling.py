@@ -5,7 +5,7 @@ else is in its batch, and again after it was preempted.
 """
 
 import hashlib
-import math
+import sys
 from collections.abc import Sequence
 
 import attrs
@@ -16,6 +16,8 @@ from ...core.errors import InputError
 # With so many bits a draw times a sum of probabilities is always below that sum, in double precision.
 _DRAW_BITS = 52
 MAX_SEED = (1 << 64) - 1
+# A step's values of top_k are one int64 tensor: a larger one would fail the step, and with it everybody's requests.
+MAX_TOP_K = (1 << 63) - 1
 
 
 def _texts(value: "str | Sequence[str]") -> tuple[str, ...]:
@@ -56,12 +58,12 @@ class SamplingSettings:
     def __attrs_post_init__(self) -> None:
         if self.max_tokens < 1:
             raise InputError(f"max_tokens is {self.max_tokens}; it must be at least 1")
-        if not 0 <= self.temperature < math.inf:
+        if not 0 <= self.temperature <= sys.float_info.max:  # which also a whole number can exceed
             raise InputError(f"temperature is {self.temperature}; it must be 0 (greedy) or a finite number above")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (1: all tokens)")
-        if self.top_k < 0:
-            raise InputError(f"top_k is {self.top_k}; it must be 0 (all tokens) or more")
+        if not 0 <= self.top_k <= MAX_TOP_K:
+            raise InputError(f"top_k is {self.top_k}; it must be 0 (all tokens) or at most {MAX_TOP_K}")
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise InputError(f"seed is {self.seed}; it must lie in 0 to {MAX_SEED}")
         if "" in self.stop:

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="live serving needs torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from kvledger.backends.serving import SamplingSettings  # noqa: E402
-from kvledger.backends.serving.sampling import choose_tokens, seed_of_request, uniform  # noqa: E402
+from kvledger.backends.serving.sampling import MAX_TOP_K, choose_tokens, seed_of_request, uniform  # noqa: E402
 from kvledger.core import InputError  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -23,7 +23,9 @@ pytestmark = pytest.mark.torch
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_p": 0.0}, "top_p is 0.0; it must be above 0"),
         ({"top_p": 1.01}, "top_p is 1.01"),
+        ({"temperature": 10**400}, "temperature is 1000"),
         ({"top_k": -1}, "top_k is -1"),
+        ({"top_k": 1 << 63}, "top_k is 9223372036854775808; it must be 0 .all tokens. or at most 9223372036854775807"),
         ({"seed": -1}, "seed is -1"),
         ({"seed": 1 << 64}, "seed is 18446744073709551616"),
         ({"stop": ("end", "")}, "a stop text is empty"),
@@ -65,6 +67,7 @@ def test_greedy_takes_the_likeliest_token_and_the_first_of_equals() -> None:
         ({"temperature": 0.5}, [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]),
         ({"top_k": 2}, [0.625, 0.375, 0, 0]),
         ({"top_k": 9}, [0.5, 0.3, 0.15, 0.05]),
+        ({"top_k": MAX_TOP_K}, [0.5, 0.3, 0.15, 0.05]),
         ({"top_p": 0.5}, [1, 0, 0, 0]),
         ({"top_p": 0.51}, [0.625, 0.375, 0, 0]),
         ({"top_p": 0.001}, [1, 0, 0, 0]),
