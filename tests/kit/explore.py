@@ -15,6 +15,9 @@ from kvledger.testing.scenario import Scenario
 from kvledger.testing.shorten import shorten
 from kvledger.testing.trial import Trial
 
+# Looking for a shorter history ends after so many that did not happen on one.
+_TRIES_IN_VAIN = 500
+
 
 @attrs.define
 class Played:
@@ -90,9 +93,9 @@ def _found_again_sooner(
 
     Leaving out commands ends where each one is needed by another; starting anew does not.
     """
-    best, deadline, seed = failure, time.monotonic() + budget_s, 0
-    while time.monotonic() < deadline:
-        chooser, seed = RandomChooser(seed), seed + 1
+    best, deadline, seed, in_vain = failure, time.monotonic() + budget_s, 0, 0
+    while time.monotonic() < deadline and in_vain < _TRIES_IN_VAIN:
+        chooser, seed, in_vain = RandomChooser(seed), seed + 1, in_vain + 1
         most = len(best.history.commands) - 1
         blocks = chooser.integer(2, best.history.scenario.num_blocks + 1)
         player = player_for(make, attrs.evolve(best.history.scenario, num_blocks=blocks), rival)
@@ -100,7 +103,7 @@ def _found_again_sooner(
             _play_one(player, chooser, most // 2 + 1, Played(), (), most)
         except KitFailure as found:
             if _kind_of(found) == _kind_of(best):
-                best = shorten(found, make, rival, deadline - time.monotonic())
+                best, in_vain = shorten(found, make, rival, deadline - time.monotonic()), 0
     return best
 
 

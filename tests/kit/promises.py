@@ -39,6 +39,9 @@ LONGEST_HIT = Promise("longest_hit", "A hit is as long as the findable blocks al
 OWN_CONTENT = Promise(
     "own_content", "Whatever a request's next token attends to is the content of that request's own tokens."
 )
+WRITES_ARE_PRIVATE = Promise(
+    "writes_are_private", "A block that new tokens are written into is held by their request alone."
+)
 SLOTS_EXIST = Promise("slots_exist", "Every placed token has a slot, and so has every lookahead token asked for.")
 NO_WASTE = Promise("no_waste", "A request holds no more blocks than its slots need: at most block_size - 1 are unused.")
 TABLES_ONLY_GROW = Promise(
@@ -55,6 +58,11 @@ REFUSED_FOR_GOOD = Promise(
 TAKEN_FROM_THE_HEAD = Promise("taken_from_the_head", "New blocks are those that the eviction order names first.")
 TAIL_GOES_FIRST = Promise(
     "tail_goes_first", "Of the blocks that a request gives back, a later one is taken before an earlier one."
+)
+GROUPS_GO_IN_ORDER = Promise(
+    "groups_go_in_order",
+    "What a request gives back with a key is queued group by group, the first group first; the last one where the "
+    "release is deferred.",
 )
 KEYS_TELL_THE_TRUTH = Promise("keys_tell_the_truth", "A findable block holds the content that its key names.")
 KEYS_STAY = Promise(
@@ -74,6 +82,10 @@ OUT_OF_WINDOW_IS_GONE = Promise(
     "After a release, and where a hit is adopted, no block is held that the next token does not attend to.",
 )
 EVERYTHING_COMES_BACK = Promise("everything_comes_back", "A request that has ended holds nothing.")
+EVICTION_IS_EXACT = Promise(
+    "eviction_is_exact",
+    "Evicting by id takes the keys of those blocks, and besides of none that a lookup could still reach.",
+)
 RESET_FORGETS = Promise("reset_forgets", "After a reset nothing can be found; while blocks are in use it is refused.")
 EVENTS_REBUILD_STATE = Promise("events_rebuild_state", "Replaying the events so far gives the state, exactly.")
 PROGRESS = Promise("progress", "Once every request has ended, the longest request that fits is served.")
@@ -85,6 +97,7 @@ PROMISES: tuple[Promise, ...] = (
     HIT_BOUNDS,
     LONGEST_HIT,
     OWN_CONTENT,
+    WRITES_ARE_PRIVATE,
     SLOTS_EXIST,
     NO_WASTE,
     TABLES_ONLY_GROW,
@@ -93,6 +106,7 @@ PROMISES: tuple[Promise, ...] = (
     REFUSED_FOR_GOOD,
     TAKEN_FROM_THE_HEAD,
     TAIL_GOES_FIRST,
+    GROUPS_GO_IN_ORDER,
     KEYS_TELL_THE_TRUTH,
     KEYS_STAY,
     COMPLETE_BLOCKS_ARE_FOUND,
@@ -101,6 +115,7 @@ PROMISES: tuple[Promise, ...] = (
     NO_ORPHANS,
     OUT_OF_WINDOW_IS_GONE,
     EVERYTHING_COMES_BACK,
+    EVICTION_IS_EXACT,
     RESET_FORGETS,
     EVENTS_REBUILD_STATE,
     PROGRESS,
@@ -147,13 +162,29 @@ def check_taken_from_the_head(before: AllocatorView, after: AllocatorView, adopt
     )
 
 
-def check_tail_goes_first(before: AllocatorView, after: AllocatorView, name: str) -> None:
-    """What became free of a request's tables, with a key and without, is queued last block first."""
+def _freed(before: AllocatorView, after: AllocatorView, name: str) -> tuple[list[list[int]], dict[int, int]]:
+    """By group the blocks of a request that became free, and where each free block stands in the queue."""
     place_of = {block: place for place, block in enumerate(after.free.tolist())}
     was_free = set(before.free.tolist())
-    for group, table in enumerate(before.tables[name]):
-        freed = [block for block in table if block in place_of and block not in was_free]
-        keyed = after.keyed or {}
+    tables = before.tables[name]
+    return [[block for block in table if block in place_of and block not in was_free] for table in tables], place_of
+
+
+def check_groups_go_in_order(before: AllocatorView, after: AllocatorView, name: str, deferred: bool) -> None:
+    """Of an ended request, the findable blocks of one group stand before those of the next, or behind them."""
+    freed, place_of = _freed(before, after, name)
+    keyed = [[place_of[block] for block in blocks if block in (after.keyed or {})] for blocks in freed]
+    places = [place for group in (keyed[::-1] if deferred else keyed) for place in sorted(group)]
+    GROUPS_GO_IN_ORDER.require(
+        places == sorted(places), f"the findable blocks of request {name!r} stand, group by group, at {keyed}"
+    )
+
+
+def check_tail_goes_first(before: AllocatorView, after: AllocatorView, name: str) -> None:
+    """What became free of a request's tables, with a key and without, is queued last block first."""
+    groups, place_of = _freed(before, after, name)
+    keyed = after.keyed or {}
+    for group, freed in enumerate(groups):
         for blocks in ([b for b in freed if b in keyed], [b for b in freed if b not in keyed]):
             places = [place_of[block] for block in blocks]
             TAIL_GOES_FIRST.require(
@@ -161,6 +192,18 @@ def check_tail_goes_first(before: AllocatorView, after: AllocatorView, name: str
                 f"request {name!r} gave back blocks {blocks} of group {group}, in the order of their positions, and "
                 f"they stand at {places} of the free queue",
             )
+
+
+def check_writes_are_private(scenario: Scenario, name: str, start: int, stop: int, after: AllocatorView) -> None:
+    """No block of the positions `start <= position < stop` is held by anybody else, whatever it is written."""
+    for group, shape in enumerate(scenario.groups):
+        written = after.tables[name][group][start // shape.block_size : -(-stop // shape.block_size)]
+        shared = [block for block in written if after.uses[block] > 1]
+        WRITES_ARE_PRIVATE.require(
+            not shared,
+            f"tokens {start} to {stop - 1} of request {name!r} are written into blocks {shared} of group {group}, "
+            "which others hold as well",
+        )
 
 
 def check_keys_stay(before: AllocatorView, after: AllocatorView, overwritten: set[int]) -> None:

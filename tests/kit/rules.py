@@ -146,6 +146,24 @@ def look_up(trial: Trial, chooser: Chooser, do: Do) -> None:
         do(Match(request.name))
 
 
+def be_overtaken(trial: Trial, chooser: Chooser, do: Do) -> None:
+    """What a request found may be taken, evicted or forgotten by the one command before it is allocated."""
+    request = _arrive_again(trial, do, _named(trial, chooser, live=None))
+    if request is None or len(trial.requests) >= MOST_REQUESTS:
+        return
+    do(Match(request.name))
+    hit = request.found.num_hit_tokens if request.found else 0
+    keyed = sorted(trial.view.keyed or ())
+    if keyed and "evict" in trial.capabilities and chance(chooser, 3):
+        do(Evict((pick(chooser, keyed),)))
+    else:
+        other, free = f"r{len(trial.requests)}", len(trial.view.free)
+        room = min(max(free, 1) * trial.scenario.block_size, trial.scenario.max_model_len)
+        do(New(other, ((3, chooser.integer(1, room)),)))
+        do(Allocate(other, room))
+    do(Allocate(request.name, max(len(request.tokens) - hit, 1), adopt=request.found is not None))
+
+
 def run_a_long_one(trial: Trial, chooser: Chooser, do: Do) -> None:
     """A request of nearly the longest length is computed in a few chunks, and decodes up to the last token."""
     room = trial.scenario.max_model_len
@@ -174,6 +192,8 @@ def decode(trial: Trial, chooser: Chooser, do: Do) -> None:
         drafts = chooser.integer(1, 5) if _has(trial, "drafts") and chance(chooser, 3) else 0
         accepted = chooser.integer(0, 3) if _has(trial, "drafts") else 0
         output, lookahead, reserved = chooser.integer(0, 2), _lookahead(trial, chooser), _reserved(trial, chooser)
+        if chance(chooser, 16):
+            names.append(names[0])  # twice in one step, which nobody can place
         do(Append(names, output, accepted, drafts, lookahead, reserved))
 
 
@@ -218,10 +238,26 @@ def truncate(trial: Trial, chooser: Chooser, do: Do) -> None:
 
 
 def fork(trial: Trial, chooser: Chooser, do: Do) -> None:
-    """A child that shares what its parent has placed."""
-    request = _named(trial, chooser, live=True)
+    """A child that shares what its parent has placed; now and then one that runs already, or of a parent that ended."""
+    request = _named(trial, chooser, live=None if chance(chooser, 6) else True)
     if request is not None and len(trial.requests) < MOST_REQUESTS:
-        do(Fork(request.name, f"r{len(trial.requests)}"))
+        runs_already = trial.live() and chance(chooser, 6)
+        do(Fork(request.name, pick(chooser, trial.live()) if runs_already else f"r{len(trial.requests)}"))
+
+
+def fork_and_go_back(trial: Trial, chooser: Chooser, do: Do) -> None:
+    """One of two that share blocks decodes, goes back into what they share, and comes forward again in two steps."""
+    request = _named(trial, chooser, live=True)
+    if request is None or not _has(trial, "rollback") or len(trial.requests) >= MOST_REQUESTS:
+        return
+    child = f"r{len(trial.requests)}"
+    do(Fork(request.name, child))
+    one = trial.requests.get(pick(chooser, (request.name, child)))
+    if one is not None:
+        for _ in range(chooser.integer(1, 4)):
+            do(Append((one.name,), chooser.integer(0, 2)))
+        do(Allocate(one.name, chooser.integer(1, 3), back=chooser.integer(1, 24)))
+        do(Allocate(one.name, max(len(one.tokens) - one.num_valid, 1)))
 
 
 def fork_and_diverge(trial: Trial, chooser: Chooser, do: Do) -> None:
@@ -298,11 +334,13 @@ RULES = (
     Rule("admit_later", admit_later, 3),
     Rule("look_up", look_up, 2, ("match",)),
     Rule("arrive_and_look_up", arrive_and_look_up, 2, ("match",)),
+    Rule("be_overtaken", be_overtaken, 2, ("match",)),
     Rule("ask_the_gate", ask_the_gate, 2, ("can_admit",)),
     Rule("release_out_of_window", release_out_of_window, 4, ("release_out_of_window",)),
     Rule("truncate", truncate, 2, ("truncate",)),
     Rule("fork", fork, 2, ("fork",)),
     Rule("fork_and_diverge", fork_and_diverge, 2, ("fork",)),
+    Rule("fork_and_go_back", fork_and_go_back, 1, ("fork",)),
     Rule("preempt", preempt, 2, ("preempt",)),
     Rule("abort", abort, 1, ("abort",)),
     Rule("evict", evict, 2, ("evict",)),

@@ -25,6 +25,7 @@ def shorten(
     ways = (
         search.leave_out_requests,
         search.leave_out_commands,
+        search.leave_out_forks,
         search.simplify_commands,
         search.simplify_scenario,
         search.leave_out_pairs,
@@ -54,6 +55,14 @@ class _Search:
         for name in [command.request for command in self._commands if isinstance(command, New)][::-1]:
             commands = [_without(command, name) for command in self._commands]
             improved |= self._fails(self._scenario, tuple([command for command in commands if command is not None]))
+        return improved
+
+    def leave_out_forks(self) -> bool:
+        """Try without a fork, its parent doing what the child does."""
+        improved = False
+        for fork in [command for command in self._commands if isinstance(command, Fork)]:
+            commands = [_renamed(command, fork.child, fork.parent) for command in self._commands if command != fork]
+            improved |= self._fails(self._scenario, tuple(commands))
         return improved
 
     def leave_out_pairs(self) -> bool:
@@ -121,6 +130,14 @@ def _without(command: Command, name: str) -> Command | None:
         return attrs.evolve(command, requests=others) if others else None
     named = (command.parent, command.child) if isinstance(command, Fork) else (getattr(command, "request", None),)
     return None if name in named else command
+
+
+def _renamed(command: Command, old: str, new: str) -> Command:
+    """The command with another request in this one's place."""
+    if isinstance(command, Append):
+        return attrs.evolve(command, requests=tuple(dict.fromkeys([new if r == old else r for r in command.requests])))
+    fields = {name: new for name in ("request", "parent", "child") if getattr(command, name, None) == old}
+    return attrs.evolve(command, **fields)
 
 
 def failure_of(history: History, make: ManagerFactory, rival: ManagerFactory | None = None) -> KitFailure | None:

@@ -32,13 +32,13 @@ from kvledger.testing.commands import (
 )
 from kvledger.testing.failure import History, load_history
 from kvledger.testing.invariants import INVARIANTS, InvariantViolation
-from kvledger.testing.lookups import Lookups
 from kvledger.testing.protocol import (
     FoundPrefix,
     Limits,
     ManagerFactory,
     Placement,
 )
+from kvledger.testing.releases import Releases
 from kvledger.testing.scenario import Scenario
 from kvledger.testing.trial_state import Step, TrialRequest
 from kvledger.testing.view import AllocatorView
@@ -48,8 +48,9 @@ _FIRST_DRAFT_TOKEN = 1_000
 _LAST_REQUEST_TOKEN = 999
 
 
-class Trial(Lookups):
-    """One history on one manager. What it knows is `TrialState`; `Refusals` and `Lookups` judge some of the answers."""
+class Trial(Releases):
+    """One history on one manager. What it knows is `TrialState`; `Refusals`, `Lookups` and
+    `Releases` judge most of the answers."""
 
     def __init__(self, make: ManagerFactory, scenario: Scenario, checks_state: bool = True) -> None:
         super().__init__(make, scenario, checks_state)
@@ -208,6 +209,7 @@ class Trial(Lookups):
             first = total if computed_from is None else computed_from
             problem = self.model.misread(request.name, request.placed, first, self.view)
             promises.OWN_CONTENT.require(problem is None, str(problem))
+            promises.check_writes_are_private(self.scenario, request.name, total, len(request.placed), self.view)
             self._check_registered(before, request, total)
             if total < request.num_prompt <= request.num_valid:
                 self._check_prompt_is_found_again(request)
@@ -226,16 +228,6 @@ class Trial(Lookups):
             for shape, table in zip(self.scenario.groups, before.tables.get(request.name, ()), strict=False)
             for block in table[total // shape.block_size :]
         }
-
-    def _check_slots(self, request: TrialRequest) -> None:
-        for group, shape in enumerate(self.scenario.groups):
-            held, needed = len(self.view.tables[request.name][group]), -(-request.slots_asked // shape.block_size)
-            detail = (
-                f"request {request.name!r} holds {held} blocks of {shape.block_size} in group {group} for "
-                f"{request.slots_asked} slots, which need {needed}"
-            )
-            promises.SLOTS_EXIST.require(held >= needed, detail)
-            promises.NO_WASTE.require(held <= needed, detail)
 
     def _check_registered(self, before: AllocatorView, request: TrialRequest, total: int) -> None:
         keyed, was_keyed = self.view.keyed, before.keyed
@@ -278,42 +270,7 @@ class Trial(Lookups):
                     f"cannot be found; the prompt of {request.num_prompt} tokens should be, up to {boundary}",
                 )
 
-    # -- commands that give back -------------------------------------------------------------------------------------
-
-    def _release_out_of_window(self, command: ReleaseOutOfWindow) -> None:
-        request = self.requests[command.request]
-        computed = request.num_valid
-        if not request.is_live:
-            self._misuse(lambda: self.manager.release_out_of_window(request.name, computed))
-            return
-        answer = self._ask(lambda: self.manager.release_out_of_window(request.name, computed))
-        promises.JUSTIFIED_REFUSAL.require(not isinstance(answer, Exception), f"refused a release: {answer}")
-        self.num_changes += 1
-        self._check_tail_goes_first(request.name)
-        promises.check_out_of_window(self.scenario, request.name, computed, self.view)
-        promises.check_tables_only_grow(self._earlier(), self.view, None)
-        promises.check_keys_stay(self._earlier(), self.view, set())
-
-    def _truncate(self, command: Truncate) -> None:
-        request, num_tokens = self.requests[command.request], command.num_tokens
-        if not request.is_live or num_tokens > len(request.placed):
-            self._misuse(lambda: self.manager.truncate(request.name, num_tokens))
-            return
-        answer = self._ask(lambda: self.manager.truncate(request.name, num_tokens))
-        if isinstance(answer, Exception):
-            self._unchanged()
-            promises.JUSTIFIED_REFUSAL.require(self._has_lost(request, num_tokens), f"refused a truncation: {answer}")
-            return
-        self.num_changes += 1
-        request.placed = request.placed[:num_tokens]
-        request.slots_asked = num_tokens
-        if command.forget:
-            request.tokens = request.tokens[: max(num_tokens, 1)]
-            request.found, request.num_prompt = None, 0
-        self._check_tail_goes_first(request.name)
-        self._check_slots(request)
-        promises.check_tables_only_grow(self._earlier(), self.view, request.name)
-        promises.check_keys_stay(self._earlier(), self.view, set())
+    # -- forks ---------------------------------------------------------------------------------------------------------
 
     def _fork(self, command: Fork) -> None:
         parent, child = self.requests[command.parent], self.requests.get(command.child)
@@ -337,68 +294,7 @@ class Trial(Lookups):
         promises.check_tables_only_grow(self._earlier(), self.view, None)
         promises.check_keys_stay(self._earlier(), self.view, set())
 
-    def _end(self, name: str, action: Callable[[str], Any]) -> None:
-        request = self.requests[name]
-        if not request.is_live:
-            self._misuse(lambda: action(name))
-            return
-        answer = self._ask(lambda: action(name))
-        promises.JUSTIFIED_REFUSAL.require(not isinstance(answer, Exception), f"refused an end: {answer}")
-        self.num_changes += 1
-        request.end()
-        promises.EVERYTHING_COMES_BACK.require(
-            name not in self.view.tables, f"request {name!r} has ended and holds {self.view.tables.get(name)}"
-        )
-        self._check_tail_goes_first(name)
-        promises.check_tables_only_grow(self._earlier(), self.view, None)
-        promises.check_keys_stay(self._earlier(), self.view, set())
-
-    def _check_tail_goes_first(self, name: str) -> None:
-        if {"ordered", "tail_first"} <= self.supports.options and self.scenario.eviction == "lru":
-            promises.check_tail_goes_first(self._earlier(), self.view, name)
-
-    def _evict(self, command: Evict) -> None:
-        if any(not 0 <= block < self.scenario.num_blocks for block in command.blocks):
-            self._misuse(lambda: self.manager.evict(command.blocks))
-            return
-        answer = self._ask(lambda: self.manager.evict(command.blocks))
-        promises.JUSTIFIED_REFUSAL.require(not isinstance(answer, Exception), f"refused an eviction: {answer}")
-        self.num_changes += 1
-        before, keyed = self._earlier(), self.view.keyed
-        if keyed is None or before.keyed is None:
-            return
-        lost = set(before.keyed) - set(keyed)
-        for request in self.requests.values():
-            tables = self.view.tables.get(request.name, ())
-            request.lost_a_key |= any(not lost.isdisjoint(table) for table in tables)
-        promises.RESET_FORGETS.require(
-            not any(block in keyed for block in command.blocks), f"a block of {command.blocks} can still be found"
-        )
-        if self._checks_orphans():
-            already = set(self.model.unreachable(before))
-            orphans = sorted(set(self.model.unreachable(self.view)) - already)
-            promises.NO_ORPHANS.require(
-                not orphans, f"block {orphans[0][0] if orphans else ''} is findable behind an evicted one"
-            )
-
-    def _reset(self, command: Reset) -> None:
-        in_use = bool(self.view.uses.any())
-        answer = self._ask(self.manager.reset)
-        if in_use:
-            self._unchanged()
-            promises.RESET_FORGETS.require(isinstance(answer, Exception), "a reset was ignored silently")
-            return
-        promises.RESET_FORGETS.require(
-            not isinstance(answer, Exception) and not self.view.keyed, f"an idle pool was not reset: {answer}"
-        )
-        self.num_changes += 1
-
     # -- after every command -----------------------------------------------------------------------------------------
-
-    def _checks_orphans(self) -> bool:
-        """Managers that can drop orphans are not told off for keeping them when the scenario says so."""
-        told_to_keep = "drop_orphans" in self.supports.options and self.scenario.orphans == "keep"
-        return not told_to_keep and promises.NO_ORPHANS.name not in self.supports.waived
 
     def _check_state(self) -> None:
         for invariant in INVARIANTS:

@@ -144,3 +144,13 @@ class TrialState:
 
     def _is_fresh(self, request: TrialRequest) -> bool:
         return request.found is not None and request.found_after == self.num_changes
+
+    def _check_slots(self, request: TrialRequest) -> None:
+        for group, shape in enumerate(self.scenario.groups):
+            held, needed = len(self.view.tables[request.name][group]), -(-request.slots_asked // shape.block_size)
+            detail = (
+                f"request {request.name!r} holds {held} blocks of {shape.block_size} in group {group} for "
+                f"{request.slots_asked} slots, which need {needed}"
+            )
+            promises.SLOTS_EXIST.require(held >= needed, detail)
+            promises.NO_WASTE.require(held <= needed, detail)
