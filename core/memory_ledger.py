@@ -246,27 +246,33 @@ class MemoryLedger:
         if self.budget.externally_held_bytes:
             held = given_row("weights held externally", self.budget.externally_held_bytes, RowRole.BUDGET)
             others = (held, *others)
-        return (*others, *self._pool_rows(pool_bytes), *self._unused_rows(pool_bytes, sum_bytes(others)))
+        taken = max(self.budget.total_bytes - self.budget.free_bytes - self.budget.externally_held_bytes, 0)
+        left = self.budget.total_bytes - sum_bytes(others) - pool_bytes - taken
+        remainder = self._remainder_rows(pool_bytes, left)
+        return (
+            *others,
+            _derived("KV cache blocks", pool_bytes, RowRole.POOL, "num_gpu_blocks x bytes per block"),
+            *remainder,
+            *_unused_rows(taken, left - sum_bytes(remainder)),
+        )
 
-    def _pool_rows(self, pool_bytes: int) -> tuple[LedgerRow, ...]:
-        remainder = max(self.available_bytes, 0) - pool_bytes
-        rows = [_derived("KV cache blocks", pool_bytes, RowRole.POOL, "num_gpu_blocks x bytes per block")]
-        if remainder > 0:
-            formula = f"available {self.available_bytes:,} - blocks {pool_bytes:,}"
-            rows.append(_derived("remainder", remainder, RowRole.POOL, formula))
-        return tuple(rows)
+    def _remainder_rows(self, pool_bytes: int, left_bytes: int) -> tuple[LedgerRow, ...]:
+        """What the budget leaves beside the pool, as far as it is there: a budget may count on memory that others hold,
+        and where the pool's size is given nobody has checked that it is free.
+        """
+        remainder = self.available_bytes - pool_bytes
+        formula = f"available {self.available_bytes:,} - blocks {pool_bytes:,}"
+        if left_bytes < remainder:
+            remainder, formula = left_bytes, f"{formula}, of which so much is free"
+        return (_derived("remainder", remainder, RowRole.POOL, formula),) if remainder > 0 else ()
 
-    def _unused_rows(self, pool_bytes: int, others_bytes: int) -> tuple[LedgerRow, ...]:
-        pool = max(self.available_bytes, pool_bytes, 0)
-        spare = self.budget.total_bytes - others_bytes - pool
-        taken = self.budget.total_bytes - self.budget.free_bytes - self.budget.externally_held_bytes
-        rows: list[LedgerRow] = []
-        if taken > 0:
-            rows.append(_derived("in use before start", taken, RowRole.BUDGET, "total - free"))
-            spare -= taken
-        name = "outside the budget" if spare >= 0 else "missing"
-        rows.append(_derived(name, spare, RowRole.BUDGET, "total - all rows above"))
-        return tuple(rows)
+
+def _unused_rows(taken_bytes: int, spare_bytes: int) -> tuple[LedgerRow, ...]:
+    name = "outside the budget" if spare_bytes >= 0 else "missing"
+    spare = _derived(name, spare_bytes, RowRole.BUDGET, "total - all rows above")
+    if not taken_bytes:
+        return (spare,)
+    return _derived("in use before start", taken_bytes, RowRole.BUDGET, "total - free"), spare
 
 
 def _derived(name: str, num_bytes: int, role: RowRole, formula: str) -> LedgerRow:

@@ -19,8 +19,10 @@ from ...core.allocator_groups import allocator_groups
 from ...core.deployment import Deployment
 from ...core.deployment_plan import DeploymentPlan, plan_deployment
 from ...core.errors import InputError
+from ...core.memory_budget import BudgetSemantics
 from ...core.memory_estimates import EstimateConstants, StepShape, activation_row
 from ...core.memory_ledger import LedgerRow, RowRole, RowSource
+from ...core.memory_probe import MemorySnapshot
 from ...core.model_geometry import ModelGeometry
 from ...core.quantities import format_bytes
 from ...core.scheduler_config import SchedulerConfig
@@ -163,7 +165,13 @@ def _size_by_count(load: Callable[[], Loaded], options: EngineOptions, device: t
     geometry = transformers_geometry(loaded.model)
     rows = (_weights_row(loaded.model), _activations_row(geometry, options, loaded.model.dtype))
     plan = _planned(
-        options, geometry, before.total_bytes, before.free_bytes, rows, utilization=1.0, captures_graphs=False
+        options,
+        geometry,
+        before,
+        rows,
+        # The pool's size is given, so this decides nothing but what the account calls available: all that is free.
+        budget=(BudgetSemantics.OF_FREE, 1.0),
+        captures_graphs=False,
     )
     backend = _backend(options, loaded.model, device)
     _allocate(backend, plan)
@@ -195,15 +203,13 @@ def _size_by_profile(
     if capturer is not None and sizes:
         sampled = SampledGraphs(profiled, sizes, capturer)
         measured = profiler.estimate_graphs((sampled.captures,), smallest_pool=sampled.smallest_pool)
-    before = measured.profile.before
     utilization = options.gpu_memory_utilization
     plan = _planned(
         options,
         profiled.geometry,
-        before.total_bytes,
-        before.free_bytes,
+        measured.profile.before,
         measured.rows,
-        DEFAULT_UTILIZATION if utilization is None else utilization,
+        budget=(BudgetSemantics.OF_TOTAL, DEFAULT_UTILIZATION if utilization is None else utilization),
         captures_graphs=measured.graphs is not None,
     )
     backend = _backend(options, loaded.model, device)
@@ -229,13 +235,13 @@ def _capture(
 def _planned(
     options: EngineOptions,
     geometry: ModelGeometry,
-    total_bytes: int,
-    free_bytes: int,
+    before: MemorySnapshot,
     rows: tuple[LedgerRow, ...],
-    utilization: float,
+    *,
+    budget: tuple[BudgetSemantics, float],
     captures_graphs: bool,
 ) -> DeploymentPlan:
-    """The plan of one device whose non-KV rows are known.
+    """The plan of one device whose non-KV rows are known, read before anything was loaded.
 
     Raises:
         InputError: a request could be longer than the model was made for.
@@ -247,9 +253,10 @@ def _planned(
     plan = plan_deployment(
         Deployment(
             geometry=geometry,
-            total_bytes=total_bytes,
-            free_bytes=free_bytes,
-            utilization=utilization,
+            total_bytes=before.total_bytes,
+            free_bytes=before.free_bytes,
+            utilization=budget[1],
+            semantics=budget[0],
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,

@@ -1,5 +1,6 @@
 """The ledger's rows: they add up to the device, whatever the figures, and say where they come from."""
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,7 +49,7 @@ amounts = st.integers(0, 100 * GIB)
     pool_share=st.floats(0, 1),
     free_share=st.floats(0, 1),
 )
-def test_the_rows_add_up_to_the_device_whatever_the_figures(
+def test_the_rows_add_up_to_the_device_and_nothing_is_missing_that_is_there(
     total: int,
     fraction: float,
     semantics: BudgetSemantics,
@@ -72,7 +73,10 @@ def test_the_rows_add_up_to_the_device_whatever_the_figures(
         frontend_reservation_bytes=reservation,
     )
     pool_bytes = int(max(ledger.available_bytes, 0) * pool_share)
-    assert sum_bytes(ledger.rows(pool_bytes)) == total
+    shown = ledger.rows(pool_bytes)
+    assert sum_bytes(shown) == total
+    needed = sum(row.num_bytes for row in shown if row.name not in ("remainder", "outside the budget", "missing"))
+    assert [row.name for row in shown if row.num_bytes < 0] == (["missing"] if needed > total else [])
 
 
 def test_available_memory_is_what_the_rows_leave_of_the_request() -> None:
@@ -89,6 +93,18 @@ def test_it_may_be_negative_and_is_told_so() -> None:
     assert ledger.available_bytes == -11 * GIB
     assert sum_bytes(ledger.rows(0)) == 10 * GIB
     assert [row.name for row in ledger.rows(0) if row.num_bytes < 0] == ["missing"]
+
+
+def test_nothing_is_missing_where_the_budget_counts_on_what_others_hold_and_the_pool_does_not() -> None:
+    """Blocks that were given are not checked against the budget; what it leaves beside them is not all there."""
+    crowded = attrs.evolve(budget(80 * GIB, 0.9), free_bytes=60 * GIB)
+    ledger = MemoryLedger(budget=crowded, non_kv_rows=rows(16 * GIB, GIB, 3 * GIB))
+    assert ledger.available_bytes == 52 * GIB
+    found = {row.name: row.num_bytes for row in ledger.rows(2 * GIB)}
+    assert found["remainder"] == 38 * GIB and found["in use before start"] == 20 * GIB
+    assert found["outside the budget"] == 0 and "missing" not in found and sum(found.values()) == 80 * GIB
+    crowds_out = {row.name: row.num_bytes for row in ledger.rows(45 * GIB)}
+    assert crowds_out["missing"] == -5 * GIB and "remainder" not in crowds_out
 
 
 def test_pinned_bytes_replace_what_the_rows_leave() -> None:

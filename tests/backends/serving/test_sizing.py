@@ -93,6 +93,9 @@ def test_a_pool_of_the_given_bytes_serves_the_model_on_a_cpu(family) -> None:
 def test_blocks_may_be_given_instead_of_bytes() -> None:
     found = sized(kv_cache_memory_bytes=None, num_gpu_blocks_override=70, max_model_len=128)
     assert (found.allocator.num_blocks, found.allocator.max_model_len) == (70, 128)
+    rows = {row.name: row.num_bytes for row in found.plan.rows(found.plan.stages[0])}
+    assert min(rows.values()) >= 0 and rows["in use before start"] > 0
+    assert sum(rows.values()) == found.plan.deployment.total_bytes
 
 
 def test_weights_are_counted_once_where_they_are_tied() -> None:
