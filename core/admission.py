@@ -15,6 +15,7 @@ class Admission:
     def __init__(self, config: AllocatorConfig, state: LedgerState) -> None:
         self._config = config
         self._state = state
+        self._block_sizes = [kind.block_size for kind in config.groups]
         self._caps = [
             kind.admission_cap_blocks(config.max_in_flight_tokens, config.max_model_len) for kind in config.groups
         ]
@@ -25,8 +26,8 @@ class Admission:
         Where even a cold request of this size would need no more than `enough`, that is what is returned: which hit
         blocks are in use need not be looked at.
         """
-        if row is None and hits is not None:
-            cold = [-(-num_slots // kind.block_size) for kind in self._config.groups]
+        if row is None:
+            cold = [-(-num_slots // size) for size in self._block_sizes]
             if sum(cold) <= enough:
                 return cold
         return [

@@ -83,6 +83,8 @@ class KVCacheAllocator(LedgerWriter):
         self._taking = BlockTaking(self.state)
         self._links = ChainLinks(config.groups)
         self._request_in_row: list[Request | None] = [None] * config.max_num_reqs
+        # The column of one row, made once: most commands are about one, and a log keeps what it is given.
+        self._column_of = [(row,) for row in range(config.max_num_reqs)]
         self._one_group = len(config.groups) == 1
         self._never_skips = all(kind.computed_tokens_that_skip(np.ones(1, np.int64)) is None for kind in config.groups)
 
@@ -159,26 +161,26 @@ class KVCacheAllocator(LedgerWriter):
             InputError: no new tokens, or a count below 0.
             DoesNotFitError: not even an empty pool would do.
         """
-        state = self.state
+        state, config = self.state, self.config
         row = state.row_of.get(request.request_id)
-        hits = self._checks.match(request, row, match)
-        num_hit_tokens = match.num_hit_tokens if match else 0
+        hits = None if match is None else self._checks.match(request, row, match)
+        num_hit_tokens = 0 if match is None else match.num_hit_tokens
         if num_external_tokens:
             self._checks.external(request, num_hit_tokens, num_external_tokens)
-        self._checks.counts(num_new_tokens or min(num_external_tokens, 1), 0, num_lookahead_tokens, reserved_blocks)
+        if num_new_tokens < 1 or num_lookahead_tokens < 0 or reserved_blocks < 0:
+            self._checks.counts(num_new_tokens or min(num_external_tokens, 1), 0, num_lookahead_tokens, reserved_blocks)
         placed = 0 if row is None else state.placed[row]
         start = placed if num_computed_tokens is None else num_computed_tokens
         if start != placed:
             self._checks.start(row, request.request_id, start)
-        limit = self.config.max_model_len
-        total = min(start + num_hit_tokens + num_external_tokens, limit)
-        end = min(total + num_new_tokens, limit)
-        num_slots = min(end + num_lookahead_tokens, self.config.max_model_len)
+        total = min(start + num_hit_tokens + num_external_tokens, config.max_model_len)
+        end = min(total + num_new_tokens, config.max_model_len)
+        num_slots = min(end + num_lookahead_tokens, config.max_model_len) if num_lookahead_tokens else end
         guarded = row is not None and (row in state.guarded or start < placed)
         written_from = total - num_external_tokens
         private = self._copies.of_row(row, written_from, num_slots, Counter()) if guarded and row is not None else ()
-        copies = sum([copy for *_, copy in private])
-        spare = len(state.pool.free_queue) - reserved_blocks - (self.config.watermark_blocks if use_watermark else 0)
+        copies = sum([copy for *_, copy in private]) if private else 0
+        spare = len(state.pool.free_queue) - reserved_blocks - (config.watermark_blocks if use_watermark else 0)
         needs = self._admission.blocks_needed(row, hits, num_slots, total, enough=spare - copies)
         if sum(needs) + copies > spare:
             # Copies are for those who read the blocks now; once they have ended, nothing need be copied.
@@ -186,7 +188,7 @@ class KVCacheAllocator(LedgerWriter):
             return None
 
         # What is still to be copied in must not be found: another request would read it too early.
-        registers = self.config.enable_caching and num_new_tokens > 0
+        registers = config.enable_caching and num_new_tokens > 0
         asked: list[AskedKeys] = []
         if registers:
             asked = self._registrar.ask_for_keys(request, row, hits, total, min(end, request.num_tokens))
@@ -205,9 +207,9 @@ class KVCacheAllocator(LedgerWriter):
         for group, _, index, copy in private:
             events.append(self._emit(self._copies.event(group, row, index, copy)))
         taken: list[tuple[int, ...]] = []
-        rows = (row,)
+        rows = self._column_of[row]
         for group, table in enumerate(state.tables):
-            count = _ceil_div(num_slots, table.block_size) - table.count(row)
+            count = -(-num_slots // table.block_size) - table.count(row)
             if count > 0:
                 blocks = state.pool.free_queue.peek(count)
                 events.append(self._emit(self._taking.event(group, rows, (count,), blocks)))
@@ -449,22 +451,24 @@ class KVCacheAllocator(LedgerWriter):
     def free(self, request_id: str, reason: FreeReason = FreeReason.FINISHED) -> None:
         """Give back everything that a request holds, its last block first (rule 4)."""
         row = self.row_of(request_id)
-        self._checks.frees_all(reason)
+        if reason is not FreeReason.FINISHED:
+            self._checks.frees_all(reason)
+        rows = self._column_of[row]
         events: list[Event] = []
         segments: list[tuple[int, tuple[int, ...]]] = []
         for group, table in enumerate(self.state.tables):
             if table.count(row):
                 start = self.state.skipped[group][row]
                 segments.append((group, tuple(table.blocks(row, start)[::-1])))
-        if self.config.release == "deferred" and len(segments) > 1:
+        if len(segments) > 1 and self.config.release == "deferred":
             segments.reverse()
             flat = tuple([block for _, blocks in segments for block in blocks])
             groups, counts = tuple([g for g, _ in segments]), tuple([len(blocks) for _, blocks in segments])
-            events.append(self._emit(BlocksFreed(reason, groups, (row,) * len(groups), counts, flat)))
+            events.append(self._emit(BlocksFreed(reason, groups, rows * len(groups), counts, flat)))
         else:
             for group, blocks in segments:
-                events.append(self._emit(BlocksFreed(reason, (group,), (row,), (len(blocks),), blocks)))
-        events.append(self._emit(RowsReleased((request_id,), (row,))))
+                events.append(self._emit(BlocksFreed(reason, (group,), rows, (len(blocks),), blocks)))
+        events.append(self._emit(RowsReleased((request_id,), rows)))
         self._request_in_row[row] = None
         self._commit(events)
 
@@ -509,12 +513,14 @@ class KVCacheAllocator(LedgerWriter):
                 "are held"
             )
         row = self.state.free_rows[-1]
-        events.append(self._emit(RowsAssigned((request.request_id,), (row,))))
+        events.append(self._emit(RowsAssigned((request.request_id,), self._column_of[row])))
         self._request_in_row[row] = request
         return row
 
     def _register(self, rows: Sequence[int], asked: Sequence[AskedKeys], events: list[Event]) -> None:
         for group, keys in enumerate(asked):
+            if keys is None:
+                continue
             event = self._registrar.decide(group, rows, keys, self._request_in_row)
             if event is not None:
                 events.append(self._emit(event))

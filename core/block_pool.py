@@ -146,18 +146,18 @@ class BlockPool:
         """Add one reference to each (non-null) block; unreferenced ones leave the free queue."""
         ref_cnt = self._ref_cnt
         live = [block for block in blocks if block] if NULL_BLOCK in blocks else blocks
-        queued: list[int] = []
         try:
-            for block in live:
-                if not ref_cnt[block]:
-                    queued.append(block)
-                if block < 1:
-                    self._check_ids(live, "adopt")
+            counts = [ref_cnt[block] for block in live]
         except IndexError:
+            counts = []
+        if not counts or min(live) < 1:
             self._check_ids(live, "adopt")
         if self.free_queue.observes_keys:
             self.free_queue.on_adopted(live)
-        if queued:
+        if 0 in counts:
+            queued = (
+                live if not any(counts) else [block for block, count in zip(live, counts, strict=True) if not count]
+            )
             self.free_queue.remove(queued)
         for block in live:
             ref_cnt[block] += 1

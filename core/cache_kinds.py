@@ -5,7 +5,7 @@ and 21 of the recorded op traces (golden/ops) fix the answers; where a rule is v
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, cast
 
 import attrs
 import numpy as np
@@ -68,13 +68,11 @@ def _positive(_: object, attribute: "attrs.Attribute[int]", value: int) -> None:
 
 
 def _leading_run(keys: Sequence[Hashable], index: Mapping[Hashable, int]) -> list[int]:
-    found: list[int] = []
-    for key in keys:
-        block = index.get(key)
-        if block is None:
-            break
-        found.append(block)
-    return found
+    if not keys or keys[0] not in index:  # most lookups that miss do so at once
+        return []
+    found = list(map(index.get, keys))
+    run = found[: found.index(None)] if None in found else found
+    return cast(list[int], run)
 
 
 def _found_by_all(key: Hashable, indexes: Sequence[Mapping[Hashable, int]]) -> list[int] | None:
@@ -110,12 +108,12 @@ class FullAttention:
         self, keys: Sequence[Hashable], indexes: Sequence[Mapping[Hashable, int]], alignment: int, drop_last: bool
     ) -> list[list[int]]:
         """An unbroken run from the start, without its last block under EAGLE, rounded down to the alignment."""
+        if alignment == self.block_size and len(indexes) == 1 and not drop_last:
+            return [_leading_run(keys, indexes[0])]
         found = [_leading_run(keys, index) for index in indexes]
         length = min([len(run) for run in found])
         if drop_last and length:
             length -= 1
-        if alignment == self.block_size and len(found) == 1 and not drop_last:
-            return found
         return _cut_to_alignment(_cut(found, length), self.block_size, alignment)
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:

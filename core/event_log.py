@@ -2,72 +2,35 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
+
+import attrs
 
 from .conservation import ConservationFault, first_conservation_fault
 from .errors import CorruptLedgerError, KVLedgerError
-from .events import (
-    BlocksAllocated,
-    BlocksCached,
-    BlocksFreed,
-    BlocksShared,
-    BlocksUncached,
-    Commit,
-    Event,
-    FreeReason,
-    PoolCreated,
-    PrefixAdopted,
-    RowsAssigned,
-    RowsReleased,
-    TokensPlaced,
-)
+from .events import BlocksFreed, Commit, Event, FreeReason, PoolCreated
 from .eviction import EvictionOrder
 from .ledger_state import LedgerState
 
-# Events that are kept as bare tuples: (place in this list, the columns).
-_BARE = (
-    RowsAssigned,
-    RowsReleased,
-    PrefixAdopted,
-    BlocksAllocated,
-    BlocksCached,
-    TokensPlaced,
-    BlocksShared,
-    BlocksUncached,
-    BlocksFreed,
-)
-_PLACE_OF: dict[type, int] = {cls: place for place, cls in enumerate(_BARE)}
-_FREED = _PLACE_OF[BlocksFreed]
-
-# (sequence, its events, each as (place in `_BARE` or -1, columns or the event itself))
-_Kept: TypeAlias = tuple[int, tuple[tuple[Any, ...], ...]]
+# (sequence, the shape of the commit, the columns of each event as a bare tuple)
+_Kept: TypeAlias = tuple[int, int, tuple[Any, ...]]
 
 
-def _kept(commit: Commit) -> _Kept:
-    events: list[tuple[Any, ...]] = []
-    for event in commit.events:
-        place = _PLACE_OF.get(type(event))
-        if place is None or not isinstance(event, tuple):
-            events.append((-1, event))
-        elif place == _FREED:  # the members of an enumeration are objects that the collector follows
-            events.append((place, str(event[0]), *event[1:]))
-        else:
-            events.append((place, *event))
-    return commit.sequence, tuple(events)
+@attrs.frozen
+class _Shape:
+    """The classes of a commit's events, which most commits share with many others.
 
+    Attributes:
+        number: its place among the shapes of one log.
+        classes: of the events, in order.
+        freed: places of `BlocksFreed`, whose reason is an object that the collector would follow.
+        whole: places of events that are not tuples and are kept as they are. Rare.
+    """
 
-def _unkept(kept: _Kept) -> Commit:
-    events: list[Event] = []
-    place: int
-    columns: list[Any]
-    for place, *columns in kept[1]:
-        if place == -1:
-            events.append(columns[0])
-        elif place == _FREED:
-            events.append(BlocksFreed(FreeReason(columns[0]), *columns[1:]))
-        else:
-            events.append(_BARE[place](*columns))
-    return Commit(kept[0], tuple(events))
+    number: int
+    classes: tuple[type[Event], ...]
+    freed: tuple[int, ...]
+    whole: tuple[int, ...]
 
 
 class EventLog:
@@ -85,23 +48,66 @@ class EventLog:
     """
 
     def __init__(self, commits: Sequence[Commit] = ()) -> None:
-        self._kept = [_kept(commit) for commit in commits]
+        self._shapes: list[_Shape] = []
+        self._shape_of: dict[tuple[type[Event], ...], _Shape] = {}
+        self._kept: list[_Kept] = []
+        for commit in commits:
+            self._keep(commit)
 
     def apply(self, commit: Commit) -> None:
         """Append one commit; its sequence number must be the next one."""
         kept = self._kept
-        if kept and commit.sequence != kept[-1][0] + 1:
+        if kept and commit[0] != kept[-1][0] + 1:
             raise CorruptLedgerError(f"commit {commit.sequence} follows commit {kept[-1][0]}")
-        kept.append(_kept(commit))
+        self._keep(commit)
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def __iter__(self) -> Iterator[Commit]:
-        return map(_unkept, self._kept)
+        return map(self._unkept, self._kept)
 
     def __getitem__(self, sequence: int) -> Commit:
-        return _unkept(self._kept[sequence])
+        return self._unkept(self._kept[sequence])
+
+    def _keep(self, commit: Commit) -> None:
+        sequence, events = commit
+        classes = tuple([type(event) for event in events])
+        shape = self._shape_of.get(classes)
+        if shape is None:
+            shape = self._new_shape(classes)
+        columns: list[Any]
+        if shape.whole:
+            columns = [event[:] if isinstance(event, tuple) else event for event in events]
+        else:
+            columns = [event[:] for event in cast(tuple[tuple[Any, ...], ...], events)]
+        for place in shape.freed:
+            reason, *others = columns[place]
+            columns[place] = (str(reason), *others)
+        self._kept.append((sequence, shape.number, tuple(columns)))
+
+    def _unkept(self, kept: _Kept) -> Commit:
+        sequence, number, columns = kept
+        cls: Any
+        values: Any
+        shape = self._shapes[number]
+        events: list[Any] = []
+        for place, (cls, values) in enumerate(zip(shape.classes, columns, strict=True)):
+            if place in shape.whole:
+                events.append(values)
+            elif place in shape.freed:
+                events.append(BlocksFreed(FreeReason(values[0]), *values[1:]))
+            else:
+                events.append(cls(*values))
+        return Commit(sequence, tuple(events))
+
+    def _new_shape(self, classes: tuple[type[Event], ...]) -> _Shape:
+        freed = tuple([place for place, cls in enumerate(classes) if cls is BlocksFreed])
+        whole = tuple([place for place, cls in enumerate(classes) if not issubclass(cls, tuple)])
+        shape = _Shape(len(self._shapes), classes, freed, whole)
+        self._shapes.append(shape)
+        self._shape_of[classes] = shape
+        return shape
 
     @property
     def created(self) -> PoolCreated:

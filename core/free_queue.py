@@ -69,7 +69,7 @@ class FreeQueue:
         """Remove blocks that a decision took from the head (`peek` said which; a replay reads them from the event)."""
         if self._peeked_end < 0 or len(self._peeked) != len(blocks):
             self.peek(len(blocks))
-        if blocks != self._peeked:  # several groups take interleaved shares of one head
+        if blocks is not self._peeked and blocks != self._peeked:  # several groups take interleaved shares of one head
             self.remove(blocks)
             return
         if self._peeked_front:
@@ -124,17 +124,17 @@ class FreeQueue:
         how many entries of which block, or None.
         """
         num_outdated = self._num_outdated
-        start, stop = self._head, self._head + count
-        found = self._line[start:stop]
+        at = self._head
+        found = self._line[at : at + count]
         for block in found:
             if num_outdated[block]:
                 break
         else:
-            return found, stop, None
-        line, found, skipped = self._line, [], {}
-        at = start
+            return found, at + count, None
+        found.clear()
+        skipped: dict[int, int] = {}
         while len(found) < count:
-            for block in line[at : at + count - len(found)]:
+            for block in self._line[at : at + count - len(found)]:
                 outdated = num_outdated[block]
                 if outdated and skipped.get(block, 0) < outdated:
                     skipped[block] = skipped.get(block, 0) + 1

@@ -62,7 +62,8 @@ class LedgerState:
         rows = created.max_num_reqs
         self.placed = array("q", bytes(8 * rows))
         self.num_placed: NDArray[np.int64] = np.frombuffer(self.placed, dtype=np.int64)
-        self.row_is_held: NDArray[np.bool_] = np.zeros(rows, dtype=np.bool_)
+        self._held = bytearray(rows)
+        self.row_is_held: NDArray[np.bool_] = np.frombuffer(self._held, dtype=np.bool_)
         # Logical blocks of each row that registration has considered, by group; -1 while the row is not tracked (a
         # row is tracked from its first hit or registration on, which fixes how vLLM counts what it still needs).
         self.considered = [array("i", [-1]) * rows for _ in created.groups]
@@ -113,30 +114,33 @@ class LedgerState:
             raise CorruptLedgerError(f"a log creates its pool once, in its first commit; found {event}")
 
     def _rows_assigned(self, event: RowsAssigned) -> None:
-        for request_id, row in zip(event.requests, as_ints(event.rows), strict=True):
+        requests, rows = event
+        for request_id, row in zip(requests, as_ints(rows), strict=True):
             if self.free_rows[-1] == row:
                 self.free_rows.pop()
             else:
                 self.free_rows.remove(row)
             self.row_of[request_id] = row
             self.request_of[row] = request_id
-            self.row_is_held[row] = True
+            self._held[row] = True
             self.placed[row] = 0
-            for considered, skipped in zip(self.considered, self.skipped, strict=True):
+            for considered in self.considered:
                 considered[row] = -1
+            for skipped in self.skipped:
                 skipped[row] = 0
 
     def _rows_released(self, event: RowsReleased) -> None:
-        for request_id, row in zip(event.requests, as_ints(event.rows), strict=True):
+        requests, rows = event
+        for request_id, row in zip(requests, as_ints(rows), strict=True):
             del self.row_of[request_id]
             self.request_of[row] = None
-            self.row_is_held[row] = False
+            self._held[row] = False
             self.free_rows.append(row)
             self.guarded.discard(row)
 
     def _prefix_adopted(self, event: PrefixAdopted) -> None:
-        group, row = event.group, event.row
-        blocks = as_ints(event.blocks)
+        group, row, column = event
+        blocks = as_ints(column)
         self.pool.adopt(blocks)
         self.tables[group].extend(row, blocks)
         self.considered[group][row] = len(blocks)
@@ -163,16 +167,19 @@ class LedgerState:
         if keys:
             self.pool.cache(group, as_ints(blocks), keys, as_ints(indices))
         considered = self.considered[group]
+        if len(rows) == 1:
+            considered[rows[0]] = stops[0]
+            return
         for row, stop in zip(as_ints(rows), as_ints(stops), strict=True):
             considered[row] = stop
 
     def _tokens_placed(self, event: TokensPlaced) -> None:
         if len(event.rows) == 1:
-            row, end = int(event.rows[0]), int(event.first_positions[0]) + int(event.counts[0])
-            if row in self.guarded or end < self.placed[row]:
-                self._place(row, end - int(event.counts[0]), int(event.counts[0]))
+            row, first, count = int(event.rows[0]), int(event.first_positions[0]), int(event.counts[0])
+            if row in self.guarded or first + count < self.placed[row]:
+                self._place(row, first, count)
             else:
-                self.placed[row] = end
+                self.placed[row] = first + count
             return
         rows, firsts = np.asarray(event.rows), np.asarray(event.first_positions)
         careful = self.guarded and not self.guarded.isdisjoint(as_ints(event.rows))

@@ -1,8 +1,7 @@
 """Looking up a prefix: which cached blocks a request could adopt. Changes nothing."""
 
 from collections.abc import Sequence
-
-import attrs
+from typing import NamedTuple
 
 from .block_pool import BlockPool
 from .cache_kinds import CacheKind, FullAttention
@@ -10,8 +9,7 @@ from .events import Key
 from .types import Request
 
 
-@attrs.frozen(eq=False)
-class PrefixMatch:
+class PrefixMatch(NamedTuple):
     """What a lookup found, and the state it saw. `allocate` refuses it once a block of it has changed its content.
 
     Attributes:

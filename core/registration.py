@@ -14,8 +14,8 @@ from .types import Request
 
 _NONE: NDArray[np.intp] = np.empty(0, dtype=np.intp)
 # For each row of a batch, a logical index and the keys of the blocks from there on: of those that are due, and of the
-# one before them, if there is one. No keys: nothing is due.
-AskedKeys: TypeAlias = tuple[Sequence[int], Sequence[Sequence[Key]]]
+# one before them, if there is one. No keys: nothing is due. None: nothing is due in the whole batch.
+AskedKeys: TypeAlias = tuple[Sequence[int], Sequence[Sequence[Key]]] | None
 
 
 class Registrar:
@@ -25,6 +25,8 @@ class Registrar:
         self._config = config
         self._state = state
         self._matcher = matcher
+        # Where every complete block is worth a key and none can be out of reach, whole ranges register at once.
+        self._whole = [kind.needs_whole_prefix and config.orphans == "keep" for kind in config.groups]
 
     def due(
         self,
@@ -63,9 +65,11 @@ class Registrar:
             else:
                 start = len(hits[group])
             stop = sure // size
+            if stop <= start:
+                asked.append(None)
+                continue
             first = start - (start > 0)
-            keys = self._matcher.block_keys(request, kind, first, stop) if stop > start else ()
-            asked.append(((first,), (keys,)))
+            asked.append(((first,), (self._matcher.block_keys(request, kind, first, stop),)))
         return asked
 
     def ask_for_keys_of_batch(
@@ -110,12 +114,17 @@ class Registrar:
 
         `requests` is by row: whose tokens they are.
         """
-        kind = self._config.groups[group]
-        # Where every complete block is worth a key and none can be out of reach, whole ranges register at once.
-        whole = kind.needs_whole_prefix and self._config.orphans == "keep"
+        if asked is None:
+            return None
+        whole = self._whole[group]
         shared = len(rows) > 1
         if whole:
-            event = self._one_block_each(group, rows, asked) if shared else self._one_run(group, rows[0], asked)
+            offsets, keys_of_each = asked
+            event = (
+                self._one_block_each(group, rows, offsets, keys_of_each)
+                if shared
+                else self._one_run(group, rows[0], offsets[0], keys_of_each[0])
+            )
             if event is not None:
                 return event
         table = self._state.tables[group]
@@ -170,10 +179,11 @@ class Registrar:
             tuple(parents),
         )
 
-    def _one_run(self, group: int, row: int, asked: AskedKeys) -> BlocksCached | None:
+    def _one_run(self, group: int, row: int, offset: int, keys: Sequence[Key]) -> BlocksCached | None:
         """What `decide` says of one row whose due blocks nobody else registered. None where that is not so."""
-        (offset,), (keys,) = asked
-        start, stop = max(self._state.considered[group][row], 0), offset + len(keys)
+        start, stop = self._state.considered[group][row], offset + len(keys)
+        if start < 0:
+            start = 0
         if stop <= start:
             return None
         blocks = tuple(self._state.tables[group].blocks(row, start, stop))
@@ -185,7 +195,9 @@ class Registrar:
             group, (row,), (start,), (stop,), (stop - start,), tuple(range(start, stop)), blocks, new_keys, (parent,)
         )
 
-    def _one_block_each(self, group: int, rows: Sequence[int], asked: AskedKeys) -> BlocksCached | None:
+    def _one_block_each(
+        self, group: int, rows: Sequence[int], offsets: Sequence[int], keys_of_each: Sequence[Sequence[Key]]
+    ) -> BlocksCached | None:
         """What `decide` says of a decode step, where every row has filled one block that nobody else registered.
 
         None where that is not so.
@@ -194,7 +206,7 @@ class Registrar:
         starts: list[int] = []
         keys: list[Key] = []
         parents: list[Key | None] = []
-        for row, offset, range_keys in zip(rows, *asked, strict=True):
+        for row, offset, range_keys in zip(rows, offsets, keys_of_each, strict=True):
             start = considered[row]
             if start > 0 and start == offset + 1 and len(range_keys) == 2:
                 parents.append(range_keys[0])
