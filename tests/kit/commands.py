@@ -77,6 +77,7 @@ class Gate:
     request: str
     adopt: bool = False
     use_watermark: bool = False
+    reserved: int = 0
 
 
 @attrs.frozen

@@ -81,6 +81,14 @@ class ContentModel:
                 self._slots_to_write(block, group)[position % size] = numbers[position]
         return None
 
+    def expect(self, name: str, start: int, stop: int, view: AllocatorView) -> None:
+        """The slots of positions `start <= position < stop` hold nothing yet: their content is still to come."""
+        for group, shape in enumerate(self._groups):
+            table, size = view.tables[name][group], shape.block_size
+            for position in range(start, min(stop, len(table) * size)):
+                if table[position // size] != view.null_block:
+                    self._slots_to_write(table[position // size], group)[position % size] = NOTHING
+
     def copy_on_write(self, before: AllocatorView, after: AllocatorView) -> None:
         """Where a table entry changed to another block, a backend copies the old block's content."""
         pairs = {

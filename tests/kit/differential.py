@@ -14,7 +14,7 @@ from kvledger.testing.view import AllocatorView
 SAME_DECISIONS = Promise("same_decisions", "Two managers that are given one history make the same decisions.")
 
 # Options that show in the arguments of commands; the others show in the scenario, or in what is checked.
-_ARGUMENTS = frozenset({"external", "lookahead", "drafts", "rollback", "reserved"})
+_ARGUMENTS = frozenset({"external", "async_loads", "lookahead", "drafts", "rollback", "reserved"})
 # Capabilities that are no commands.
 _OWN = frozenset({"rebuild"})
 

@@ -16,6 +16,7 @@ from kvledger.testing.view import AllocatorView, view_of
 EVERY_OPTION = (
     "eagle",
     "external",
+    "async_loads",
     "retention",
     "lookahead",
     "drafts",
@@ -81,9 +82,14 @@ class LedgerAdapter:
         found = self.allocator.match_prefix(self._request(request_id, tokens))
         return FoundPrefix(found.num_hit_tokens, found, found.blocks)
 
-    def can_admit(self, request_id: str, tokens: Sequence[int], found: FoundPrefix | None, use_watermark: bool) -> bool:
+    def can_admit(self, request_id: str, tokens: Sequence[int], found: FoundPrefix | None, limits: Limits) -> bool:
         request = self._request(request_id, tokens)
-        return self.allocator.can_admit(request, found.handle if found else None, use_watermark=use_watermark)
+        return self.allocator.can_admit(
+            request,
+            found.handle if found else None,
+            use_watermark=limits.use_watermark,
+            reserved_blocks=limits.reserved_blocks,
+        )
 
     def allocate(self, placement: Placement, found: FoundPrefix | None, limits: Limits) -> bool:
         request = self._request(placement.request_id, placement.tokens)

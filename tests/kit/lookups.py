@@ -2,6 +2,7 @@
 
 from kvledger.testing import promises
 from kvledger.testing.commands import Gate, Match
+from kvledger.testing.protocol import Limits
 from kvledger.testing.refusals import Refusals
 from kvledger.testing.trial_state import TrialRequest
 
@@ -73,16 +74,15 @@ class Lookups(Refusals):
     def _gate(self, command: Gate) -> None:
         request = self.requests[command.request]
         found = request.found if command.adopt and not request.is_live and self._is_fresh(request) else None
-        answer = self._ask(
-            lambda: self.manager.can_admit(request.name, list(request.tokens), found, command.use_watermark)
-        )
+        limits = Limits(reserved_blocks=command.reserved, use_watermark=command.use_watermark)
+        answer = self._ask(lambda: self.manager.can_admit(request.name, list(request.tokens), found, limits))
         self._unchanged(promises.LOOKUP_CHANGES_NOTHING)
         if not found or found.blocks is not None:
             num_tokens = min(len(request.tokens), self.scenario.max_model_len)
-            watermark = self.scenario.watermark_blocks if command.use_watermark else 0
-            needed = self._blocks_needed_to_admit(request, num_tokens, found) + watermark
+            kept_free = command.reserved + (self.scenario.watermark_blocks if command.use_watermark else 0)
+            needed = self._blocks_needed_to_admit(request, num_tokens, found)
             promises.JUSTIFIED_REFUSAL.require(
-                bool(answer) == (needed <= len(self.view.free)),
-                f"{num_tokens} tokens need {needed} blocks of {len(self.view.free)} free ones, watermark included; "
-                f"the gate says {answer}",
+                bool(answer) == (needed <= len(self.view.free) - kept_free),
+                f"{num_tokens} tokens need {needed} blocks of {len(self.view.free)} free ones, {kept_free} of which "
+                f"must stay free; the gate says {answer}",
             )

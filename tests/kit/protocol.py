@@ -46,7 +46,8 @@ class Placement:
         num_new_tokens: tokens that need slots from `start` on (behind a hit, if one is adopted). Those behind the
             known tokens are drafts: they must never be found by anybody.
         num_external_tokens: tokens before the new ones, behind the hit, whose content is copied in from elsewhere; they
-            need slots as well.
+            need slots as well. Without new tokens behind them their content comes before the request's next command,
+            and until then they must not be found.
     """
 
     request_id: str
@@ -90,7 +91,7 @@ class AllocatorUnderTest(Protocol):
 # Optional methods, with the signatures that the kit calls them with.
 CAPABILITIES = {
     "match": "match(request_id: str, tokens: Sequence[int]) -> FoundPrefix",
-    "can_admit": "can_admit(request_id, tokens, found: FoundPrefix | None, use_watermark: bool) -> bool",
+    "can_admit": "can_admit(request_id, tokens, found: FoundPrefix | None, limits: Limits) -> bool",
     "append": "append(placements: Sequence[Placement], limits: Limits) -> bool  (all of them or none)",
     "release_out_of_window": "release_out_of_window(request_id: str, num_computed_tokens: int) -> None",
     "truncate": "truncate(request_id: str, num_tokens: int) -> None",
@@ -123,10 +124,11 @@ class Supports:
         kinds: group kinds.
         max_groups: groups that share the pool.
         block_sizes: block sizes that it can have; empty: any.
-        options: of "eagle", "external" (tokens), "retention", "lookahead", "drafts", "rollback", "reserved",
-            "watermark", "deferred", "drop_orphans", "no_caching", "ordered" (`view().free` is in eviction order),
-            "tail_first" (under "lru", what a request gives back stands in it last block first), "refuses_for_good"
-            (`NeverFitsError` from `allocate`): what else it understands.
+        options: of "eagle", "external" (tokens), "async_loads" (external tokens without new ones), "retention",
+            "lookahead", "drafts", "rollback", "reserved", "watermark", "deferred", "drop_orphans", "no_caching",
+            "ordered" (`view().free` is in eviction order), "tail_first" (under "lru", what a request gives back stands
+            in it last block first, and of several groups the first one first), "refuses_for_good" (`NeverFitsError`
+            from `allocate`): what else it understands.
         evictions: names of eviction orders.
         waived: names of invariants that the manager does not promise; say why beside it.
     """

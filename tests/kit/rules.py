@@ -91,6 +91,8 @@ def _allocate(trial: Trial, chooser: Chooser, do: Do, request: TrialRequest, ado
     watermark = _has(trial, "watermark") and chance(chooser, 2)
     lookahead, reserved = _lookahead(trial, chooser), _reserved(trial, chooser)
     external = chooser.integer(1, 20) if _has(trial, "external") and chance(chooser, 6) else 0
+    if external and _has(trial, "async_loads") and not request.is_live and chance(chooser, 3):
+        new = 0
     do(Allocate(request.name, new, adopt and request.found is not None, 0, lookahead, reserved, watermark, external))
 
 
@@ -219,7 +221,8 @@ def ask_the_gate(trial: Trial, chooser: Chooser, do: Do) -> None:
     """Whether a whole sequence would fit now."""
     request = _named(trial, chooser, live=None)
     if request is not None:
-        do(Gate(request.name, request.found is not None, _has(trial, "watermark") and chance(chooser, 2)))
+        watermark = _has(trial, "watermark") and chance(chooser, 2)
+        do(Gate(request.name, request.found is not None, watermark, _reserved(trial, chooser)))
 
 
 def release_out_of_window(trial: Trial, chooser: Chooser, do: Do) -> None:

@@ -83,6 +83,7 @@ class Trial(Releases):
             return
         self.commands.append(command)
         self._before = self.view
+        self._finish_loads(command)
         try:
             self._play[type(command)](command)
             if self._checks_state:
@@ -126,7 +127,7 @@ class Trial(Releases):
         hit = found.num_hit_tokens if found else 0
         external = 0 if request.is_live else max(min(command.external, len(request.tokens) - 1 - hit), 0)
         new = min(command.num_new_tokens, self.scenario.max_model_len - start - hit - external)
-        if new < 1:
+        if new < 1 and not (external and command.num_new_tokens == 0):
             return
         placement = Placement(request.name, list(request.tokens), start, new, external)
         watermark = self.scenario.watermark_blocks if command.use_watermark else 0
@@ -205,14 +206,34 @@ class Trial(Releases):
             self._check_slots(request)
             problem = self.model.write(request.name, request.placed, total, self.view, computed_from)
             promises.SLOTS_EXIST.require(problem is None, str(problem))
+        if computed_from is not None and computed_from == len(steps[0][0].placed):
+            self._load_later(*steps[0])
+            return
         for request, total, _ in steps:
             first = total if computed_from is None else computed_from
             problem = self.model.misread(request.name, request.placed, first, self.view)
             promises.OWN_CONTENT.require(problem is None, str(problem))
             promises.check_writes_are_private(self.scenario, request.name, total, len(request.placed), self.view)
-            self._check_registered(before, request, total)
+            self._check_registered(before, request, total if request.loads_from is None else request.loads_from)
+            request.loads_from = None
             if total < request.num_prompt <= request.num_valid:
                 self._check_prompt_is_found_again(request)
+
+    def _load_later(self, request: TrialRequest, start: int, num_tokens: int) -> None:
+        """What was placed is to be copied in before the request's next command, and nobody may find it before."""
+        request.is_loading, request.loads_from = True, start
+        self.model.expect(request.name, start, start + num_tokens, self.view)
+        promises.check_writes_are_private(self.scenario, request.name, start, start + num_tokens, self.view)
+
+    def _finish_loads(self, command: Command) -> None:
+        """The content that the command's requests wait for is there."""
+        named = [getattr(command, field, None) for field in ("request", "parent")]
+        for name in [*named, *getattr(command, "requests", ())]:
+            request = self.requests.get(name) if name else None
+            if request is not None and request.is_loading:
+                start, stop = request.loads_from or 0, len(request.placed)
+                self.model.write(request.name, request.placed, start, self.view, computed_from=stop)
+                request.is_loading = False
 
     def _token_at(self, request: TrialRequest, position: int) -> int:
         if position < len(request.tokens):
@@ -302,7 +323,7 @@ class Trial(Releases):
             if violation is not None:
                 raise violation
         for request in self.requests.values():
-            if request.is_live:
+            if request.is_live and not request.is_loading:
                 valid = request.num_valid
                 problem = self.model.misread(request.name, request.placed[:valid], valid, self.view)
                 promises.OWN_CONTENT.require(problem is None, str(problem))

@@ -34,6 +34,8 @@ class TrialRequest:
         slots_asked: the most slots asked for since it holds blocks (or was truncated).
         found: what its last lookup returned, and after how many changes that was.
         lost_a_key: whether a block of it was evicted by id while it held it.
+        is_loading: whether the content of its external tokens is still to come.
+        loads_from: the position of the first of them, until its next tokens are placed; else None.
         num_prompt: tokens that it arrived with; 0 where the manager may see another prompt (a fork, a crop, a
             request that comes again with its outputs).
     """
@@ -46,6 +48,8 @@ class TrialRequest:
     found: FoundPrefix | None = None
     found_after: int = 0
     lost_a_key: bool = False
+    is_loading: bool = False
+    loads_from: int | None = None
     num_prompt: int = 0
 
     @property
@@ -59,6 +63,7 @@ class TrialRequest:
     def end(self) -> None:
         """It holds nothing any more."""
         self.placed, self.is_live, self.slots_asked, self.lost_a_key = [], False, 0, False
+        self.is_loading, self.loads_from = False, None
         if len(self.tokens) != self.num_prompt:
             self.num_prompt = 0  # if it comes again, its outputs so far may be part of its prompt
 

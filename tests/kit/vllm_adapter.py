@@ -82,6 +82,7 @@ class VllmAdapter:
             num_new_computed_tokens=hit,
             new_computed_blocks=found.handle if hit and found else None,
             num_external_computed_tokens=placement.num_external_tokens,
+            delay_cache_blocks=placement.num_new_tokens == 0,
             num_lookahead_tokens=limits.num_lookahead_tokens,
             reserved_blocks=limits.reserved_blocks,
         )
@@ -237,7 +238,17 @@ class AuditedVllmAdapter(VllmAdapter):
         return count
 
 
-_OPTIONS = ("external", "lookahead", "drafts", "reserved", "watermark", "no_caching", "ordered", "tail_first")
+_OPTIONS = (
+    "external",
+    "async_loads",
+    "lookahead",
+    "drafts",
+    "reserved",
+    "watermark",
+    "no_caching",
+    "ordered",
+    "tail_first",
+)
 _KINDS = ("full", "sliding")
 
 

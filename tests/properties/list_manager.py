@@ -82,11 +82,11 @@ class ListManager:
         hit = len(blocks) * self.size
         return FoundPrefix(hit, (request_id, tuple(tokens[:hit]), blocks), (tuple(blocks),))
 
-    def can_admit(self, request_id: str, tokens: Sequence[int], found: FoundPrefix | None, use_watermark: bool) -> bool:
+    def can_admit(self, request_id: str, tokens: Sequence[int], found: FoundPrefix | None, limits: Limits) -> bool:
         hits = found.handle[2] if found else []
         slots = min(len(tokens), self.scenario.max_model_len)
-        watermark = self.scenario.watermark_blocks if use_watermark else 0
-        return self.missing(request_id, slots, hits) + watermark <= len(self.free_queue)
+        watermark = self.scenario.watermark_blocks if limits.use_watermark else 0
+        return self.missing(request_id, slots, hits) + watermark <= len(self.free_queue) - limits.reserved_blocks
 
     def missing(self, request_id: str, slots: int, hits: Sequence[int]) -> int:
         held = len(self.tables.get(request_id, ()))
@@ -241,7 +241,7 @@ class ListManager:
         name = placement.request_id
         self.placed[name] = end
         complete = min(end, len(placement.tokens)) // self.size
-        if not self.scenario.enable_caching:
+        if not self.scenario.enable_caching or not placement.num_new_tokens:  # what is copied in later is not there yet
             return
         for index in range(self.considered[name], complete):
             block = self.tables[name][index]
@@ -255,6 +255,7 @@ class ListManager:
         options=[
             "eagle",
             "external",
+            "async_loads",
             "lookahead",
             "drafts",
             "rollback",
