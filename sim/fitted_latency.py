@@ -12,11 +12,16 @@ from ..core.types import StepLoad
 from .measured_steps import MeasuredSteps
 
 BASE: Final = "base"
-"""The cost of a step whatever it computes; the other names are fields of `StepLoad`."""
+"""The cost of a step whatever it computes; other names are fields of `StepLoad`, and `PREFILL_STEP`."""
 PLAIN: Final = (BASE, "num_prefill_tokens", "num_decode_tokens")
 """The terms of `LinearLatency`."""
 WITH_CONTEXT: Final = (*PLAIN, "prefill_context_tokens", "decode_context_tokens", "num_sampled")
 """The same, attention over what is cached, and sampling."""
+
+PREFILL_STEP: Final = "prefill_step"
+"""1 for a step with prefill tokens: a live engine runs it outside CUDA graphs, whatever its size."""
+WITH_PREFILL_STEPS: Final = (*WITH_CONTEXT, PREFILL_STEP)
+"""The same, where decode steps alone are captured."""
 
 _ROUNDS = 30
 # Below this relative error steps count alike; without it the best-fitting ones would decide alone.
@@ -30,7 +35,7 @@ class FittedLatency:
     """`sum(cost * figure)` seconds a step; none of the costs is negative.
 
     Attributes:
-        costs: seconds for each unit of a figure of `StepLoad`, and of `BASE`, by name.
+        costs: seconds for each unit of a figure of `StepLoad`, of `BASE` and of `PREFILL_STEP`, by name.
         num_steps: measured steps that they were fitted to.
         untold: terms that were to be fitted and of which those steps tell nothing; they cost nothing here.
     """
@@ -41,7 +46,7 @@ class FittedLatency:
 
     def step_seconds(self, load: StepLoad) -> float:
         """Seconds that the step takes."""
-        return sum([cost * (1 if name == BASE else getattr(load, name)) for name, cost in self.costs.items()])
+        return sum([cost * _amount(load, name) for name, cost in self.costs.items()])
 
     def assumptions(self) -> dict[str, Any]:
         """The costs in microseconds, and where they come from."""
@@ -51,6 +56,12 @@ class FittedLatency:
             "coefficients_source": f"fitted to {self.num_steps} measured steps",
             **({"not_told_by_the_steps": list(self.untold)} if self.untold else {}),
         }
+
+
+def _amount(load: StepLoad, name: str) -> int:
+    if name == BASE:
+        return 1
+    return int(load.num_prefill_tokens > 0) if name == PREFILL_STEP else getattr(load, name)
 
 
 def _unit(name: str) -> str:
@@ -89,7 +100,10 @@ def fit_latency(steps: MeasuredSteps, terms: tuple[str, ...] = WITH_CONTEXT) -> 
 
 
 def _figure(steps: MeasuredSteps, name: str) -> NDArray[np.float64]:
-    return np.ones(len(steps)) if name == BASE else steps.column(name).astype(np.float64)
+    if name == BASE:
+        return np.ones(len(steps))
+    figure = steps.column("num_prefill_tokens") > 0 if name == PREFILL_STEP else steps.column(name)
+    return figure.astype(np.float64)
 
 
 def _non_negative_least_squares(

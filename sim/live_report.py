@@ -5,21 +5,23 @@ it has not seen (fitted to every other step, tested on those between).
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.sinks.log_reader import LogReader
 from ..core.model_geometry import load_geometry
 from ..core.types import LatencyModel
 from .calibration import FITTED_FACTORS, MeasuredStep, fit_factors
 from .devices import find_device
-from .fitted_latency import BASE, PLAIN, WITH_CONTEXT, FittedLatency, fit_latency
+from .fitted_latency import BASE, PLAIN, WITH_CONTEXT, WITH_PREFILL_STEPS, FittedLatency, fit_latency
 from .latency import LinearLatency
 from .measured_steps import MeasuredSteps
 from .roofline import RooflineLatency
+
+if TYPE_CHECKING:  # reading a log needs pyarrow, fitting does not
+    from ..backends.sinks.log_reader import LogReader
 
 PREFILL_FACTORS = ("compute_efficiency",)
 EAGER_FACTORS = ("uncaptured_layer_s",)
@@ -30,7 +32,7 @@ class CalibratedModel:
     """One latency model against the measured steps.
 
     Attributes:
-        name: "linear", "linear with context" or "roofline".
+        name: "linear", "linear with context", "linear with prefill steps" or "roofline".
         before: the model as it stood; None where it has no costs of its own.
         after: the same, calibrated.
         error_before, error_after, error_unseen: mean absolute relative errors of a step; None: there is no model
@@ -134,13 +136,14 @@ def live_report(steps: MeasuredSteps, roofline: RooflineLatency | None = None) -
     models = [
         _calibrated("linear", LinearLatency(), steps, lambda some: fit_latency(some, PLAIN)),
         _calibrated("linear with context", None, steps, lambda some: fit_latency(some, WITH_CONTEXT)),
+        _calibrated("linear with prefill steps", None, steps, lambda some: fit_latency(some, WITH_PREFILL_STEPS)),
     ]
     if roofline is not None:
         models.append(_calibrated("roofline", roofline, steps, lambda some: fit_roofline(some, roofline)))
     return LiveReport(steps=steps, models=tuple(models))
 
 
-def served_roofline(reader: LogReader, model: str, gpu: str, weights_dtype: str = "auto") -> RooflineLatency:
+def served_roofline(reader: "LogReader", model: str, gpu: str, weights_dtype: str = "auto") -> RooflineLatency:
     """What was to be expected of a live engine: its model on its device, as the presets have them.
 
     The floor of steps outside CUDA graphs is taken for those with more tokens than the largest captured decode step.

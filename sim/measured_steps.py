@@ -1,16 +1,17 @@
 """The steps that a live engine measured, read from its log: what each computed, and how long it took."""
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.sinks.log_reader import LogReader
-from ..backends.sinks.log_rows import StepComputed
 from ..core.errors import InputError
 from ..core.types import LatencyModel, StepLoad
-from .live_trace import is_live
+
+if TYPE_CHECKING:  # reading a log needs pyarrow, measured steps do not
+    from ..backends.sinks.log_reader import LogReader
 
 COLUMNS = tuple(field.name for field in attrs.fields(StepLoad))
 
@@ -66,7 +67,7 @@ class MeasuredSteps:
         )
 
 
-def measured_steps(reader: LogReader, skip_first: int = 0) -> MeasuredSteps:
+def measured_steps(reader: "LogReader", skip_first: int = 0) -> MeasuredSteps:
     """The steps of a live run.
 
     Args:
@@ -76,6 +77,9 @@ def measured_steps(reader: LogReader, skip_first: int = 0) -> MeasuredSteps:
     Raises:
         InputError: the log is of no live run, or holds too few steps.
     """
+    from ..backends.sinks.log_rows import StepComputed
+    from .live_trace import is_live
+
     if not is_live(reader):
         raise InputError(f"{reader.directory} holds no measured steps: it is not the log of a live engine")
     if skip_first < 0:

@@ -15,7 +15,7 @@ from kvledger.core import AllocatorConfig, FullAttention, InputError, KVCacheAll
 from kvledger.core.model_geometry import load_geometry
 from kvledger.sim.cli import main
 from kvledger.sim.devices import find_device
-from kvledger.sim.fitted_latency import BASE, PLAIN, FittedLatency, fit_latency
+from kvledger.sim.fitted_latency import BASE, PLAIN, PREFILL_STEP, FittedLatency, fit_latency
 from kvledger.sim.live_report import fit_roofline, live_report
 from kvledger.sim.measured_steps import COLUMNS, MeasuredSteps, measured_steps
 from kvledger.sim.roofline import RooflineLatency
@@ -50,6 +50,14 @@ def timed(loads, latency, noise=0.0, seed=1):
     steps = MeasuredSteps(loads, np.ones(len(loads)))
     seconds = steps.predicted(latency)
     return MeasuredSteps(loads, seconds * (1 + noise * np.random.default_rng(seed).normal(size=len(loads))))
+
+
+def test_decode_steps_that_are_captured_and_prompts_that_are_not_are_told_apart() -> None:
+    captured = FittedLatency(COSTS | {PREFILL_STEP: 12e-3}, 0)
+    report = live_report(timed(some_loads(), captured))
+    assert report.best.name == "linear with prefill steps" and report.best.error_unseen < 0.001
+    assert report.best.after.costs == pytest.approx(captured.costs, rel=0.01)
+    assert all(model.error_unseen > 0.02 for model in report.models[:2])
 
 
 def test_costs_that_are_true_are_found_again() -> None:
@@ -100,8 +108,9 @@ def test_every_step_is_of_one_kind() -> None:
 
 def test_a_report_says_how_far_off_models_are_before_after_and_on_steps_they_have_not_seen() -> None:
     report = live_report(timed(some_loads(), FittedLatency(COSTS, 0), noise=0.05))
-    linear, context = report.models
-    assert (linear.name, context.name, report.best) == ("linear", "linear with context", context)
+    linear, context, steps = report.models
+    assert [model.name for model in report.models] == ["linear", "linear with context", "linear with prefill steps"]
+    assert steps.error_unseen == pytest.approx(context.error_unseen, abs=0.003)
     assert context.error_before is None
     assert linear.error_before > 0.3 > 0.15 > linear.error_after > context.error_after
     assert 0.03 < context.error_after < context.error_unseen < 0.05
