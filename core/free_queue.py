@@ -133,7 +133,7 @@ class FreeQueue:
             return found, at + count, None
         found.clear()
         skipped: dict[int, int] = {}
-        while len(found) < count:
+        while len(found) < count and at < len(self._line):
             for block in self._line[at : at + count - len(found)]:
                 outdated = num_outdated[block]
                 if outdated and skipped.get(block, 0) < outdated:

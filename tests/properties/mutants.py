@@ -26,23 +26,23 @@ MUTANTS = (
     Mutant(
         "a key is dropped when its block is freed",
         "core/block_pool.py",
-        "        keys = list(map(self._key_of.__getitem__, unheld))\n",
-        "        self.uncache([b for b in unheld if self._key_of[b] is not None])\n"
-        "        keys = [None] * len(unheld)\n",
+        "                    if key_of[block] is None:\n                        unkeyed",
+        "                    self.uncache([block])\n"
+        "                    if key_of[block] is None:\n                        unkeyed",
         ("B01", "B02", "B03", "B07", "B08", "B09", "C04"),
     ),
     Mutant(
         "a taken block keeps its key",
         "core/block_pool.py",
-        "if keys.count(None) == len(keys):\n            return\n        has_duplicates",
-        "if True:\n            return\n        has_duplicates",
+        "            if key is None:\n                continue\n            if has_duplicates",
+        "            if True:\n                continue\n            if has_duplicates",
         ("B07", "B08"),
     ),
     Mutant(
         "a double free is accepted",
         "core/block_pool.py",
-        "            if left == 0:",
-        "            if left <= 0:",
+        "                elif left or block < 1:",
+        "                elif block < 1:",
         ("C01",),
     ),
     Mutant(
@@ -85,10 +85,22 @@ MUTANTS = (
         ("B10",),
     ),
     Mutant(
-        "a removed block leaves no hole in the queue",
+        "a removed block keeps its place in the queue",
         "core/free_queue.py",
-        "            ring[position_of[block]] = 0",
-        "            pass",
+        "                num_outdated[block] += 1",
+        "                pass",
+    ),
+    Mutant(
+        "a block that came back is skipped like its older entry",
+        "core/free_queue.py",
+        "if outdated and skipped.get(block, 0) < outdated:",
+        "if outdated:",
+    ),
+    Mutant(
+        "an entry that was skipped is skipped again",
+        "core/free_queue.py",
+        "self._num_outdated[block] -= count",
+        "self._num_outdated[block] -= 0",
     ),
     # Lookup
     Mutant(
@@ -157,14 +169,14 @@ MUTANTS = (
     Mutant(
         "the watermark is ignored",
         "core/allocator.py",
-        "spare = len(state.pool.free_queue) - reserved_blocks - (self.config.watermark_blocks if use_watermark else 0)",
+        "spare = len(state.pool.free_queue) - reserved_blocks - (config.watermark_blocks if use_watermark else 0)",
         "spare = len(state.pool.free_queue) - reserved_blocks",
     ),
     Mutant(
         "reserved blocks are taken by an allocation",
         "core/allocator.py",
-        "spare = len(state.pool.free_queue) - reserved_blocks - (self.config.watermark_blocks if use_watermark else 0)",
-        "spare = len(state.pool.free_queue) - (self.config.watermark_blocks if use_watermark else 0)",
+        "spare = len(state.pool.free_queue) - reserved_blocks - (config.watermark_blocks if use_watermark else 0)",
+        "spare = len(state.pool.free_queue) - (config.watermark_blocks if use_watermark else 0)",
     ),
     Mutant(
         "reserved blocks are taken by a decode step",
@@ -210,14 +222,14 @@ MUTANTS = (
     Mutant(
         "lookahead is ignored",
         "core/allocator.py",
-        "num_slots = min(end + num_lookahead_tokens, self.config.max_model_len)\n        guarded",
-        "num_slots = end\n        guarded",
+        "num_slots = min(end + num_lookahead_tokens, config.max_model_len) if num_lookahead_tokens else end",
+        "num_slots = end",
         ("D06",),
     ),
     Mutant(
         "a full last block brings another",
         "core/allocator.py",
-        "count = _ceil_div(num_slots, table.block_size) - table.count(row)",
+        "count = -(-num_slots // table.block_size) - table.count(row)",
         "count = num_slots // table.block_size + 1 - table.count(row)",
         ("B07", "B08", "B09", "C03", "C04", "C05", "D06"),
     ),

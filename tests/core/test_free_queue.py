@@ -1,0 +1,68 @@
+"""The free queue beside a plain list: whatever is queued, adopted and taken, both have the same order."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvledger.core.errors import MisuseError
+from kvledger.core.free_queue import FreeQueue
+
+NUM_BLOCKS = 9
+# What happens next, how many blocks it is about, and from where in the order they are chosen.
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["take", "take interleaved", "remove", "append", "prepend"]),
+        st.integers(1, 5),
+        st.randoms(use_true_random=False),
+    ),
+    max_size=60,
+)
+
+
+@given(STEPS)
+@settings(max_examples=300, deadline=None)
+def test_any_history_leaves_the_order_of_a_plain_list(steps) -> None:
+    queue, plain = FreeQueue(NUM_BLOCKS), list(range(1, NUM_BLOCKS))
+    away: list[int] = []
+    for what, count, random in steps:
+        if what.startswith("take") or what == "remove":
+            blocks = plain[: min(count, len(plain))]
+            if what == "remove":
+                blocks = random.sample(plain, len(blocks))
+                queue.remove(blocks)
+            else:
+                assert queue.peek(len(blocks)) == tuple(blocks)
+                shares = [blocks] if what == "take" else [blocks[1::2], blocks[::2]]
+                for share in shares:
+                    queue.take(tuple(share))
+            plain = [block for block in plain if block not in blocks]
+            away += blocks
+        else:
+            blocks = random.sample(away, min(count, len(away)))
+            away = [block for block in away if block not in blocks]
+            if what == "append":
+                queue.append(blocks)
+                plain = plain + blocks
+            else:
+                queue.prepend(blocks)
+                plain = blocks + plain
+        assert queue.order() == plain
+        assert len(queue) == len(plain)
+        assert queue.peek(len(plain)) == tuple(plain)
+
+
+def test_a_block_that_comes_and_goes_a_thousand_times_leaves_no_trace() -> None:
+    queue = FreeQueue(4)
+    for _ in range(1_000):
+        queue.remove([2])
+        queue.append([2])
+    assert queue.order() == [1, 3, 2]
+    queue.take(queue.peek(3))
+    assert queue.order() == []
+    assert len(queue._line) <= queue._capacity
+
+
+def test_more_blocks_than_are_queued_cannot_be_seen() -> None:
+    queue = FreeQueue(4)
+    with pytest.raises(MisuseError, match="4 blocks are asked for, but 3 are queued"):
+        queue.peek(4)
+    assert queue.order() == [1, 2, 3]
