@@ -69,6 +69,11 @@ class EngineOptions:
         return self.kv_cache_memory_bytes is not None or self.num_gpu_blocks_override is not None
 
     @property
+    def max_model_len_is_open(self) -> bool:
+        """Whether the model, or what fits, decides how long a request may be."""
+        return self.max_model_len in (None, -1)
+
+    @property
     def capture_sizes(self) -> tuple[int, ...]:
         """Requests of the decode steps that a GPU captures, rising.
 

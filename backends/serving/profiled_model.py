@@ -40,6 +40,7 @@ class ProfiledModel:
         model: a transformers causal language model.
         geometry: what its layers store.
         limits: how large a step can be.
+        max_model_len: tokens of the longest request; None: no limit.
         block_size: tokens of a block.
         kv_cache_dtype: of the cache.
         device: where the model is.
@@ -48,6 +49,7 @@ class ProfiledModel:
     model: Any
     geometry: ModelGeometry
     limits: StepLimits
+    max_model_len: int | None
     block_size: int
     kv_cache_dtype: str
     device: str | torch.device
@@ -58,9 +60,11 @@ class ProfiledModel:
 
     def _run(self, tokens_per_request: tuple[int, ...]) -> torch.Tensor:
         counts = np.array(tokens_per_request, dtype=np.int64)
+        if self.max_model_len is not None:  # a few requests may not fill the largest step that is allowed
+            counts = np.minimum(counts, self.max_model_len)
         rows = np.arange(len(counts), dtype=np.int64)
         batch = TokenBatch(rows, np.zeros_like(rows), counts)
-        with self.on_smallest_pool(max(tokens_per_request)) as runner:
+        with self.on_smallest_pool(int(counts.max())) as runner:
             return runner.run(np.zeros(batch.num_tokens, dtype=np.int64), batch, rows)
 
     @contextmanager

@@ -162,7 +162,7 @@ def _size_by_count(load: Callable[[], Loaded], options: EngineOptions, device: t
     _refuse_sizes_without_graphs(options)
     before = DeviceProbe(HostDevice()).read()
     loaded = load()
-    geometry = transformers_geometry(loaded.model)
+    geometry = _geometry(loaded.model, options)
     rows = (_weights_row(loaded.model), _activations_row(geometry, options, loaded.model.dtype))
     plan = _planned(
         options,
@@ -190,10 +190,14 @@ def _size_by_profile(
     profiler = MemoryProfiler(access, limits)
     profiler.take_baseline()
     loaded = profiler.load_weights(load)
+    geometry = _geometry(loaded.model, options)
     profiled = ProfiledModel(
         model=loaded.model,
-        geometry=transformers_geometry(loaded.model),
+        geometry=geometry,
         limits=limits,
+        max_model_len=geometry.max_position_embeddings
+        if options.max_model_len in (None, -1)
+        else options.max_model_len,
         block_size=options.block_size,
         kv_cache_dtype=options.kv_cache_dtype,
         device=device,
@@ -206,7 +210,7 @@ def _size_by_profile(
     utilization = options.gpu_memory_utilization
     plan = _planned(
         options,
-        profiled.geometry,
+        geometry,
         measured.profile.before,
         measured.rows,
         budget=(BudgetSemantics.OF_TOTAL, DEFAULT_UTILIZATION if utilization is None else utilization),
@@ -232,6 +236,19 @@ def _capture(
     return runner.capture(sizes, capturer)
 
 
+def _geometry(model: Any, options: EngineOptions) -> ModelGeometry:
+    """What the model stores.
+
+    Raises:
+        InputError: it cannot be served, or a request could be longer than it was made for.
+    """
+    geometry = transformers_geometry(model)
+    asked, made_for = options.max_model_len, geometry.max_position_embeddings
+    if asked is not None and made_for is not None and asked > made_for:
+        raise InputError(f"max_model_len is {asked:,}, and the model was made for at most {made_for:,}")
+    return geometry
+
+
 def _planned(
     options: EngineOptions,
     geometry: ModelGeometry,
@@ -244,12 +261,8 @@ def _planned(
     """The plan of one device whose non-KV rows are known, read before anything was loaded.
 
     Raises:
-        InputError: a request could be longer than the model was made for.
         DoesNotFitError: it does not fit.
     """
-    made_for = geometry.max_position_embeddings
-    if options.max_model_len is not None and made_for is not None and options.max_model_len > made_for:
-        raise InputError(f"max_model_len is {options.max_model_len:,}, and the model was made for at most {made_for:,}")
     plan = plan_deployment(
         Deployment(
             geometry=geometry,

@@ -132,6 +132,13 @@ def test_a_profile_measures_the_largest_step_and_leaves_the_model_as_it_was() ->
     assert serve(found) == serve(sized())
 
 
+@pytest.mark.parametrize("max_model_len", [None, 100])
+def test_a_request_of_the_profile_is_no_longer_than_one_that_is_served(max_model_len) -> None:
+    few = {"max_num_seqs": 1, "max_num_batched_tokens": 300, "max_model_len": max_model_len}
+    found = sized(device_access=CountedDevice(), **few)
+    assert found.allocator.max_model_len == (max_model_len or 256)
+
+
 @pytest.fixture
 def capturer(monkeypatch):
     """What captures on a CPU as CUDA graphs do on a GPU."""
@@ -218,6 +225,8 @@ def test_more_than_one_rank_is_refused_plainly(name) -> None:
 def test_a_length_that_the_model_was_not_made_for_is_refused() -> None:
     with pytest.raises(InputError, match="max_model_len is 300, and the model was made for at most 256"):
         sized(max_model_len=300)
+    with pytest.raises(InputError, match="max_model_len is 300, and the model was made for at most 256"):
+        sized(max_model_len=300, max_num_seqs=1, max_num_batched_tokens=512, device_access=CountedDevice())
     found = sized()
     longer = attrs.evolve(found.allocator, max_model_len=300, max_in_flight_tokens=64)
     with pytest.raises(InputError, match="max_model_len is 300, and the model was made for at most 256"):
