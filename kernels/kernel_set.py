@@ -213,7 +213,8 @@ class Kernels(Protocol):
 
         The query tokens of sequence i are its last ones: positions `seq_lens[i] - num_queries` to `seq_lens[i] - 1`
         (one for a decode, a chunk for a prefill). Grouped-query attention: `num_q_heads / num_kv_heads` query heads
-        share a key head. Tokens of padding sequences give zeros.
+        share a key head. Positions without a block (-1 in the table, or past its end) are not attended. Tokens of
+        padding sequences, and those that see no key, give zeros.
 
         Beside the shared arguments:
             query: `[num_tokens, num_q_heads, head_size]`, last stride 1; at least `query_start_loc[-1]` tokens.

@@ -64,6 +64,8 @@ class Launch:
         constants: the constexpr arguments by name, in the kernel's order.
         num_warps: see `num_warps_for`.
         num_stages: software pipelining of loops; None is Triton's default.
+        max_registers: of a thread, on NVIDIA's GPUs; None leaves it to the assembler, which may spill a few registers
+            to fit one more program on a multiprocessor.
         compiled: the handle, after the first call; None forever in the interpreter.
     """
 
@@ -72,6 +74,7 @@ class Launch:
     constants: dict[str, Any]
     num_warps: int
     num_stages: int | None = None
+    max_registers: int | None = None
     compiled: Any = None
 
     def __call__(self, grid: tuple[int, int, int], pointers: tuple[Tensor | None, ...], *numbers: float) -> None:
@@ -82,6 +85,8 @@ class Launch:
         options: dict[str, int] = {"num_warps": self.num_warps}
         if self.num_stages is not None:
             options["num_stages"] = self.num_stages
+        if self.max_registers is not None:
+            options["maxnreg"] = self.max_registers
         self.compiled = self.kernel[grid](*pointers, *self.strides, *numbers, **self.constants, **options)
 
 

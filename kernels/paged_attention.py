@@ -89,8 +89,8 @@ def paged_attention(
         # Keys before the first query's window are not read: their blocks may have been freed.
         first = 0 if window is None else max(0, seq_len - (end - begin) - window + 1)
         sequence = BlockTableRows(table.block_table, rows[index : index + 1], table.block_size)
-        key, value = _keys_and_values(pair, sequence, first, seq_len, query.dtype, k_scale, v_scale)
-        output[begin:end] = _attend(query[begin:end], key, value, first, seq_len, scale, window, softcap)
+        key, value, is_stored = _keys_and_values(pair, sequence, first, seq_len, query.dtype, k_scale, v_scale)
+        output[begin:end] = _attend(query[begin:end], key, value, is_stored, first, seq_len, scale, window, softcap)
     return output
 
 
@@ -102,20 +102,24 @@ def _keys_and_values(
     dtype: torch.dtype,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """One sequence's keys and values from position `first` on, float32 `[num_kv_heads, seq_len - first, head_size]`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One sequence's keys and values from position `first` on, float32 `[num_kv_heads, seq_len - first, head_size]`,
+    and which of them the cache holds, bool `[seq_len - first]`.
+    """
     device = pair.key.device
     cu_seqlens = torch.tensor([0, seq_len - first], dtype=torch.int32, device=device)
     positions = torch.tensor([first], dtype=torch.int64, device=device)
     slots = slots_of(sequence, cu_seqlens, positions, seq_len - first)
     key, value = read_slots(pair.key, slots, dtype, k_scale), read_slots(pair.value, slots, dtype, v_scale)
-    return key.float().transpose(0, 1), value.float().transpose(0, 1)
+    is_stored = (slots >= 0) & (slots < pair.num_slots)
+    return key.float().transpose(0, 1), value.float().transpose(0, 1), is_stored
 
 
 def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    is_stored: Tensor,
     first: int,
     seq_len: int,
     scale: float,
@@ -131,8 +135,9 @@ def _attend(
         scores = softcap * torch.tanh(scores / softcap)
     at = torch.arange(seq_len - num_queries, seq_len, device=query.device)[:, None]
     positions = torch.arange(first, seq_len, device=query.device)[None, :]
-    is_hidden = positions > at
+    is_hidden = (positions > at) | ~is_stored
     if window is not None:
         is_hidden |= positions <= at - window
-    weights = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)
+    # A query that sees nothing has no weights: softmax over -inf alone is NaN.
+    weights = scores.masked_fill(is_hidden, -torch.inf).softmax(-1).masked_fill(is_hidden, 0)
     return (weights @ value).transpose(0, 1)

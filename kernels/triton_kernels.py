@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .attention_launches import attention_launch, merge_launch, num_splits_for, query_tile_for
 from .concat_and_cache_mla import check_mla_cache, check_mla_write
 from .copy_blocks import BlockRegions, check_copy
 from .fp8 import numbers_of
@@ -22,12 +23,10 @@ from .slot_mapping import SlotTables, check_batch, check_batch_content
 from .triton_launches import (
     COPY_TILE_WORDS,
     SLOT_TILE,
-    attention_launch,
     copy_launch,
     current_target,
     gather_launch,
     mla_write_launch,
-    query_tile_for,
     refuse_unsupported_dtype,
     slot_mapping_launch,
     write_launch,
@@ -296,17 +295,37 @@ class TritonKernels:
         table = check_table(block_table, rows, block_size, pair.key)
         check_attention(pair, table, query, query_start_loc, seq_lens, window, softcap, checked)
         check_read_scales(pair.key, query.dtype, {"k_scale": k_scale, "v_scale": v_scale}, checked)
-        memory = memory_key(pair.key, pair.value, block_table, k_scale, v_scale)
-        launch = self._launches.get(
-            ("attention", table.block_size, window, softcap, memory, rows_key(query)),
-            lambda: attention_launch(pair, table, query, window, softcap, k_scale, v_scale),
-        )
         num_tokens, num_q_heads, _ = query.shape
         num_seqs, num_kv_heads = len(rows), pair.key.shape[2]
         output = query.new_zeros(num_tokens, num_q_heads, pair.value.shape[3])
-        if num_tokens and num_seqs:
-            # Lanes for the mean sequence; a longer chunk's queries take turns.
-            num_lanes = num_lanes_for(num_tokens, num_seqs * query_tile_for(num_q_heads // num_kv_heads))
-            pointers = (query, pair.key, pair.value, output, block_table, rows, query_start_loc, seq_lens)
-            launch((num_seqs, num_kv_heads, num_lanes), (*pointers, k_scale, v_scale), num_tokens, scale)
+        if not (num_tokens and num_seqs):
+            return output
+        # Lanes for the mean sequence; a longer chunk's queries take turns.
+        num_lanes = num_lanes_for(num_tokens, num_seqs * query_tile_for(num_q_heads // num_kv_heads))
+        max_keys = table.block_size * block_table.shape[1]
+        num_splits = num_splits_for(
+            num_seqs * num_kv_heads * num_lanes, max_keys if window is None else min(window, max_keys)
+        )
+        is_split = num_splits > 1
+        memory = memory_key(pair.key, pair.value, block_table, k_scale, v_scale)
+        launch = self._launches.get(
+            ("attention", table.block_size, window, softcap, is_split, memory, rows_key(query)),
+            lambda: attention_launch(pair, table, query, window, softcap, k_scale, v_scale, is_split),
+        )
+        written, lse = output, None
+        if is_split:
+            written = output.new_empty(num_splits, *output.shape, dtype=torch.float32)
+            lse = written.new_empty(written.shape[:-1])
+        launch(
+            (num_seqs, num_kv_heads, num_lanes * num_splits),
+            (query, pair.key, pair.value, written, lse, block_table, rows, query_start_loc, seq_lens, k_scale, v_scale),
+            num_tokens,
+            num_splits,
+            scale,
+        )
+        if is_split:
+            num_rows = len(block_table)
+            merge = self._launches.get(("merge", num_rows, rows_key(output)), lambda: merge_launch(output, num_rows))
+            grid = (num_seqs, num_q_heads, num_lanes_for(num_tokens, num_seqs))
+            merge(grid, (written, lse, output, rows, query_start_loc), num_tokens, num_splits)
         return output

@@ -16,7 +16,6 @@ from .fp8 import LARGEST
 from .gather_cache import BlockTableRows
 from .gather_cache_triton import gather_cache_kernel
 from .launch import WARP_SIZE, Launch, next_power_of_2, num_warps_for, vector_elements
-from .paged_attention_triton import paged_attention_kernel
 from .reshape_and_cache import CachePair
 from .reshape_and_cache_triton import reshape_and_cache_kernel
 from .slot_mapping import NUM_COLUMNS, SlotTables
@@ -26,11 +25,6 @@ from .slot_mapping_triton import slot_mapping_kernel
 MAX_TILE_ELEMENTS = 2048
 SLOT_TILE = 1024
 COPY_TILE_WORDS = 2048
-MIN_DOT_SIZE = 16
-MAX_KEYS_TILE = 32
-# Beyond this tile the accumulator of a head needs the registers of more threads: of so many.
-MAX_HEAD_TILE_OF_4_WARPS = 128
-WIDE_HEAD_THREADS = 256
 WORD_TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
@@ -242,70 +236,3 @@ def gather_launch(
         },
         num_warps_for(heads_tile * max(key_tile, value_tile), key.element_size(), warp_size()),
     )
-
-
-def attention_launch(
-    pair: CachePair,
-    table: BlockTableRows,
-    query: Tensor,
-    window: int | None,
-    softcap: float | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> Launch:
-    """One program a sequence, a key head and a lane; `num_tokens` and `scale` change from call to call."""
-    num_kv_heads, head_size, v_head_size = pair.key.shape[2], pair.key.shape[3], pair.value.shape[3]
-    group = query.shape[1] // num_kv_heads
-    group_tile = next_power_of_2(group)
-    key_tile = max(next_power_of_2(head_size), MIN_DOT_SIZE)
-    value_tile = max(next_power_of_2(v_head_size), MIN_DOT_SIZE)
-    key_side, value_side = CacheSide(pair.key), CacheSide(pair.value)
-    query_vec = vector_elements(query)
-    return Launch(
-        paged_attention_kernel,
-        (
-            *(stride // query_vec for stride in query.stride()[:2]),
-            *key_side.strides[:3],
-            *value_side.strides[:3],
-            pair.num_slots,
-            table.block_table.stride(0),
-            *table.block_table.shape,
-        ),
-        {
-            "NUM_KV_HEADS": num_kv_heads,
-            "GROUP": group,
-            "HEAD_SIZE": head_size,
-            "V_HEAD_SIZE": v_head_size,
-            "BLOCK_SIZE": pair.key.shape[1],
-            "TABLE_BLOCK_SIZE": table.block_size,
-            "GROUP_TILE": group_tile,
-            "QUERY_TILE": query_tile_for(group),
-            "KEYS_TILE": keys_tile_for(key_tile, value_tile),
-            "KEY_TILE": key_tile,
-            "VALUE_TILE": value_tile,
-            "QUERY_VEC": query_vec,
-            "QUERY_VEC_BYTES": query_vec * query.element_size(),
-            "KEY_VEC": key_side.vec,
-            "KEY_VEC_BYTES": key_side.vec_bytes,
-            "VALUE_VEC": value_side.vec,
-            "VALUE_VEC_BYTES": value_side.vec_bytes,
-            "OUT_BYTES": math.gcd(16, v_head_size * query.element_size()),
-            "WINDOW": window or 0,
-            "SOFTCAP": softcap or 0.0,
-            "CONVERTS": query.dtype != pair.key.dtype,
-            "HAS_K_SCALE": k_scale is not None,
-            "HAS_V_SCALE": v_scale is not None,
-        },
-        num_warps=4 if max(key_tile, value_tile) <= MAX_HEAD_TILE_OF_4_WARPS else WIDE_HEAD_THREADS // warp_size(),
-        num_stages=1,
-    )
-
-
-def keys_tile_for(*tiles: int) -> int:
-    """Keys of one step through the cache: more of them would spill registers."""
-    return max(MIN_DOT_SIZE, min(MAX_KEYS_TILE, 8192 // max(tiles)))
-
-
-def query_tile_for(heads_per_kv_head: int) -> int:
-    """Query tokens that fill the rows of a matrix product together with the heads of a group."""
-    return max(MIN_DOT_SIZE // next_power_of_2(heads_per_kv_head), 1)

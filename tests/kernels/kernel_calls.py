@@ -122,8 +122,8 @@ def copy(kernels: Any) -> None:
     kernels.copy_blocks(caches=BlockRegions.of(caches), sources=pairs, targets=pairs)
 
 
-def block_table() -> dict[str, torch.Tensor]:
-    return {"block_table": torch.zeros(4, 8, dtype=torch.int32), "rows": torch.zeros(2, dtype=torch.int32)}
+def block_table(width: int = 8) -> dict[str, torch.Tensor]:
+    return {"block_table": torch.zeros(4, width, dtype=torch.int32), "rows": torch.zeros(2, dtype=torch.int32)}
 
 
 def gather(
@@ -157,24 +157,26 @@ def gather_mla(kernels: Any) -> None:
 def attend(
     cache_of: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     size: int = 128,
-    cache_dtype: torch.dtype = BF16,
+    dtype: torch.dtype = BF16,
+    cache_dtype: torch.dtype | None = None,
     q_heads: int = 32,
     num_tokens: int = 2,
+    width: int = 8,
     **options: float,
 ) -> Call:
-    """Attention of two sequences: a decode by default, a chunk with more tokens."""
+    """Attention of two sequences: a decode by default, a chunk with more tokens, split with a wider block table."""
 
     def call(kernels: Any) -> None:
-        key_cache, value_cache = cache_of(8, size, cache_dtype)
+        key_cache, value_cache = cache_of(8, size, cache_dtype or dtype)
         kernels.paged_attention(
-            query=torch.zeros(num_tokens, q_heads, size, dtype=BF16),
+            query=torch.zeros(num_tokens, q_heads, size, dtype=dtype),
             key_cache=key_cache,
             value_cache=value_cache,
-            **block_table(),
+            **block_table(width),
             query_start_loc=torch.tensor([0, num_tokens // 2, num_tokens], dtype=torch.int32),
             seq_lens=torch.full((2,), num_tokens // 2, dtype=torch.int32),
             scale=size**-0.5,
-            **(scales("k_scale", "v_scale") if cache_dtype != BF16 else {}),
+            **(scales("k_scale", "v_scale") if cache_dtype else {}),
             **options,
         )
 
@@ -248,6 +250,8 @@ EVERYWHERE: dict[str, Call] = {
     "copy blocks 8x128": copy,
     "gather flash 8x128": gather(flash),
     "attend flash 32/8x128": attend(flash),
+    "attend flash 32/8x128, split": attend(flash, width=512),
+    "attend flash 32/8x576 fp32, split": attend(flash, size=576, dtype=torch.float32, width=512),
     "fixed tile, 16 warps": fixed_tile(16),
     "fixed tile, 4 warps": fixed_tile(4),
 }

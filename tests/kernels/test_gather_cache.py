@@ -79,6 +79,28 @@ def test_padding_and_positions_outside_the_table_read_as_zeros(kernels: Any) -> 
         assert not read[6:].any()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_missing_block_inside_a_sequence_reads_as_zeros_and_nan_beside_is_not_read(kernels: Any, layout: str) -> None:
+    cache = paged_cache(layout, 6, 4, 2, 16, torch.float16)
+    cache.raw.fill_(float("nan"))
+    key, value = rows_of(6, 2, 16, torch.float16)
+    # Row 0 holds blocks 5, none and 2, and ends after two of the last block's slots.
+    slots = longs(20, 21, 22, 23, 8, 9)
+    cache.method(kernels, "reshape_and_cache")(key=key, value=value, **cache.views(), slot_mapping=slots)
+    read = cache.method(kernels, "gather_cache")(
+        **cache.views(),
+        block_table=integers(5, -1, 2).view(1, 3),
+        rows=integers(0),
+        cu_seqlens=integers(0, 10),
+        num_tokens=10,
+        checked=True,
+    )
+    for rows, result in zip((key, value), read, strict=True):
+        assert torch.equal(result[:4], rows[:4])
+        assert not result[4:8].any()
+        assert torch.equal(result[8:], rows[4:])
+
+
 def test_nothing_is_read_from_no_sequences(kernels: Any) -> None:
     cache = paged_cache("NHD", 3, 4, 1, 16, torch.bfloat16)
     batch = {"block_table": integers(0).view(1, 1), "rows": integers(), "cu_seqlens": integers(0)}

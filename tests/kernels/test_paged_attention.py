@@ -14,7 +14,8 @@ from tests.kernels.kernel_sets import device  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-# Rounding of the result, of the weights (in the kernel) and of nothing else.
+# Rounding of the result, of the weights (in the kernel), and of sums of up to a thousand terms in float32. Their order
+# is another in each kernel and with each number of splits, so equal bits are not to be had.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -130,15 +131,106 @@ def test_blocks_out_of_the_window_are_not_read(kernels: Any) -> None:
     assert_attends(kernels, batch, window=12)
 
 
-def test_nan_beside_a_sequence_does_not_reach_it(kernels: Any) -> None:
-    batch = batch_of([(21, 5), (17, 1)])
+def put_nan_beside(batch: Batch, window: int | None = None) -> None:
+    """NaN in every slot that no query of the batch may see: of other blocks, of earlier keys, behind the last key."""
+    block_size = batch.call["key_cache"].shape[1]
+    live = torch.zeros(batch.call["key_cache"].shape[:2], dtype=torch.bool, device=device())
+    for row, (key, count) in enumerate(zip(batch.keys, batch.num_queries, strict=True)):
+        for position in range(0 if window is None else max(len(key) - count - window + 1, 0), len(key)):
+            live[int(batch.call["block_table"][row, position // block_size]), position % block_size] = True
     for name in ("key_cache", "value_cache"):
-        cache, live = batch.call[name], torch.zeros(batch.call[name].shape[:2], dtype=torch.bool, device=device())
-        for row, key in enumerate(batch.keys):
-            for position in range(len(key)):
-                live[int(batch.call["block_table"][row, position // 16]), position % 16] = True
-        cache[~live] = float("nan")
+        batch.call[name][~live] = float("nan")
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "interleaved", "packed"])
+def test_nan_beside_a_sequence_does_not_reach_it(kernels: Any, layout: str) -> None:
+    batch = batch_of([(21, 5), (17, 1)], layout=layout)
+    put_nan_beside(batch)
     assert_attends(kernels, batch)
+
+
+@pytest.mark.parametrize("freed", [-1, 0])
+def test_blocks_before_the_window_may_be_gone_from_the_table(kernels: Any, freed: int) -> None:
+    batch = batch_of([(60, 3), (40, 1)])
+    put_nan_beside(batch, window=12)
+    batch.call["block_table"][0, :2] = batch.call["block_table"][1, 0] = freed
+    assert_attends(kernels, batch, window=12)
+
+
+def test_positions_whose_block_is_missing_are_not_attended(kernels: Any) -> None:
+    batch = batch_of([(60, 2), (40, 1)])
+    put_nan_beside(batch)
+    batch.call["block_table"][0, 1] = -1
+    held = Batch(
+        batch.query,
+        batch.call,
+        *[[torch.cat([rows[0][:16], rows[0][32:]]), rows[1]] for rows in (batch.keys, batch.values)],
+        batch.num_queries,
+    )
+    result = kernels.paged_attention(query=batch.query, **batch.call, checked=True)
+    torch.testing.assert_close(result, attention_by_hand(held), rtol=0, atol=TOLERANCE[torch.float32])
+
+
+def test_a_query_that_sees_no_key_gives_zeros(kernels: Any) -> None:
+    batch = batch_of([(10, 2), (9, 1)])
+    expected = attention_by_hand(batch)
+    batch.call["block_table"][0] = -1
+    result = kernels.paged_attention(query=batch.query, **batch.call)
+    assert not result[:2].any()
+    torch.testing.assert_close(result[2:], expected[2:], rtol=0, atol=TOLERANCE[torch.float32])
+
+
+# -- long sequences, whose keys are split over programs ----------------------------------------------------------------
+
+
+def test_splits_are_as_many_as_fill_a_gpu_and_a_sequence_has_keys_for(triton_kernels: Any) -> None:
+    from kvledger.kernels.attention_launches import num_splits_for
+
+    assert [num_splits_for(programs, 1 << 17) for programs in (1, 8, 64, 511, 512, 5000)] == [128, 64, 8, 2, 1, 1]
+    assert [num_splits_for(8, keys) for keys in (1, 511, 512, 8192)] == [1, 1, 2, 32]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2)])
+def test_a_few_long_sequences_beside_short_ones(kernels: Any, heads: tuple[int, int], dtype: Any) -> None:
+    batch = batch_of([(1000, 1), (1, 1), (300, 1), (530, 1)], heads=heads, dtype=dtype)
+    put_nan_beside(batch)
+    assert_attends(kernels, batch)
+
+
+def test_a_chunk_of_queries_over_a_long_sequence(kernels: Any) -> None:
+    assert_attends(kernels, batch_of([(800, 20), (513, 3)], heads=(4, 1)))
+
+
+def test_a_window_of_several_splits(kernels: Any) -> None:
+    batch = batch_of([(900, 3), (620, 1)], heads=(2, 1))
+    put_nan_beside(batch, window=600)
+    assert_attends(kernels, batch, window=600)
+
+
+def test_a_split_that_outweighs_all_others(kernels: Any) -> None:
+    batch = batch_of([(900, 1)], heads=(2, 1))
+    batch.query.mul_(20)
+    result = kernels.paged_attention(query=batch.query, **batch.call)
+    # Scores of some hundreds: their rounding in float32 shows in the weights.
+    torch.testing.assert_close(result, attention_by_hand(batch), rtol=0, atol=5e-4)
+
+
+def test_a_split_without_a_key(kernels: Any) -> None:
+    batch = batch_of([(800, 1), (600, 1)], heads=(2, 1))
+    batch.call["block_table"][0, :20] = -1
+    held = Batch(batch.query, batch.call, *[[r[0][320:], r[1]] for r in (batch.keys, batch.values)], [1, 1])
+    result = kernels.paged_attention(query=batch.query, **batch.call)
+    torch.testing.assert_close(result, attention_by_hand(held), rtol=0, atol=TOLERANCE[torch.float32])
+    batch.call["rows"][0] = -1
+    result = kernels.paged_attention(query=batch.query, **batch.call)
+    assert not result[0].any()
+
+
+@pytest.mark.parametrize("head_size", [576, 520])
+def test_a_head_of_two_tiles(kernels: Any, head_size: int) -> None:
+    assert_attends(kernels, batch_of([(37, 2), (20, 1)], heads=(2, 1), head_size=head_size))
+    assert_attends(kernels, batch_of([(600, 1)], heads=(2, 1), head_size=head_size))
 
 
 def test_padding_sequences_and_tokens_give_zeros(kernels: Any) -> None:
