@@ -53,39 +53,34 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self,
-        forward: DecodeForward,
-        backend: CudaBackend,
-        capturer: GraphCapturer,
-        *,
-        max_num_reqs: int,
-        vocab_size: int,
-        dtype: torch.dtype,
+        self, forward: DecodeForward, backend: CudaBackend, capturer: GraphCapturer, *, max_num_reqs: int
     ) -> None:
-        """Allocate the buffers; nothing is captured yet.
+        """Nothing is captured yet.
 
         Args:
             forward: the model over a prepared batch.
             backend: its tables exist.
             capturer: captures.
             max_num_reqs: the largest size that will be captured.
-            vocab_size: columns of the logits.
-            dtype: of the logits.
         """
         self.num_replays = 0
         self._forward = forward
         self._backend = backend
         self._capturer = capturer
-        self._replays: dict[int, Callable[[], None]] = {}
+        # By size: what replays the step, and the logits that it leaves.
+        self._steps: dict[int, tuple[Callable[[], None], torch.Tensor]] = {}
+        self._token_ids = self._buffer((max_num_reqs,), torch.int64)
+        self._logits: torch.Tensor | None = None
+
+    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         # Graphs may be captured in inference mode, whose tensors nobody could fill outside it.
         with torch.inference_mode(False):
-            self._token_ids = torch.zeros(max_num_reqs, dtype=torch.int64, device=backend.device)
-            self._logits = torch.zeros((max_num_reqs, vocab_size), dtype=dtype, device=backend.device)
+            return torch.zeros(shape, dtype=dtype, device=self._backend.device)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Requests of the captured steps, rising."""
-        return tuple(sorted(self._replays))
+        return tuple(sorted(self._steps))
 
     def capture(self, size: int) -> None:
         """Capture the step of `size` requests, over a batch that is all padding; no request's memory is touched.
@@ -96,22 +91,28 @@ class DecodeGraphs:
         nothing = np.zeros(0, dtype=np.int64)
         self._backend.slot_mapping(TokenBatch(nothing, nothing, nothing))
         try:
-            self._replays[size] = self._capturer.capture(partial(self._decode, size))
+            if self._logits is None:  # how wide they are, and of which dtype, the model alone says
+                found = self._logits_of(size)
+                self._logits = self._buffer((len(self._token_ids), found.shape[1]), found.dtype)
+            logits = self._logits[:size]
+            self._steps[size] = self._capturer.capture(partial(self._decode, logits)), logits
         except RuntimeError as error:  # the class of torch's own errors
             raise InputError(
                 f"the decode step of {size} requests cannot be captured in a CUDA graph ({error}); set enforce_eager"
             ) from error
 
-    def _decode(self, size: int) -> None:
-        positions = self._backend.inputs.first_positions[:size]
-        self._logits[:size].copy_(self._forward(self._token_ids[:size], positions))
+    def _decode(self, logits: torch.Tensor) -> None:
+        logits.copy_(self._logits_of(len(logits)))
+
+    def _logits_of(self, size: int) -> torch.Tensor:
+        return self._forward(self._token_ids[:size], self._backend.inputs.first_positions[:size])
 
     def size_for(self, batch: TokenBatch) -> int | None:
         """The smallest captured size that holds a batch of single tokens; None: this batch runs eagerly."""
         num_reqs = len(batch.rows)
         if not num_reqs or batch.num_tokens != num_reqs:
             return None
-        return min((size for size in self._replays if size >= num_reqs), default=None)
+        return min((size for size in self._steps if size >= num_reqs), default=None)
 
     def replay(self, size: int, token_ids: NDArray[np.int64]) -> torch.Tensor:
         """Run the captured step over the batch that the backend has prepared and whose slots it has mapped.
@@ -128,6 +129,7 @@ class DecodeGraphs:
             given = given.pin_memory()
         # Ids behind them are an earlier step's: any token will do for padding.
         self._token_ids[: len(given)].copy_(given, non_blocking=True)
-        self._replays[size]()
+        replay, logits = self._steps[size]
+        replay()
         self.num_replays += 1
-        return self._logits[: len(given)]
+        return logits[: len(given)]

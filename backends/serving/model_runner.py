@@ -197,15 +197,8 @@ class ModelRunner:
         return graphs
 
     def empty_graphs(self, max_num_reqs: int, capturer: GraphCapturer) -> DecodeGraphs:
-        """Buffers for decode steps of up to so many requests, with nothing captured in them and not used by `run`."""
-        return DecodeGraphs(
-            self._decode,
-            self.backend,
-            capturer,
-            max_num_reqs=max_num_reqs,
-            vocab_size=self.vocab_size,
-            dtype=self.model.dtype,
-        )
+        """For decode steps of up to so many requests, with nothing captured yet, and not used by `run`."""
+        return DecodeGraphs(self._decode, self.backend, capturer, max_num_reqs=max_num_reqs)
 
     def _decode(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self._forward(token_ids, positions, len(token_ids), logits_to_keep=0)

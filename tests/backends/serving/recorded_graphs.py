@@ -110,13 +110,14 @@ class RecordedGraphs:
         self.recordings = []
 
     @torch.inference_mode(False)  # in inference mode, operations made of others would be seen whole
+    @torch.no_grad()
     def capture(self, run):
         run()
         recording = Recording()
         self.kernels.recording = recording
         try:
             # Models ask torch whether they are being captured, and then leave their own waiting out.
-            with torch.no_grad(), mock.patch("torch.cuda.is_current_stream_capturing", return_value=True), recording:
+            with mock.patch("torch.cuda.is_current_stream_capturing", return_value=True), recording:
                 run()
         finally:
             self.kernels.recording = None
