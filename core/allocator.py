@@ -192,36 +192,38 @@ class KVCacheAllocator(LedgerWriter):
         asked: list[AskedKeys] = []
         if registers:
             asked = self._registrar.ask_for_keys(request, row, hits, total, min(end, request.num_tokens))
+        emit = self._emit
         events: list[Event] = []
         if row is None:
             row = self._assign_row(request, events)
         elif start < placed and self._copies.rolls_back_registered(row, written_from):
-            events.append(self._emit(TokensPlaced((row,), (written_from,), (0,))))
+            events.append(emit(TokensPlaced((row,), (written_from,), (0,))))
         if hits is not None or (num_external_tokens and not start):
-            for group, kind in enumerate(self.config.groups):
+            for group, kind in enumerate(config.groups):
                 # A window of one token hits blocks that its next token does not attend to, as external tokens may.
                 skipped = kind.num_skipped_tokens(total) // kind.block_size
-                blocks = (0,) * skipped + (hits[group][skipped:] if hits is not None else ())
+                blocks = hits[group] if hits is not None else ()
+                if skipped:
+                    blocks = (0,) * skipped + blocks[skipped:]
                 if blocks:
-                    events.append(self._emit(PrefixAdopted(group, row, blocks)))
+                    events.append(emit(PrefixAdopted(group, row, blocks)))
         for group, _, index, copy in private:
-            events.append(self._emit(self._copies.event(group, row, index, copy)))
+            events.append(emit(self._copies.event(group, row, index, copy)))
         taken: list[tuple[int, ...]] = []
         rows = self._column_of[row]
         for group, table in enumerate(state.tables):
+            blocks = ()
             count = -(-num_slots // table.block_size) - table.count(row)
             if count > 0:
                 blocks = state.pool.free_queue.peek(count)
-                events.append(self._emit(self._taking.event(group, rows, (count,), blocks)))
-                taken.append(blocks)
-            else:
-                taken.append(())
+                events.append(emit(self._taking.event(group, rows, (count,), blocks)))
+            taken.append(blocks)
         if registers:
             self._register(rows, asked, events)
         if num_external_tokens:
-            events.append(self._emit(TokensPlaced(rows, (written_from,), (num_external_tokens,))))
+            events.append(emit(TokensPlaced(rows, (written_from,), (num_external_tokens,))))
         if num_new_tokens:
-            events.append(self._emit(TokensPlaced(rows, (total,), (end - total,))))
+            events.append(emit(TokensPlaced(rows, (total,), (end - total,))))
         self._commit(events)
         return tuple(taken)
 

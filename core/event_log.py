@@ -1,8 +1,9 @@
 """The log in memory: append commits, rebuild the state from them, find the first commit that does not add up."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, TypeAlias, cast
+from operator import itemgetter
+from typing import Any, TypeAlias
 
 import attrs
 
@@ -12,6 +13,8 @@ from .events import BlocksFreed, Commit, Event, FreeReason, PoolCreated
 from .eviction import EvictionOrder
 from .ledger_state import LedgerState
 
+# The columns of an event as a bare tuple.
+_bare: Callable[[Any], tuple[Any, ...]] = itemgetter(slice(None))
 # (sequence, the shape of the commit, the columns of each event as a bare tuple)
 _Kept: TypeAlias = tuple[int, int, tuple[Any, ...]]
 
@@ -72,15 +75,13 @@ class EventLog:
 
     def _keep(self, commit: Commit) -> None:
         sequence, events = commit
-        classes = tuple([type(event) for event in events])
-        shape = self._shape_of.get(classes)
-        if shape is None:
-            shape = self._new_shape(classes)
+        classes = tuple(map(type, events))
+        shape = self._shape_of.get(classes) or self._new_shape(classes)
         columns: list[Any]
         if shape.whole:
             columns = [event[:] if isinstance(event, tuple) else event for event in events]
         else:
-            columns = [event[:] for event in cast(tuple[tuple[Any, ...], ...], events)]
+            columns = list(map(_bare, events))
         for place in shape.freed:
             reason, *others = columns[place]
             columns[place] = (str(reason), *others)

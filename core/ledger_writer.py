@@ -60,8 +60,9 @@ class LedgerWriter:
     # -- the commit --------------------------------------------------------------------------------------------------
 
     def _commit(self, events: list[Event]) -> None:
-        commit = Commit(self.state.next_sequence, tuple(events))
-        self.state.next_sequence += 1
+        state = self.state
+        commit = Commit(state.next_sequence, tuple(events))
+        state.next_sequence += 1
         failure: Exception | None = None
         for sink in self.sinks:
             try:

@@ -114,8 +114,8 @@ class PrefixMatcher:
     def _match_one_group(
         self, kind: CacheKind, request: Request, pool: BlockPool, sequence: int, max_length: int
     ) -> PrefixMatch:
-        keys = self.block_keys(request, kind, 0, max_length // kind.block_size)
+        size = kind.block_size
+        keys = self.block_keys(request, kind, 0, max_length // size)
         (blocks,) = kind.find_hit(keys, (pool.index(0),), self._alignment, self._use_eagle)
         count = len(blocks)
-        length = count * kind.block_size
-        return PrefixMatch(request.request_id, length, (tuple(blocks),), (tuple(keys[:count]),), 0, sequence)
+        return PrefixMatch(request.request_id, count * size, (tuple(blocks),), (tuple(keys[:count]),), 0, sequence)

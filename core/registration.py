@@ -58,18 +58,18 @@ class Registrar:
         asked: list[AskedKeys] = []
         for group, kind in enumerate(self._config.groups):
             size = kind.block_size
-            if hits is None:
-                start = 0 if row is None else max(self._state.considered[group][row], 0)
+            if hits is not None:
+                start = len(hits[group])
+            elif row is None:
+                start = 0
+            else:
+                start = max(self._state.considered[group][row], 0)
                 if start * size > total:
                     start = total // size
-            else:
-                start = len(hits[group])
             stop = sure // size
-            if stop <= start:
-                asked.append(None)
-                continue
-            first = start - (start > 0)
-            asked.append(((first,), (self._matcher.block_keys(request, kind, first, stop),)))
+            first = start - 1 if start else 0
+            keys = self._matcher.block_keys(request, kind, first, stop) if stop > start else None
+            asked.append(((first,), (keys,)) if keys else None)
         return asked
 
     def ask_for_keys_of_batch(
