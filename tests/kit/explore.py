@@ -1,7 +1,6 @@
 """Random histories from a seed: fast enough for a thousand commands a second, and needs no Hypothesis."""
 
-import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import attrs
@@ -12,7 +11,7 @@ from kvledger.testing.failure import KitFailure
 from kvledger.testing.protocol import ManagerFactory, supports_of
 from kvledger.testing.rules import RULES
 from kvledger.testing.scenario import Scenario
-from kvledger.testing.shorten import shorten
+from kvledger.testing.shorten import Budget, shorten
 from kvledger.testing.trial import Trial
 
 # Looking for a shorter history ends after so many that did not happen on one.
@@ -93,8 +92,8 @@ def _found_again_sooner(
 
     Leaving out commands ends where each one is needed by another; starting anew does not.
     """
-    best, deadline, seed, in_vain = failure, time.monotonic() + budget_s, 0, 0
-    while time.monotonic() < deadline and in_vain < _TRIES_IN_VAIN:
+    best, budget, seed, in_vain = failure, Budget(budget_s), 0, 0
+    while budget.left_s > 0 and in_vain < _TRIES_IN_VAIN:
         chooser, seed, in_vain = RandomChooser(seed), seed + 1, in_vain + 1
         most = len(best.history.commands) - 1
         blocks = chooser.integer(2, best.history.scenario.num_blocks + 1)
@@ -103,7 +102,7 @@ def _found_again_sooner(
             _play_one(player, chooser, most // 2 + 1, Played(), (), most)
         except KitFailure as found:
             if _kind_of(found) == _kind_of(best):
-                best, in_vain = shorten(found, make, rival, deadline - time.monotonic()), 0
+                best, in_vain = shorten(found, make, rival, budget.left_s), 0
     return best
 
 
@@ -143,19 +142,22 @@ def survey(
 ) -> dict[tuple[str, str], KitFailure]:
     """Every way in which histories break promises: (promise, kind of the last command) -> a short failure.
 
-    Where `explore` stops at the first failure, this notes it and plays the next history.
+    Where `explore` stops at the first failure, this notes it and plays the next history. The shortest of each kind is
+    made shorter.
     """
-    found: dict[tuple[str, str], KitFailure] = {}
+    found: list[KitFailure] = []
     for i in range(num_histories):
         try:
             explore(make, 1, num_rules, seed + i, rival, shorten_s=0, without=without)
         except KitFailure as failure:
-            if _kind_of(failure) not in found:
-                short = reported(failure, make, rival, shorten_s, None)
-                found[_kind_of(failure)] = short
-                found.setdefault(_kind_of(short), short)
-    shortest = {_kind_of(failure): failure for failure in found.values()}
-    return dict(sorted(shortest.items()))
+            found.append(failure)
+    short = [reported(failure, make, rival, shorten_s, None) for failure in _shortest_of_each_kind(found).values()]
+    return _shortest_of_each_kind(short)
+
+
+def _shortest_of_each_kind(failures: Iterable[KitFailure]) -> dict[tuple[str, str], KitFailure]:
+    from_the_longest = sorted(failures, key=lambda failure: len(failure.history.commands), reverse=True)
+    return dict(sorted({_kind_of(failure): failure for failure in from_the_longest}.items()))
 
 
 def _kind_of(failure: KitFailure) -> tuple[str, str]:

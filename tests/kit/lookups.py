@@ -24,6 +24,23 @@ class Lookups(Refusals):
         self._check_longest_hit(request, hit)
         self._check_hit_at_the_boundary(request, hit)
         request.found, request.found_after = found, self.num_changes
+        request.junction = self._longest_of_full_attention(request, hit) or request.junction
+
+    def _longest_of_full_attention(self, request: TrialRequest, hit: int) -> int:
+        """The hit, in aligned tokens, that the groups of full attention alone could serve, if it is longer, else 0.
+
+        Only where they are all alike: of several sorts it is the longest of any, which need not be of use to all.
+        """
+        whole = [(group, shape) for group, shape in enumerate(self.scenario.groups) if shape.attends_to_all]
+        if len({shape for _, shape in whole}) != 1 or self.view.keyed is None or self.scenario.use_eagle:
+            return 0
+        size, alignment, blocks = whole[0][1].block_size, self.scenario.alignment, 0
+        while (blocks + 1) * size < len(request.tokens) and all(
+            self.model.find(request.tokens[: (blocks + 1) * size], group, self.view) for group, _ in whole
+        ):
+            blocks += 1
+        longest = blocks * size // alignment * alignment
+        return longest if longest > hit else 0
 
     def _check_longest_hit(self, request: TrialRequest, hit: int) -> None:
         group = self.scenario.groups[0]

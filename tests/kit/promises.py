@@ -75,6 +75,11 @@ PROMPTS_ARE_FOUND_AGAIN = Promise(
     "prompts_are_found_again",
     "What the token at a prompt's last aligned boundary attends to can be found once the prompt has its slots.",
 )
+JUNCTIONS_ARE_FOUND_AGAIN = Promise(
+    "junctions_are_found_again",
+    "Where full attention alone could have served a longer hit than all groups together, that prefix can be found once "
+    "the request that met it has its slots.",
+)
 DRAFTS_ARE_NOT_FOUND = Promise("drafts_are_not_found", "Nothing that holds a draft token can be found.")
 NO_ORPHANS = Promise("no_orphans", "No block is findable whose predecessor is not: no lookup could ever reach it.")
 OUT_OF_WINDOW_IS_GONE = Promise(
@@ -111,6 +116,7 @@ PROMISES: tuple[Promise, ...] = (
     KEYS_STAY,
     COMPLETE_BLOCKS_ARE_FOUND,
     PROMPTS_ARE_FOUND_AGAIN,
+    JUNCTIONS_ARE_FOUND_AGAIN,
     DRAFTS_ARE_NOT_FOUND,
     NO_ORPHANS,
     OUT_OF_WINDOW_IS_GONE,

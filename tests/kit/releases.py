@@ -42,7 +42,7 @@ class Releases(Lookups):
         request.slots_asked = num_tokens
         if command.forget:
             request.tokens = request.tokens[: max(num_tokens, 1)]
-            request.found, request.num_prompt = None, 0
+            request.found, request.num_prompt, request.junction = None, 0, 0
         self._check_tail_goes_first(request.name)
         self._check_slots(request)
         promises.check_tables_only_grow(self._earlier(), self.view, request.name)

@@ -4,12 +4,12 @@ Hypothesis draws them one by one (`machine.py`); `explore.py` draws them by thei
 so both find the same faults.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TypeAlias
 
 import attrs
-from kvledger.testing.choices import Chooser, chance, choose_prompt, pick
+from kvledger.testing.choices import Chooser, chance, choose_prompt, near_blocks, pick
 from kvledger.testing.commands import (
     Abort,
     Allocate,
@@ -106,12 +106,32 @@ def admit(trial: Trial, chooser: Chooser, do: Do) -> None:
         _allocate(trial, chooser, do, request, adopt)
 
 
+def _arrive_with(trial: Trial, do: Do, tokens: Sequence[int]) -> TrialRequest | None:
+    """A request with these tokens arrives, unless there are enough."""
+    name = f"r{len(trial.requests)}"
+    if tokens and len(trial.requests) < MOST_REQUESTS:
+        do(New(name, [(token, len(list(run))) for token, run in groupby(tokens)]))
+    return trial.requests.get(name)
+
+
 def _arrive_again(trial: Trial, do: Do, twin: TrialRequest | None) -> TrialRequest | None:
     """A request with all the tokens of an earlier one arrives, unless there are enough."""
-    name = f"r{len(trial.requests)}"
-    if twin is not None and len(trial.requests) < MOST_REQUESTS:
-        do(New(name, [(token, len(list(run))) for token, run in groupby(twin.tokens)]))
-    return trial.requests.get(name)
+    return _arrive_with(trial, do, twin.tokens if twin is not None else ())
+
+
+def branch_off(trial: Trial, chooser: Chooser, do: Do) -> None:
+    """A request begins like an earlier one, goes on in its own way, and looks up what they share."""
+    other = _named(trial, chooser, live=None)
+    if other is None:
+        return
+    size = max([group.block_size for group in trial.scenario.groups])
+    shared = other.tokens[: near_blocks(chooser, size, 4)]
+    room = trial.scenario.max_model_len - len(shared)
+    tail = [chooser.integer(0, 2)] * min(near_blocks(chooser, size, 2), room)
+    request = _arrive_with(trial, do, [*shared, *tail])
+    if request is not None:
+        do(Match(request.name))
+        _allocate(trial, chooser, do, request, adopt=True)
 
 
 def admit_the_same_again(trial: Trial, chooser: Chooser, do: Do) -> None:
@@ -264,18 +284,19 @@ def fork_and_go_back(trial: Trial, chooser: Chooser, do: Do) -> None:
 
 
 def fork_and_diverge(trial: Trial, chooser: Chooser, do: Do) -> None:
-    """Two children, and each of the family goes its own way at once; perhaps with drafts that all of them share."""
+    """Two children, and each of the family goes its own way at once; perhaps behind drafts that all of them accept."""
     request = _named(trial, chooser, live=True)
     if request is not None and len(trial.requests) < MOST_REQUESTS - 1:
-        if _has(trial, "drafts") and chance(chooser, 2):
-            do(Append((request.name,), 0, 0, chooser.integer(1, 5)))
+        drafts = chooser.integer(1, 5) if _has(trial, "drafts") and chance(chooser, 2) else 0
+        if drafts:
+            do(Append((request.name,), 0, 0, drafts))
         family = [request.name]
         for _ in range(2):
             child = f"r{len(trial.requests)}"
             do(Fork(request.name, child))
             if child in trial.requests:
                 family.append(child)
-        do(Append(family[:: -1 if chance(chooser, 2) else 1], chooser.integer(0, 2)))
+        do(Append(family[:: -1 if chance(chooser, 2) else 1], chooser.integer(0, 2), chooser.integer(0, drafts)))
 
 
 def finish(trial: Trial, chooser: Chooser, do: Do) -> None:
@@ -337,13 +358,14 @@ RULES = (
     Rule("admit_later", admit_later, 3),
     Rule("look_up", look_up, 2, ("match",)),
     Rule("arrive_and_look_up", arrive_and_look_up, 2, ("match",)),
+    Rule("branch_off", branch_off, 3, ("match",)),
     Rule("be_overtaken", be_overtaken, 2, ("match",)),
     Rule("ask_the_gate", ask_the_gate, 2, ("can_admit",)),
     Rule("release_out_of_window", release_out_of_window, 4, ("release_out_of_window",)),
     Rule("truncate", truncate, 2, ("truncate",)),
     Rule("fork", fork, 2, ("fork",)),
     Rule("fork_and_diverge", fork_and_diverge, 2, ("fork",)),
-    Rule("fork_and_go_back", fork_and_go_back, 1, ("fork",)),
+    Rule("fork_and_go_back", fork_and_go_back, 3, ("fork",)),
     Rule("preempt", preempt, 2, ("preempt",)),
     Rule("abort", abort, 1, ("abort",)),
     Rule("evict", evict, 2, ("evict",)),

@@ -217,7 +217,10 @@ class Trial(Releases):
             self._check_registered(before, request, total if request.loads_from is None else request.loads_from)
             request.loads_from = None
             if total < request.num_prompt <= request.num_valid:
-                self._check_prompt_is_found_again(request)
+                boundary = (request.num_prompt - 1) // self.scenario.alignment * self.scenario.alignment
+                self._check_found_again(request, boundary, promises.PROMPTS_ARE_FOUND_AGAIN)
+            if total < request.junction <= request.num_valid:
+                self._check_found_again(request, request.junction, promises.JUNCTIONS_ARE_FOUND_AGAIN)
 
     def _load_later(self, request: TrialRequest, start: int, num_tokens: int) -> None:
         """What was placed is to be copied in before the request's next command, and nobody may find it before."""
@@ -277,18 +280,18 @@ class Trial(Releases):
                 not orphans, f"block {orphans[0][0] if orphans else ''} became findable behind one that is not"
             )
 
-    def _check_prompt_is_found_again(self, request: TrialRequest) -> None:
+    def _check_found_again(self, request: TrialRequest, boundary: int, promise: promises.Promise) -> None:
+        """That what the token at an aligned boundary attends to can be found, as far as the request holds it."""
         if self.view.keyed is None or not self.scenario.enable_caching or self.scenario.use_eagle or request.lost_a_key:
             return
-        boundary = (request.num_prompt - 1) // self.scenario.alignment * self.scenario.alignment
         for group, shape in enumerate(self.scenario.groups):
             size, table = shape.block_size, self.view.tables[request.name][group]
             for index in range(shape.attends_from(boundary) // size, boundary // size):
-                promises.PROMPTS_ARE_FOUND_AGAIN.require(
+                promise.require(
                     table[index] == self.view.null_block
                     or self.model.find(request.tokens[: (index + 1) * size], group, self.view),
                     f"block {table[index]}, at {index} of request {request.name!r} in group {group} ({shape.kind}), "
-                    f"cannot be found; the prompt of {request.num_prompt} tokens should be, up to {boundary}",
+                    f"cannot be found; what the token at {boundary} attends to should be",
                 )
 
     # -- forks ---------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ class TrialRequest:
         lost_a_key: whether a block of it was evicted by id while it held it.
         is_loading: whether the content of its external tokens is still to come.
         loads_from: the position of the first of them, until its next tokens are placed; else None.
+        junction: where its last lookup could have ended, had full attention been alone, if that is further; else 0.
         num_prompt: tokens that it arrived with; 0 where the manager may see another prompt (a fork, a crop, a
             request that comes again with its outputs).
     """
@@ -50,6 +51,7 @@ class TrialRequest:
     lost_a_key: bool = False
     is_loading: bool = False
     loads_from: int | None = None
+    junction: int = 0
     num_prompt: int = 0
 
     @property
@@ -63,7 +65,7 @@ class TrialRequest:
     def end(self) -> None:
         """It holds nothing any more."""
         self.placed, self.is_live, self.slots_asked, self.lost_a_key = [], False, 0, False
-        self.is_loading, self.loads_from = False, None
+        self.is_loading, self.loads_from, self.junction = False, None, 0
         if len(self.tokens) != self.num_prompt:
             self.num_prompt = 0  # if it comes again, its outputs so far may be part of its prompt
 

@@ -75,3 +75,13 @@ def test_a_copy_carries_the_content_along() -> None:
     model.write("a", [1, 2, 3], 0, view(a=[1]))
     model.copy_on_write(view(a=[1], b=[1]), view(a=[1], b=[2]))
     assert model.misread("b", [1, 2, 3], 3, view(b=[2])) is None
+
+
+def test_what_is_still_to_come_holds_nothing_although_the_block_held_the_same() -> None:
+    model = ContentModel(SCENARIO)
+    model.write("a", [1, 2, 3, 4], 0, view(a=[1]))
+    assert model.block_holds(1, 0, [1, 2, 3, 4])
+    model.expect("b", 0, 4, view(b=[1]))
+    assert not model.block_holds(1, 0, [1, 2, 3, 4])
+    model.write("b", [1, 2, 3, 4], 0, view(b=[1]))
+    assert model.block_holds(1, 0, [1, 2, 3, 4])
