@@ -417,4 +417,65 @@ MUTANTS = (
         "skipped = kind.num_skipped_tokens(total) // kind.block_size if num_external_tokens else 0\n"
         "                blocks",
     ),
+    # What no history met, or no promise was about, when these were tried first
+    Mutant(
+        "going back in one chunk ends the guard",
+        "core/ledger_state.py",
+        "        if end < self.placed[row]:\n            # The row",
+        "        if end < self.placed[row] and not count:\n            # The row",
+    ),
+    Mutant(
+        "a match is trusted for one command more",
+        "core/command_checks.py",
+        "if match.sequence != self._state.next_sequence:",
+        "if match.sequence < self._state.next_sequence - 1:",
+    ),
+    Mutant(
+        "a request may be named twice in one step",
+        "core/command_checks.py",
+        "wrong = times > self._state.row_is_held",
+        "wrong = (times > 0) > self._state.row_is_held",
+    ),
+    Mutant(
+        "a fork may hit a request that runs",
+        "core/allocator.py",
+        "        if child.request_id in self.state.row_of:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "a deferred release keeps the order of the groups",
+        "core/allocator.py",
+        "            segments.reverse()\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "what follows an evicted duplicate is dropped too",
+        "core/orphans.py",
+        "gone = [key for key in keys if losing.issuperset(pool.copies(key, group))]",
+        "gone = list(keys)",
+    ),
+    Mutant(
+        "the gate forgets what is reserved",
+        "core/allocator.py",
+        "spare = self.num_free_blocks - reserved_blocks - (",
+        "spare = self.num_free_blocks - (",
+    ),
+    Mutant(
+        "what is still to be copied in is found",
+        "core/allocator.py",
+        "config.enable_caching and num_new_tokens > 0",
+        "config.enable_caching",
+    ),
+    Mutant(
+        "one block is registered for two requests of a step",
+        "core/registration.py",
+        " or len(set(blocks)) < len(blocks)",
+        "",
+    ),
+    Mutant(
+        "a junction is forgotten",
+        "core/allocator.py",
+        "        if match.boundary:\n",
+        "        if False:\n",
+    ),
 )
