@@ -42,6 +42,11 @@ class Launch:
     files: dict[str, Path]
     arguments: tuple[Any, ...]
 
+    @property
+    def binary(self) -> Path:
+        """The machine code: NVIDIA's as a binary, AMD's as assembly."""
+        return self.files["cubin" if "cubin" in self.files else "amdgcn"]
+
 
 def _comparable(argument: Any) -> Any:
     return (str(argument.dtype), tuple(argument.shape)) if hasattr(argument, "data_ptr") else argument

@@ -281,6 +281,17 @@ ON_SM_90: dict[str, Call] = {
 }
 
 
-def calls_for(target_name: str) -> dict[str, Call]:
-    """What is compiled for a target."""
+# Too many to compile in each run.
+HEADS: dict[str, Call] = {
+    f"attend flash 32/8x{size} {str(dtype).removeprefix('torch.')}{how}": attend(flash, size, dtype, width=width)
+    for size in (64, 80, 96, 112, 120, 128, 192, 256, 576)
+    for dtype in (BF16, torch.float32)
+    for how, width in (("", 8), (", split", 512))
+}
+
+
+def calls_for(target_name: str, which: str = "") -> dict[str, Call]:
+    """What is compiled for a target; `which` is "" or "heads"."""
+    if which == "heads":
+        return HEADS
     return {**EVERYWHERE, **ON_SM_90} if target_name == "sm_90" else EVERYWHERE

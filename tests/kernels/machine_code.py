@@ -1,11 +1,16 @@
 """What a compiled kernel's machine code does to memory: widths of global loads and stores, spills, local memory.
 
-NVIDIA: SASS and the resource usage, from the cuobjdump that ships with Triton. AMD: the assembly that Triton keeps.
+NVIDIA: SASS and the resource usage, from the tools that ship with Triton. AMD: the assembly that Triton keeps.
 """
 
 import re
+import struct
 import subprocess
+import tempfile
+from bisect import bisect_right
 from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import attrs
@@ -13,6 +18,7 @@ import attrs
 # LDG, STG: through a global address. LDGSTS: global to shared, asynchronously. LD, ST: through a generic address.
 _SASS = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(LDGSTS|LDG|STG|LDL|STL|LD|ST)((?:\.\w+)*)\s", re.MULTILINE)
 _SASS_BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
+_ADDRESS = re.compile(r"\s*/\*([0-9a-f]+)\*/")
 _USAGE = re.compile(r"\b(REG|STACK|LOCAL):(\d+)")
 _AMD = re.compile(r"^\s+(?:global|buffer|flat)_(load|store)_(\w+)", re.MULTILINE)
 _AMD_BYTES = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4}
@@ -40,16 +46,46 @@ class MachineCode:
     registers: int
 
 
-def read_machine_code(files: dict[str, Path], cuobjdump: str) -> MachineCode:
-    """The machine code among the outputs of one compilation."""
-    if "cubin" in files:
-        command = [cuobjdump, "--dump-sass", "--dump-resource-usage", str(files["cubin"])]
-        return parse_sass(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return parse_amdgcn(files["amdgcn"].read_text())
+def read_cubins(cubins: Sequence[Path], architecture: str, tools: Path) -> list[MachineCode]:
+    """The machine code of kernels for one architecture (`SM90a`), each of which is the only one in its file."""
+    codes = [instructions_of(path.read_bytes()) for path in cubins]
+    sass = disassemble(codes, architecture, tools)
+    usages = [_printed(tools / "cuobjdump", "--dump-resource-usage", str(path)) for path in cubins]
+    return [parse_sass(text + usage) for text, usage in zip(sass, usages, strict=True)]
+
+
+def instructions_of(cubin: bytes) -> bytes:
+    """The section `.text.<kernel>` of a 64-bit ELF file."""
+    (headers_at,) = struct.unpack_from("<Q", cubin, 0x28)
+    header_bytes, num_headers, names_number = struct.unpack_from("<HHH", cubin, 0x3A)
+    # Of each section: its name's place, type, flags, address, offset and size.
+    headers = [struct.unpack_from("<IIQQQQ", cubin, headers_at + i * header_bytes) for i in range(num_headers)]
+    names_at = headers[names_number][4]
+    (found,) = [header for header in headers if cubin.startswith(b".text.", names_at + header[0])]
+    return cubin[found[4] : found[4] + found[5]]
+
+
+def disassemble(codes: Sequence[bytes], architecture: str, tools: Path) -> list[str]:
+    """SASS of each piece of code, by one process for all: nearly all of its time is its start."""
+    starts = [0, *accumulate(len(code) for code in codes)]
+    texts: list[list[str]] = [[] for _ in codes]
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"".join(codes))
+        file.flush()
+        printed = _printed(tools / "nvdisasm", "--binary", architecture, file.name)
+    for line in printed.splitlines(keepends=True):
+        address = _ADDRESS.match(line)
+        if address:
+            texts[bisect_right(starts, int(address.group(1), 16)) - 1].append(line)
+    return ["".join(text) for text in texts]
+
+
+def _printed(*command: Path | str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def parse_sass(text: str) -> MachineCode:
-    """SASS with the resource usage, as cuobjdump prints it."""
+    """SASS, and behind it the resource usage as cuobjdump prints it."""
     loads: Counter[int] = Counter()
     stores: Counter[int] = Counter()
     local = 0

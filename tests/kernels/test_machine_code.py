@@ -57,12 +57,12 @@ WIDE_ON_SM_90 = (
 Compiled = dict[str, dict[str, Any]]
 
 
-def compile_ahead(target: str, cache: Path) -> Compiled:
-    """Every call for a target, in a process that does not interpret."""
+def compile_ahead(target: str, cache: Path, *which: str) -> Compiled:
+    """The calls for a target, in a process that does not interpret."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_ahead", target],
+        [sys.executable, "-m", "tests.kernels.compile_ahead", target, *which],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -127,15 +127,27 @@ def test_a_kept_launch_gives_the_launcher_what_tritons_own_path_gave_it(compiled
     assert [name for name, outcome in outcomes.items() if not outcome.get("repeats", "refused" in outcome)] == []
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_nothing_spills_and_nothing_uses_local_memory(compiled: Any, target: str) -> None:
-    wrong = [
+def spills(outcomes: Compiled) -> list[str]:
+    """Which launches use local memory."""
+    return [
         f"{name}: {launch['local_accesses']} accesses to {launch['local_bytes']} bytes"
-        for name, outcome in compiled(target).items()
+        for name, outcome in outcomes.items()
         for launch in outcome.get("launches", ())
         if launch["local_accesses"] or launch["local_bytes"]
     ]
-    assert not wrong
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_nothing_spills_and_nothing_uses_local_memory(compiled: Any, target: str) -> None:
+    assert not spills(compiled(target))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_attention_spills_at_no_head_size_whole_or_split(target: str, tmp_path: Path) -> None:
+    outcomes = compile_ahead(target, tmp_path, "heads")
+    assert len(outcomes) == 36
+    assert not spills(outcomes)
 
 
 @pytest.mark.parametrize("target", TARGETS)
