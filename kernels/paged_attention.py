@@ -1,9 +1,11 @@
 """Attention over a paged cache: decode steps and prefill chunks in one batch. The twin of the Triton kernel."""
 
+import attrs
 import torch
 from torch import Tensor
 
 from .checks import MAX_LISTED, check, check_rows, check_vector, describe
+from .decode_attention import batches_of, decode_attention
 from .gather_cache import BlockTableRows, check_positions, check_read_scales, check_table, read_slots, slots_of
 from .reshape_and_cache import CachePair, flash_pair
 
@@ -74,24 +76,83 @@ def paged_attention(
     kv_cache_dtype: str = "auto",
     checked: bool = False,
 ) -> Tensor:
-    """See `Kernels.paged_attention`. Computes in float32, a sequence at a time; on a GPU it waits for the device."""
+    """See `Kernels.paged_attention`. Computes in float32, decodes together and every chunk by itself; on a GPU it waits
+    for the device.
+    """
     pair = flash_pair(key_cache, value_cache, kv_cache_dtype)
     table = check_table(block_table, rows, block_size, pair.key)
     check_attention(pair, table, query, query_start_loc, seq_lens, window, softcap, checked)
     check_read_scales(pair.key, query.dtype, {"k_scale": k_scale, "v_scale": v_scale}, checked)
     output = torch.zeros(*query.shape[:2], pair.value.shape[3], dtype=query.dtype, device=query.device)
     starts = query_start_loc.tolist()
-    for index, (begin, end, seq_len, row) in enumerate(
-        zip(starts, starts[1:], seq_lens.tolist(), rows.tolist(), strict=False)
-    ):
-        if row < 0 or begin == end:
-            continue
+    sequences = [
         # Keys before the first query's window are not read: their blocks may have been freed.
-        first = 0 if window is None else max(0, seq_len - (end - begin) - window + 1)
-        sequence = BlockTableRows(table.block_table, rows[index : index + 1], table.block_size)
-        key, value, is_stored = _keys_and_values(pair, sequence, first, seq_len, query.dtype, k_scale, v_scale)
-        output[begin:end] = _attend(query[begin:end], key, value, is_stored, first, seq_len, scale, window, softcap)
+        _Sequence(place, begin, end, 0 if window is None else max(0, seq_len - (end - begin) - window + 1), seq_len)
+        for place, (begin, end, seq_len, row) in enumerate(
+            zip(starts, starts[1:], seq_lens.tolist(), rows.tolist(), strict=False)
+        )
+        if row >= 0 and begin < end
+    ]
+    decodes = [each for each in sequences if each.is_decode]
+    if len(decodes) > 1:
+        _attend_together(output, query, pair, table, decodes, scale, softcap, k_scale, v_scale)
+        sequences = [each for each in sequences if not each.is_decode]
+    for each in sequences:
+        sequence = BlockTableRows(table.block_table, rows[each.place : each.place + 1], table.block_size)
+        key, value, is_stored = _keys_and_values(
+            pair, sequence, each.first, each.seq_len, query.dtype, k_scale, v_scale
+        )
+        queries = query[each.begin : each.end]
+        output[each.begin : each.end] = _attend(
+            queries, key, value, is_stored, each.first, each.seq_len, scale, window, softcap
+        )
     return output
+
+
+@attrs.frozen
+class _Sequence:
+    """Where a sequence that is attended lies: its place in the batch, its query tokens, its keys from `first` on."""
+
+    place: int
+    begin: int
+    end: int
+    first: int
+    seq_len: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it has one query token, and a key."""
+        return self.end - self.begin == 1 and self.seq_len > 0
+
+
+def _attend_together(
+    output: Tensor,
+    query: Tensor,
+    pair: CachePair,
+    table: BlockTableRows,
+    decodes: list[_Sequence],
+    scale: float,
+    softcap: float | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """Attention of many single query tokens; their outputs are written. A window is in where their keys begin."""
+    device = query.device
+    for batch in batches_of([each.seq_len - each.first for each in decodes], pair.key[0, 0].numel()):
+        members = [decodes[number] for number in batch]
+        tokens = torch.tensor([each.begin for each in members], device=device)
+        rows = table.rows[torch.tensor([each.place for each in members], device=device)]
+        output[tokens] = decode_attention(
+            query[tokens],
+            pair,
+            BlockTableRows(table.block_table, rows, table.block_size),
+            [each.first for each in members],
+            [each.seq_len for each in members],
+            scale,
+            softcap,
+            k_scale,
+            v_scale,
+        ).to(query.dtype)
 
 
 def _keys_and_values(
