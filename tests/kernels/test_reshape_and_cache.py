@@ -1,5 +1,6 @@
 """Cache writes: every byte where plain indexing puts it, and no other byte changed, in every layout and shape."""
 
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -28,12 +29,13 @@ HEAD_SIZES = (64, 80, 96, 112, 120, 128, 192, 256, 576)
 KV_HEADS = (1, 2, 3, 8)
 BLOCK_SIZES = (1, 8, 16, 17, 128, 256, 512, 784)
 NUM_TOKENS = (0, 1, 7, 8193)
+FACTORS = (HEAD_SIZES, KV_HEADS, BLOCK_SIZES, NUM_TOKENS, FLOATS + FP8, LAYOUTS)
 # The interpreter takes a millisecond a token.
 FEW_TOKENS = NUM_TOKENS if torch.cuda.is_available() else NUM_TOKENS[:-1]
 
 
 def cover(num_tokens: tuple[int, ...]) -> list[Any]:
-    rows = pairwise_cover([HEAD_SIZES, KV_HEADS, BLOCK_SIZES, num_tokens, FLOATS + FP8, LAYOUTS])
+    rows = pairwise_cover([num_tokens if factor is NUM_TOKENS else factor for factor in FACTORS])
     return [pytest.param(*row, id="-".join(str(value).removeprefix("torch.") for value in row)) for row in rows]
 
 
@@ -60,6 +62,16 @@ def stored(rows: Any, cache: Any, scale: Any) -> Any:
         return rows
     largest = torch.finfo(cache.dtype).max
     return (rows.float() * (1 / scale)).clamp(-largest, largest).to(cache.dtype)
+
+
+def test_the_twins_get_every_pair_of_values_of_every_two_factors() -> None:
+    """Counted from the test's own parameters, not by what made them."""
+    marks = test_the_twins_write_what_plain_indexing_writes.pytestmark
+    (marked,) = [mark for mark in marks if mark.name == "parametrize"]
+    rows = [case.values for case in marked.args[1]]
+    for (i, first), (j, second) in combinations(enumerate(FACTORS), 2):
+        assert {(row[i], row[j]) for row in rows} == set(product(first, second)), (i, j)
+    assert sum(row[3] == 8193 for row in rows) >= len(HEAD_SIZES)
 
 
 @pytest.mark.parametrize(("head_size", "heads", "block_size", "num_tokens", "dtype", "layout"), cover(NUM_TOKENS))
