@@ -95,7 +95,7 @@ class LiveContender:
         self.sized.runner.release_model()
 
     def _note(self, step: ScheduledStep, result: StepResult, _outcome: object) -> None:
-        self._loads.append(attrs.astuple(step.load))
+        self._loads.append(tuple(step.load))
         self._seconds.append(result.seconds)
 
     def generate(self, prompts: Prompts, num_tokens: int) -> list[list[int]]:

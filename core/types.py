@@ -1,7 +1,7 @@
 """What crosses the seams: requests, batches, steps, and the protocols that the parts offer each other."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import attrs
 import numpy as np
@@ -89,8 +89,7 @@ class TokenBatch:
         return np.repeat(self.rows, self.counts)
 
 
-@attrs.frozen
-class StepLoad:
+class StepLoad(NamedTuple):
     """The sums over one engine step that a latency model needs. A token at position p attends to p + 1 tokens.
 
     Attributes:

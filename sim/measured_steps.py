@@ -13,7 +13,7 @@ from ..core.types import LatencyModel, StepLoad
 if TYPE_CHECKING:  # reading a log needs pyarrow, measured steps do not
     from ..backends.sinks.log_reader import LogReader
 
-COLUMNS = tuple(field.name for field in attrs.fields(StepLoad))
+COLUMNS = StepLoad._fields
 
 
 @attrs.frozen(eq=False)
@@ -88,7 +88,7 @@ def measured_steps(reader: "LogReader", skip_first: int = 0) -> MeasuredSteps:
     nanoseconds: list[int] = []
     for logged in reader.notes():
         if isinstance(logged.note, StepComputed):
-            loads.append(attrs.astuple(logged.note.load))
+            loads.append(tuple(logged.note.load))
             nanoseconds.append(logged.note.nanoseconds)
     if len(loads) - skip_first < 2:
         raise InputError(

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
-import attrs
 import pyarrow as pa
 
 from ...core.errors import CorruptLedgerError
@@ -196,7 +195,7 @@ def _request_ended(row: RowDecoder, of: _Entries) -> Note:
 
 def _step_computed(row: RowDecoder, of: _Entries) -> Note:
     nanoseconds, *counts = of("counts")
-    num_figures = len(attrs.fields(StepLoad))
+    num_figures = len(StepLoad._fields)
     checksum = counts[num_figures:]
     return StepComputed(nanoseconds, StepLoad(*counts[:num_figures]), of("rows"), checksum[0] if checksum else None)
 

@@ -5,7 +5,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
-import attrs
 import numpy as np
 import pyarrow as pa
 
@@ -265,7 +264,7 @@ class RowEncoder:
     def _step_computed(self, note: StepComputed) -> None:
         self._add_scalars(None)
         checksum = () if note.slots_crc32 is None else (note.slots_crc32,)
-        self._ints("counts", (note.nanoseconds, *attrs.astuple(note.load), *checksum))
+        self._ints("counts", (note.nanoseconds, *note.load, *checksum))
         self._ints("rows", note.stopped)
 
     def _run_ended(self, note: RunEnded) -> None:
