@@ -26,6 +26,14 @@ from .decode_graphs import DecodeGraphs, checked_capture_sizes
 from .registered_attention import BATCH_KEYWORD, PagedBatch, register_paged_attention
 from .served_model import served_layers, transformers_geometry
 
+# A method by which some models look at their first and last token in every forward pass, to warn of padding without a
+# mask: a flat batch has no padding, and the look waits for the device.
+_PADDING_CHECK = "warn_if_padding_and_no_attention_mask"
+
+
+def _find_no_padding(_input_ids: torch.Tensor, _attention_mask: torch.Tensor | None) -> None:
+    return None
+
 
 @attrs.frozen(eq=False)
 class StepTokens:
@@ -90,6 +98,9 @@ class ModelRunner:
         self._layers = served_layers(self.geometry)
         self._check(model)
         self._own_attention: str = model.config._attn_implementation
+        for module in model.modules():
+            if hasattr(module, _PADDING_CHECK):
+                setattr(module, _PADDING_CHECK, _find_no_padding)
         model.eval()
         model.set_attn_implementation(register_paged_attention())
 
@@ -127,6 +138,8 @@ class ModelRunner:
     def release_model(self) -> None:
         """Give the model its own attention back."""
         self.model.set_attn_implementation(self._own_attention)
+        for module in self.model.modules():
+            vars(module).pop(_PADDING_CHECK, None)
 
     def launch(self, step: ScheduledStep) -> FinishStep:
         """Run the step's batch and start choosing its next tokens; never waits for a GPU.

@@ -20,7 +20,15 @@ BATCH_KEYWORD = "paged_batch"
 
 # What models hand to every attention function and what decides nothing here: positions are in the keys already.
 _WITHOUT_EFFECT = frozenset(
-    {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}
+    {
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+    }
 )
 
 

@@ -44,11 +44,12 @@ _DECODER = {
 _HYBRID = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
 # Grouped queries (a number of heads that is no power of 2), windows in some layers or all, biases, norms of queries
-# and keys, softcaps, learned positions.
+# and keys, softcaps, learned positions, experts.
 FAMILIES = {
     "llama": ("Llama", _DECODER),
     "qwen2": ("Qwen2", {k: v for k, v in _DECODER.items() if k != "head_dim"}),
     "qwen3": ("Qwen3", _DECODER),
+    "qwen3-moe": ("Qwen3Moe", _DECODER | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
     "mistral-windowed": ("Mistral", _DECODER | {"sliding_window": WINDOW}),
     "gemma2-windowed": ("Gemma2", _DECODER | _HYBRID | {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8}),
     "gemma3-windowed": ("Gemma3", _DECODER | _HYBRID | {"query_pre_attn_scalar": 8}),

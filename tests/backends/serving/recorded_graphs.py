@@ -19,11 +19,15 @@ class CaptureError(RuntimeError):
 
 
 class Recording(TorchDispatchMode):
-    """One capture. A kernel is one operation in it, whatever it is made of."""
+    """One capture. A kernel is one operation in it, whatever it is made of.
 
-    def __init__(self):
+    With `sends_values` lists of the host's may be sent to the device, as outside a capture.
+    """
+
+    def __init__(self, sends_values=False):
         super().__init__()
         self.operations = []
+        self._sends_values = sends_values
         self._is_in_kernel = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -62,7 +66,7 @@ class Recording(TorchDispatchMode):
         depends_on_values = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)
         if depends_on_values and ("index" not in func.name() or has_mask):
             raise CaptureError(f"{func} waits for the device")
-        if func is torch.ops.aten.lift_fresh.default and args[0].dim():
+        if func is torch.ops.aten.lift_fresh.default and args[0].dim() and not self._sends_values:
             raise CaptureError("values of the host are sent to the device")
 
     def poison(self):

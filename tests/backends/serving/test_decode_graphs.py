@@ -16,6 +16,7 @@ from kvledger.kernels.launch import Launch  # noqa: E402
 
 from tests.backends.serving.real_models import (  # noqa: E402
     EVERYWHERE,
+    FAMILIES,
     Pool,
     Service,
     alone,
@@ -23,7 +24,7 @@ from tests.backends.serving.real_models import (  # noqa: E402
     sampled,
     tiny_model,
 )
-from tests.backends.serving.recorded_graphs import RecordedGraphs, RecordedKernels  # noqa: E402
+from tests.backends.serving.recorded_graphs import RecordedGraphs, RecordedKernels, Recording  # noqa: E402
 from tests.kernels.kernel_sets import device, kernel_set  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -101,13 +102,21 @@ def play(service, family, seed, num_requests=7, with_aborts=True):
         assert len(outputs) == each[1] or with_aborts
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_any_history_yields_what_each_request_yields_alone(family, seed):
+def assert_any_history_is_right(family, seed):
     service = recorded(Service, tiny_model(family), max_num_batched_tokens=18, num_blocks=80)
     play(service, family, seed)
     graphs = service.pool.runner.graphs
     assert graphs.num_replays > 5
     assert service.num_steps > graphs.num_replays, "prompts are computed eagerly"
+
+
+def test_any_history_yields_what_each_request_yields_alone(family):
+    assert_any_history_is_right(family, seed=0)
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_so_do_more_of_them(seed):
+    assert_any_history_is_right("llama", seed)
 
 
 def test_requests_that_are_preempted_and_recomputed(family):
@@ -281,6 +290,17 @@ def test_a_step_that_waits_for_the_device_cannot_be_captured(waits, what, monkey
     )
     with pytest.raises(InputError, match=rf"decode step of 6 requests cannot be captured .*{what}.* set enforce_eager"):
         recorded(Pool, tiny_model("llama"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_step_outside_a_graph_waits_for_the_device_either(family):
+    kernels = RecordedKernels(TorchKernels())
+    pool = Pool(tiny_model(family), kernels=kernels)
+    recording = kernels.recording = Recording(sends_values=True)
+    with recording:
+        pool.forward({"a": prompt(9), "b": prompt(4)})
+        pool.forward({"a": [0], "b": prompt(3), "c": prompt(5)})
+    assert len(recording.operations) > 100
 
 
 def test_a_model_that_decides_by_values_is_refused_and_runs_eagerly_on():

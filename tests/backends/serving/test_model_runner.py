@@ -274,7 +274,9 @@ def test_a_model_given_back_runs_by_itself_again():
     with pytest.raises(MisuseError, match="run the model through ModelRunner"):
         alone(model, PROMPTS["a"], 8)
     pool.runner.release_model()
+    pool.runner.release_model()  # a second time is harmless
     assert alone(model, PROMPTS["a"], 8) == before
+    assert not any("warn_if_padding_and_no_attention_mask" in vars(module) for module in model.modules())
 
 
 def test_a_step_that_the_runner_cannot_compute_is_refused_with_the_numbers():
