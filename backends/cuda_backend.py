@@ -20,6 +20,7 @@ from ..core.events import Commit, PoolCreated
 from ..core.kv_cache_config import KVCacheConfig
 from ..core.types import ScheduledStep, StepResult, TokenBatch
 from ..kernels.kernel_set import Kernels
+from .attention_packages import AttentionPackage
 from .cache_arrangement import CacheArrangement
 from .cache_layout import LayerCache, bind_layers, layer_caches
 from .device_pool import DevicePool, check_pool
@@ -59,6 +60,7 @@ class CudaBackend:
         context: ContextRank | None = None,
         runner: StepRunner | None = None,
         checked: bool = False,
+        attention_packages: Sequence[AttentionPackage] = (),
     ) -> None:
         """Choose the device and how it is used; nothing is allocated before `initialize`.
 
@@ -74,6 +76,8 @@ class CudaBackend:
             context: under decode context parallelism, which rank this is.
             runner: the model.
             checked: verify slots, rows and block ids on the device before each use; waits for it, so not for serving.
+            attention_packages: whose kernels `attend` prefers where they fit (`installed_packages()`); by default its
+                own.
 
         Raises:
             InputError: the device is not there, or the token budget is not positive.
@@ -87,7 +91,8 @@ class CudaBackend:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._arrangement = arrangement
         self._kernel_block_sizes = kernel_block_sizes
-        self._access = LayerAccess(self.kernels, self.device, model_dtype, dict(kv_scales or {}), checked)
+        scales = dict(kv_scales or {})
+        self._access = LayerAccess(self.kernels, self.device, model_dtype, scales, checked, attention_packages)
         self._checked = checked
         self._config: KVCacheConfig | None = None
         self._raw: torch.Tensor | None = None
@@ -96,6 +101,7 @@ class CudaBackend:
         self._known_pool: DevicePool | None = None
         self._follows_a_pool = False
         self._next_sequence = 0
+        self._prepared_batch: TokenBatch | None = None
         self._mapped_batch: TokenBatch | None = None
         self._in_flight: tuple[FinishStep, StepTimer] | None = None
 
@@ -256,7 +262,7 @@ class CudaBackend:
                 f"max_num_batched_tokens {self._max_num_batched_tokens} and max_num_reqs {pool.max_num_reqs}"
             )
         pool.tables.upload(batch, self.kernels)
-        self._mapped_batch = None
+        self._prepared_batch, self._mapped_batch = batch, None
 
     def map_slots(self, num_reqs: int | None = None) -> None:
         """Compute the slots of the prepared batch for all groups in one launch; -1 behind the last token.
@@ -400,10 +406,13 @@ class CudaBackend:
             raise MisuseError(
                 "attention over a part of the tokens must be merged over the ranks; use a kernel that does"
             )
-        size = pool.block_sizes[cache.group]
-        return self._access.attend(
-            cache, pool.tables.tables[cache.group], size, self.inputs, query, num_reqs, scale, window, softcap
-        )
+        size, table, batch = pool.block_sizes[cache.group], pool.tables.tables[cache.group], self._prepared_batch
+        return self._access.attend(cache, table, size, self.inputs, query, num_reqs, scale, window, softcap, batch)
+
+    @property
+    def attention_choices(self) -> Mapping[str, str]:
+        """Layer -> who computed its attention last: a package's name, or "own kernel" and why no package did."""
+        return self._access.attention.by_layer
 
     def _layer(self, name: str) -> LayerCache:
         cache = self._layers.get(name)

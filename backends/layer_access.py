@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from ..core.errors import InputError
 from ..core.kv_cache_spec import AttentionSpec
 from ..core.latent_and_state_spec import MLASpec
+from ..core.types import TokenBatch
 from ..kernels.kernel_set import Kernels
 from ..kernels.scales import kv_scale
+from .attention_packages import AttentionCall, AttentionChoices, AttentionPackage
 from .cache_arrangement import CacheArrangement
 from .cache_layout import LayerCache
 from .step_staging import BatchInputs
@@ -58,12 +60,14 @@ class LayerAccess:
         model_dtype: torch.dtype | None,
         kv_scales: dict[str, KVScales],
         checked: bool,
+        attention_packages: Sequence[AttentionPackage] = (),
     ) -> None:
         self._kernels = kernels
         self._device = device
         self._model_dtype = model_dtype
         self._given_scales = kv_scales
         self._checked = checked
+        self.attention = AttentionChoices(attention_packages)
         self._scales: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
 
     def add(self, caches: Sequence[LayerCache]) -> None:
@@ -161,8 +165,9 @@ class LayerAccess:
         scale: float,
         window: int | None,
         softcap: float | None,
+        batch: TokenBatch | None,
     ) -> torch.Tensor:
-        """Paged attention of a batch.
+        """Paged attention of a batch, by a package where one fits and the batch is known on the host.
 
         Raises:
             InputError: a cache that it cannot read.
@@ -173,15 +178,23 @@ class LayerAccess:
                 f"{'latent' if cache.is_latent else cache.arrangement.value} cache"
             )
         key_cache, value_cache = self._pair(cache)
+        rows, starts = inputs.rows[:num_reqs], inputs.query_start_loc[: num_reqs + 1]
+        seq_lens = inputs.seq_lens[:num_reqs]
+        if batch is not None:
+            tables = (table, block_size, rows, starts, seq_lens)
+            call = AttentionCall(batch, query, key_cache, value_cache, *tables, scale, window, softcap)
+            package = self.attention.choose(cache.name, call)
+            if package is not None:
+                return package.attend(call)
         k_scale, v_scale = self._scales_for(cache, query.dtype)
         return self._kernels.paged_attention(
             query=query,
             key_cache=key_cache,
             value_cache=value_cache,
             block_table=table,
-            rows=inputs.rows[:num_reqs],
-            query_start_loc=inputs.query_start_loc[: num_reqs + 1],
-            seq_lens=inputs.seq_lens[:num_reqs],
+            rows=rows,
+            query_start_loc=starts,
+            seq_lens=seq_lens,
             scale=scale,
             block_size=block_size,
             window=window,
