@@ -32,6 +32,7 @@ from kvledger.testing.promises import PROMISES, Promise
 from kvledger.testing.protocol import (
     CAPABILITIES,
     AllocatorUnderTest,
+    FactoryError,
     FoundPrefix,
     Limits,
     NeverFitsError,
@@ -72,6 +73,7 @@ __all__ = [
     "ContentModel",
     "Differential",
     "Evict",
+    "FactoryError",
     "Fork",
     "FoundPrefix",
     "Free",

@@ -70,6 +70,7 @@ class KitFailure(AssertionError):  # a finding: pytest shows it as a failed asse
     Attributes:
         history: what was played.
         violation: which promise broke, and how.
+        saved_as: the regression file, once there is one.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class KitFailure(AssertionError):  # a finding: pytest shows it as a failed asse
     ) -> None:
         self.history, self.violation, self.factory = history, violation, factory
         self.before, self.after, self.titles = before, after, titles
+        self.saved_as: Path | None = None
         super().__init__(self.report())
 
     def report(self) -> str:
@@ -92,12 +94,15 @@ class KitFailure(AssertionError):  # a finding: pytest shows it as a failed asse
         if self.after is not None:
             parts.append(state_table(self.before, self.after, self.titles))
         parts.append(f"{self.violation.name}: {self.violation.sentence}\nfound: {self.violation.detail}")
+        if self.saved_as is not None:
+            parts.append(f"Saved as {self.saved_as}; the next run plays it first.")
         return "\n\n".join(parts)
 
     def save_to(self, folder: Path) -> Path:
         """Save the history under the names of the manager and the broken promise."""
         name = re.sub(r"\W+", "-", f"{self.factory}-{self.violation.name}").strip("-")
-        return self.history.save(folder / f"{name}.json")
+        self.saved_as = self.history.save(folder / f"{name}.json")
+        return self.saved_as
 
 
 def state_table(before: AllocatorView | None, after: AllocatorView, titles: tuple[str, str]) -> str:

@@ -62,6 +62,8 @@ def _conservation(view: AllocatorView) -> str | None:
     keyed = view.keyed or {}
     evictable = sum([block in keyed for block in view.free.tolist()])
     kind = "a double free" if total > view.num_blocks else "a leak"
+    if view.null_block is not None and view.null_block in view.free:
+        kind += f"; the null block {view.null_block} is free (null_block=None says that there is none)"
     return (
         f"held {held} + evictable {evictable} + clean {free - evictable} + null {view.num_null_blocks} = {total}, not "
         f"{view.num_blocks}: {abs(total - view.num_blocks)} too {'many' if total > view.num_blocks else 'few'}, {kind}"

@@ -3,11 +3,15 @@
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from kvledger.testing.protocol import ManagerFactory
+from kvledger.testing.choices import RandomChooser, choose_scenario
+from kvledger.testing.protocol import CAPABILITIES, ManagerFactory, capabilities_of, name_of, supports_of
 
 _SUITE = Path(__file__).with_name("suite.py")
+# The name of the properties whose values are shown at the end of a run.
+NOTE = "kvledger"
 # Histories of a normal run take seconds; those of `--hypothesis-profile=deep` take about an hour.
 _HISTORIES, _DEEP_HISTORIES = 200, 100_000
 
@@ -60,6 +64,30 @@ def pytest_configure(config: pytest.Config) -> None:
         if config.args_source != pytest.Config.ArgsSource.ARGS:
             config.args.clear()
         config.args.append(str(_SUITE))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say what was played, and what the manager does not offer, so that it was not."""
+    make = _factory(config, "--kvledger-allocator")
+    if make is None:
+        return
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, ())]
+    notes = [value for report in reports for name, value in report.user_properties if name == NOTE]
+    terminalreporter.section("kvledger")
+    for line in [*notes, *_capability_notes(make)]:
+        terminalreporter.write_line(line)
+
+
+def _capability_notes(make: ManagerFactory) -> list[str]:
+    try:
+        offered = capabilities_of(make(choose_scenario(RandomChooser(0), supports_of(make))))
+    except Exception:  # its test has told why
+        return []
+    missing = [name for name in CAPABILITIES if name not in offered]
+    return [
+        f"{name_of(make)} offers {', '.join([name for name in CAPABILITIES if name in offered]) or 'no capability'}",
+        f"not offered, so not played: {', '.join(missing) or 'nothing'}",
+    ]
 
 
 def _is_deep(config: pytest.Config) -> bool:

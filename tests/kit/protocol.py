@@ -20,6 +20,10 @@ class NeverFitsError(Exception):
     """The manager refuses a command because it could not be carried out in an empty pool. Nothing has changed."""
 
 
+class FactoryError(Exception):
+    """The factory made no manager from a scenario that it says it supports."""
+
+
 @attrs.frozen
 class FoundPrefix:
     """What a lookup returns.

@@ -9,7 +9,7 @@ import attrs
 from kvledger.testing.commands import Append, Command, Fork, New, TokenRuns
 from kvledger.testing.differential import Differential
 from kvledger.testing.failure import History, KitFailure
-from kvledger.testing.protocol import ManagerFactory
+from kvledger.testing.protocol import FactoryError, ManagerFactory, supports_of
 from kvledger.testing.scenario import Scenario
 from kvledger.testing.trial import Trial
 
@@ -58,6 +58,7 @@ class _Search:
     def __init__(self, failure: KitFailure, make: ManagerFactory, rival: ManagerFactory | None, budget: Budget) -> None:
         self.best = failure
         self._make, self._rival, self._budget = make, rival, budget
+        self._supports = supports_of(make)
 
     @property
     def is_over(self) -> bool:
@@ -128,7 +129,7 @@ class _Search:
         return self.best.history.commands
 
     def _fails(self, scenario: Scenario, commands: tuple[Command, ...]) -> bool:
-        if self.is_over:
+        if self.is_over or not self._supports.allows(scenario):
             return False
         failure = failure_of(History(scenario, commands), self._make, self._rival)
         if failure is None or failure.violation.name != self.best.violation.name:
@@ -162,7 +163,7 @@ def failure_of(history: History, make: ManagerFactory, rival: ManagerFactory | N
             player.do(command)
     except KitFailure as failure:
         return failure
-    except (LookupError, ValueError, TypeError):
+    except (LookupError, ValueError, TypeError, FactoryError):
         return None
     return None
 

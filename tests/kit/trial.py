@@ -132,7 +132,7 @@ class Trial(Releases):
         placement = Placement(request.name, list(request.tokens), start, new, external)
         watermark = self.scenario.watermark_blocks if command.use_watermark else 0
         limits = Limits(command.lookahead, command.reserved, command.use_watermark)
-        answer = self._ask(lambda: self.manager.allocate(placement, found, limits))
+        answer = self._ask_for_blocks(lambda: self.manager.allocate(placement, found, limits))
         if answer is True:
             self._placed([(request, start + hit, external + new)], limits, found, start + hit + external)
             promises.check_headroom(self._earlier(), self.view, command.reserved, watermark)
@@ -164,7 +164,7 @@ class Trial(Releases):
         if not steps or ("append" not in self.capabilities and not steps[0][0].is_live):
             return
         placements = [Placement(request.name, list(request.tokens), start, new) for request, start, new in steps]
-        answer = self._ask(lambda: action(placements, limits))
+        answer = self._ask_for_blocks(lambda: action(placements, limits))
         if answer is True:
             self._placed(steps, limits, None)
             promises.check_headroom(self._earlier(), self.view, command.reserved, 0)

@@ -4,12 +4,14 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import attrs
+import numpy as np
 from kvledger.testing import promises
 from kvledger.testing.commands import Command
 from kvledger.testing.content_model import ContentModel
 from kvledger.testing.failure import History, KitFailure
 from kvledger.testing.invariants import InvariantViolation
 from kvledger.testing.protocol import (
+    FactoryError,
     FoundPrefix,
     Limits,
     ManagerFactory,
@@ -20,7 +22,7 @@ from kvledger.testing.protocol import (
     supports_of,
 )
 from kvledger.testing.scenario import Scenario
-from kvledger.testing.view import AllocatorView
+from kvledger.testing.view import AllocatorView, snapshot
 
 
 @attrs.define
@@ -88,16 +90,25 @@ class TrialState:
         self.supports = supports_of(make)
         self._checks_state = checks_state
         self.factory = name_of(make)
-        self.manager: Any = make(scenario)
+        self.manager, self.view = self._made_by(make)
         self.capabilities = capabilities_of(self.manager)
         self.commands: list[Command] = []
         self.requests: dict[str, TrialRequest] = {}
         self.model = ContentModel(scenario)
-        self.view: AllocatorView = self.manager.view()
         self.num_changes = 0
         self.stopped_by: str | None = None
         self._before: AllocatorView | None = None
         self._num_drafts = 0
+
+    def _made_by(self, make: ManagerFactory) -> tuple[Any, AllocatorView]:
+        try:
+            manager = make(self.scenario)
+            return manager, snapshot(manager.view(), len(self.scenario.groups))
+        except Exception as error:
+            raise FactoryError(
+                f"{self.factory} makes no usable manager from {self.scenario.to_source()}: {type(error).__name__}: {error}\n"
+                "Say on the factory what it is made for, for example @supporting(Supports(block_sizes=(16,)))."
+            ) from error
 
     def failure(self, violation: InvariantViolation) -> KitFailure:
         """The broken promise with the history that broke it."""
@@ -120,9 +131,18 @@ class TrialState:
         self.view = self._view()
         return answer
 
+    def _ask_for_blocks(self, action: Callable[[], Any]) -> bool | Exception:
+        """`_ask`, for commands that answer whether they were carried out."""
+        answer = self._ask(action)
+        if not isinstance(answer, bool | np.bool_ | Exception):
+            raise promises.NO_CRASH.broken(
+                f"the answer is {answer!r}, neither True (carried out) nor False (not now, and nothing has changed)"
+            )
+        return answer if isinstance(answer, Exception) else bool(answer)
+
     def _view(self) -> AllocatorView:
         try:
-            return self.manager.view()
+            return snapshot(self.manager.view(), len(self.scenario.groups))
         except Exception as error:
             raise promises.NO_CRASH.broken(f"its state cannot be read: {type(error).__name__}: {error}") from error
 

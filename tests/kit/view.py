@@ -73,6 +73,32 @@ class AllocatorView:
         }
 
 
+def snapshot(view: AllocatorView, num_groups: int) -> AllocatorView:
+    """A copy that stays as it is while the manager, whose own lists the view may hold, goes on.
+
+    Raises:
+        TypeError: `tables` is not one list of blocks for each group of each request, which is easily got wrong with
+            one group.
+    """
+    tables: dict[str, list[list[int]]] = {}
+    for name, groups in view.tables.items():
+        if len(groups) != num_groups or not all(hasattr(table, "__len__") for table in groups):
+            raise TypeError(
+                f"view().tables[{name!r}] is {groups!r}, but a request has one table a group, for example "
+                f"{[[1, 2]] * num_groups}"
+            )
+        tables[name] = [list(table) for table in groups]
+    return attrs.evolve(
+        view,
+        tables=tables,
+        free=view.free.copy(),
+        ref_cnt=None if view.ref_cnt is None else view.ref_cnt.copy(),
+        keyed=None if view.keyed is None else dict(view.keyed),
+        found=None if view.found is None else {key: tuple(blocks) for key, blocks in view.found.items()},
+        num_placed=None if view.num_placed is None else dict(view.num_placed),
+    )
+
+
 def view_of(state: LedgerState, key_prefix: Callable[[Hashable], Sequence[int]] | None = None) -> AllocatorView:
     """The view of a ledger. O(blocks + table entries)."""
     pool = state.pool

@@ -30,6 +30,8 @@ def folder(tmp_path: Path) -> Path:
 def test_a_good_manager_passes(folder: Path) -> None:
     done = run_pytest(folder, "--kvledger-allocator", "mymanager:make", "--kvledger-histories", "25")
     assert "3 passed" in done.stdout, done.stdout + done.stderr
+    assert "played 25 random histories" in done.stdout
+    assert "not offered, so not played: release_out_of_window, rebuild" in done.stdout
     assert not (folder / "kvledger-regressions").exists()
 
 
@@ -44,6 +46,8 @@ def test_a_broken_manager_fails_with_the_program_and_is_found_again_from_the_fil
     assert "from mymanager import make" in done.stdout
     assert "conservation: held + evictable + clean + null == num_blocks, after every commit." in done.stdout
     assert "Traceback" not in done.stdout
+    assert "conservation is broken by" in done.stdout
+    assert "Saved as kvledger-regressions/mymanager-make-conservation.json; the next run plays it first." in done.stdout
     assert list((folder / "kvledger-regressions").glob("mymanager-make-conservation.json"))
     again = run_pytest(folder, *options, "-k", "saved")
     assert "1 failed" in again.stdout

@@ -43,7 +43,7 @@ AUDITED = SHARP_EDGES | {
     ("events_rebuild_state", "Append"): "a stored event has tokens of blocks whose hashes it leaves out",
 }
 # What fails at once in most histories hides what comes later in them.
-COMMON = ("misuse_the_pool", "evict")
+COMMON = ("misuse_the_pool", "evict", "be_overtaken")
 
 
 @pytest.fixture(scope="module", autouse=True)
