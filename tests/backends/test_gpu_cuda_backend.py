@@ -23,6 +23,8 @@ pytestmark = [
     pytest.mark.torch,
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: torch.cuda.is_available() is False"),
+    # Torch says this once of the mode that the tests below use, and warnings are errors here.
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
 ]
 
 # Few block sizes, since every shape of a cache is compiled once.

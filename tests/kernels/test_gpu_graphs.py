@@ -138,6 +138,7 @@ def test_a_step_captured_once_replays_with_new_slots(triton_kernels: Any) -> Non
 @pytest.mark.torch
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_a_step_does_not_wait_for_the_device(triton_kernels: Any) -> None:
     step = Step.of()
     step.run(triton_kernels)
