@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from kvledger.backends import SimBackend
 from kvledger.core import AllocatorConfig, BlockPool, EventLog, FullAttention, KVCacheAllocator, Request, TokenBatch
+from kvledger.core.block_hash import block_hasher
 from kvledger.core.events import BlocksAllocated, BlocksFreed, FreeReason
 from kvledger.sim.trace_keys import TraceKeySource
 
@@ -146,6 +147,24 @@ def construct_pool(num_blocks: int = 1_000_000) -> tuple[float, float]:
     tracemalloc.stop()
     assert pool.num_free_blocks == num_blocks - 1
     return seconds, bytes_held / num_blocks
+
+
+def bytes_a_block(num_blocks: int = 1_000_000) -> float:
+    """Bytes that a new pool holds for each of its blocks."""
+    return construct_pool(num_blocks)[1]
+
+
+def hash_chain(block_size: int, num_tokens: int = 1 << 16) -> float:
+    """Seconds a token of the SHA-256 chain over a prompt's int32 tokens, once another prompt has been hashed."""
+    tokens = (np.arange(num_tokens, dtype=np.int64) * 7919 % 150_000).astype(np.int32)
+    hasher = block_hasher()
+    hasher.chain(tokens[::-1].copy(), block_size)
+    gc.collect()
+    started = clock()
+    keys = hasher.chain(tokens, block_size)
+    seconds = clock() - started
+    assert len(set(keys)) == num_tokens // block_size
+    return seconds / num_tokens
 
 
 def slot_mapping(num_reqs: int = 64, tokens_each: int = 128) -> Callable[[], float]:

@@ -24,7 +24,11 @@ WORKS = {
     "decode_steps": ("us a step of 256", 1e6, 20.0),
     "take_and_release": ("ns a block", 1e9, 1.5),
     "full_hit": ("ns a block", 1e9, 3.0),
+    "hash_chain-16": ("ns a token", 1e9, None),
+    "hash_chain-64": ("ns a token", 1e9, 3.0),
+    "hash_chain-512": ("ns a token", 1e9, 3.0),
     "construct_pool": ("ms for 1M blocks", 1e3, None),
+    "bytes_a_block": ("B", 1.0, None),
 }
 OURS = """
 import json, sys
@@ -32,9 +36,12 @@ from bench import workloads as w
 work = sys.argv[1]
 if work.startswith("lifecycle"):
     out = w.lifecycle(w.conversation_rows(), int(work.split("-")[1]))
+elif work.startswith("hash_chain"):
+    out = w.hash_chain(int(work.split("-")[1]))
 else:
     out = {"decode_steps": w.decode_steps, "take_and_release": w.take_and_release,
-           "full_hit": lambda: sum(w.full_hit()), "construct_pool": lambda: w.construct_pool()[0]}[work]()
+           "full_hit": lambda: sum(w.full_hit()), "construct_pool": lambda: w.construct_pool()[0],
+           "bytes_a_block": w.bytes_a_block}[work]()
 print(json.dumps(out))
 """
 

@@ -2,8 +2,8 @@
 
     PEER_PYTHON bench/peers/vllm_core.py WORK [conversation_trace.jsonl.gz]
 
-Prints one JSON number: seconds as `bench/workloads.py` counts them. Only public entry points of that version are used;
-nothing of it is copied.
+Prints one JSON number: seconds (or bytes) as `bench/workloads.py` counts them. Only public entry points of that
+version are used; nothing of it is copied.
 """
 
 import gc
@@ -12,14 +12,17 @@ import json
 import os
 import sys
 import time
+import tracemalloc
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
@@ -157,16 +160,41 @@ def construct_pool(num_blocks=1_000_000):
     return seconds
 
 
+def hash_chain(block_size, num_tokens=1 << 16):
+    tokens = [(i * 7919) % 150_000 for i in range(num_tokens)]
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(block_size, sha256)
+    hasher(Request("before", tokens[::-1], SamplingParams(max_tokens=1), None, block_hasher=None))
+    one = Request("hashed", tokens, SamplingParams(max_tokens=1), None, block_hasher=None)
+    gc.collect()
+    started = clock()
+    keys = hasher(one)
+    seconds = clock() - started
+    assert len(keys) == num_tokens // block_size
+    return seconds / num_tokens
+
+
+def bytes_a_block(num_blocks=1_000_000):
+    tracemalloc.start()
+    pool = BlockPool(num_blocks, True, 16)
+    held, _ = tracemalloc.get_traced_memory()
+    assert len(pool.blocks) == num_blocks
+    return held / num_blocks
+
+
 if __name__ == "__main__":
     register_all_kvcache_specs(None)
     work, *rest = sys.argv[1:]
     if work.startswith("lifecycle"):
         result = lifecycle(rest[0], int(work.split("-")[1]))
+    elif work.startswith("hash_chain"):
+        result = hash_chain(int(work.split("-")[1]))
     else:
         result = {
             "decode_steps": decode_steps,
             "take_and_release": take_and_release,
             "full_hit": lambda: full_hit()[0],
             "construct_pool": construct_pool,
+            "bytes_a_block": bytes_a_block,
         }[work]()
     print(json.dumps(result))
