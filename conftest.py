@@ -1,6 +1,7 @@
-"""Lets the tests run where nothing is installed (`make gpu`): the folders are linked under a package on the path."""
+"""Lets the tests run where nothing is installed (`make gpu`), and in the background of a shell."""
 
 import importlib.util
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -10,7 +11,13 @@ FOLDERS = {"core": "core", "backends": "backends", "kernels": "kernels", "sim": 
 
 
 def pytest_configure() -> None:
-    """Make `kvledger` importable from the checkout, unless it is installed."""
+    """Make `kvledger` importable from the checkout, unless it is installed; heed interrupts.
+
+    The folders are linked under a package on the path. A shell lets its background jobs ignore interrupts, and what
+    they start inherits that: the commands that tests interrupt would not notice.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if importlib.util.find_spec("kvledger") is not None:
         return
     package = Path(tempfile.mkdtemp(prefix="kvledger-")) / "kvledger"
