@@ -26,8 +26,9 @@ MAX_REGISTERS = 255
 # Programs that fill a large GPU: with 128 registers a thread, four programs of four warps share one of 132
 # multiprocessors. Fixed, so that the same call splits alike on every GPU and in every graph.
 FILLING_PROGRAMS = 512
-# A split of fewer keys costs more to launch and merge than it saves.
+# So that a split is at least eight steps of the largest tile.
 MIN_SPLIT_KEYS = 256
+# A merge of as many heads of 128 is sixteen steps.
 MAX_SPLITS = 128
 MERGE_TILE_ELEMENTS = 1024
 

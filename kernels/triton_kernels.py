@@ -2,8 +2,8 @@
 
 A cache write checks its arguments once per layout (dtypes, shapes, strides, alignments) and keeps the checked launch,
 so that the next layer and the next step repeat neither the checks nor Triton's specialisation. Nothing waits for the
-device unless `checked=True`, and nothing but results is allocated, so that calls can be captured in a CUDA graph after
-one call of each kind.
+device unless `checked=True`, and nothing but results and their parts is allocated, so that calls can be captured in a
+CUDA graph after one call of each kind and shape.
 """
 
 from collections.abc import Callable
