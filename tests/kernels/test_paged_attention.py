@@ -227,6 +227,31 @@ def test_a_split_without_a_key(kernels: Any) -> None:
     assert not result[0].any()
 
 
+def test_lengths_that_change_in_place_are_those_of_the_next_step(triton_kernels: Any) -> None:
+    """On a GPU one captured graph is replayed with them: as many splits, over other keys."""
+    batch = batch_of([(900, 1), (300, 1)], heads=(2, 1))
+
+    def run() -> Any:
+        return triton_kernels.paged_attention(query=batch.query, **batch.call)
+
+    result, replay = run(), run
+    if device().type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = run()
+        replay = graph.replay
+    for lengths in ((900, 300), (40, 257), (513, 1)):
+        batch.call["seq_lens"].copy_(integers(*lengths))
+        found = replay()
+        parts = [
+            [rows[:length] for rows, length in zip(sequences, lengths, strict=True)]
+            for sequences in (batch.keys, batch.values)
+        ]
+        expected = attention_by_hand(Batch(batch.query, batch.call, *parts, batch.num_queries))
+        found = result if found is None else found
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[torch.float32])
+
+
 @pytest.mark.parametrize("head_size", [576, 520])
 def test_a_head_of_two_tiles(kernels: Any, head_size: int) -> None:
     assert_attends(kernels, batch_of([(37, 2), (20, 1)], heads=(2, 1), head_size=head_size))
