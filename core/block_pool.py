@@ -178,16 +178,16 @@ class BlockPool:
         try:
             for block in to_come:
                 left = ref_cnt[block] - 1
-                if left > 0 and block > 0:
-                    ref_cnt[block] = left
-                elif left or block < 1:
-                    self._refuse_to_release(blocks, len(blocks) - len(list(to_come)) - 1)
-                else:
+                if not left and block > 0:
                     ref_cnt[block] = 0
                     if key_of[block] is None:
                         unkeyed.append(block)
                     else:
                         keyed.append(block)
+                elif left > 0 and block > 0:
+                    ref_cnt[block] = left
+                else:
+                    self._refuse_to_release(blocks, len(blocks) - len(list(to_come)) - 1)
         except IndexError:
             self._refuse_to_release(blocks, len(blocks) - len(list(to_come)) - 1)
         if unkeyed:

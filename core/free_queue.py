@@ -134,13 +134,14 @@ class FreeQueue:
         found.clear()
         skipped: dict[int, int] = {}
         while len(found) < count and at < len(self._line):
-            for block in self._line[at : at + count - len(found)]:
+            chunk = self._line[at : at + count - len(found)]
+            at += len(chunk)
+            for block in chunk:
                 outdated = num_outdated[block]
                 if outdated and skipped.get(block, 0) < outdated:
                     skipped[block] = skipped.get(block, 0) + 1
                 else:
                     found.append(block)
-                at += 1
         return found, at, skipped
 
     def _remove_from_front(self, block: int) -> None:

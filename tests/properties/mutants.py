@@ -41,8 +41,8 @@ MUTANTS = (
     Mutant(
         "a double free is accepted",
         "core/block_pool.py",
-        "                elif left or block < 1:",
-        "                elif block < 1:",
+        "                if not left and block > 0:",
+        "                if left <= 0 and block > 0:",
         ("C01",),
     ),
     Mutant(
