@@ -123,8 +123,9 @@ class Releases(Lookups):
         self.num_changes += 1
 
     def _drops_orphans(self) -> bool:
-        """Managers that can drop orphans are not told off for keeping them when the scenario says so."""
+        """Whether what an eviction strands is to go as well: where the manager has no choice, or is told to."""
         return "drop_orphans" not in self.supports.options or self.scenario.orphans == "drop"
 
     def _checks_orphans(self) -> bool:
+        """Managers that can drop orphans are not told off for keeping them when the scenario says so."""
         return self._drops_orphans() and promises.NO_ORPHANS.name not in self.supports.waived

@@ -169,7 +169,7 @@ def look_up(trial: Trial, chooser: Chooser, do: Do) -> None:
 
 
 def be_overtaken(trial: Trial, chooser: Chooser, do: Do) -> None:
-    """What a request found may be taken, evicted or forgotten by the one command before it is allocated."""
+    """What a request found may be taken or evicted by the one command before it is allocated."""
     request = _arrive_again(trial, do, _named(trial, chooser, live=None))
     if request is None or len(trial.requests) >= MOST_REQUESTS:
         return

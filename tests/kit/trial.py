@@ -49,8 +49,7 @@ _LAST_REQUEST_TOKEN = 999
 
 
 class Trial(Releases):
-    """One history on one manager. What it knows is `TrialState`; `Refusals`, `Lookups` and
-    `Releases` judge most of the answers."""
+    """One history on one manager. What it knows is `TrialState`; `Refusals`, `Lookups` and `Releases` judge answers."""
 
     def __init__(self, make: ManagerFactory, scenario: Scenario, checks_state: bool = True) -> None:
         super().__init__(make, scenario, checks_state)
@@ -294,7 +293,7 @@ class Trial(Releases):
                     f"cannot be found; what the token at {boundary} attends to should be",
                 )
 
-    # -- forks ---------------------------------------------------------------------------------------------------------
+    # -- forks -------------------------------------------------------------------------------------------------------
 
     def _fork(self, command: Fork) -> None:
         parent, child = self.requests[command.parent], self.requests.get(command.child)
