@@ -106,7 +106,8 @@ class TrialState:
             return manager, snapshot(manager.view(), len(self.scenario.groups))
         except Exception as error:
             raise FactoryError(
-                f"{self.factory} makes no usable manager from {self.scenario.to_source()}: {type(error).__name__}: {error}\n"
+                f"{self.factory} makes no usable manager from {self.scenario.to_source()}: "
+                f"{type(error).__name__}: {error}\n"
                 "Say on the factory what it is made for, for example @supporting(Supports(block_sizes=(16,)))."
             ) from error
 
