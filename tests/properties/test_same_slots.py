@@ -34,7 +34,7 @@ pytestmark = pytest.mark.torch
 COMMAND_EXAMPLES = 140
 ENGINE_EXAMPLES = 60
 CONTEXT_EXAMPLES = 60
-INTERPRETER_EXAMPLES = 8
+INTERPRETER_EXAMPLES = {"bf16": 8, "fp8_e4m3": 3, "fp8_e5m2": 3}
 
 Scale = Callable[[int], int]
 
@@ -125,7 +125,7 @@ def test_after_any_steps_of_an_engine(kit_histories: Scale) -> None:
 
     check()
     for what in ("shared prefix", "preemption", "eviction", "out of window"):
-        assert seen[what] >= ENGINE_EXAMPLES // 30, f"only {seen[what]} examples with {what}: {seen}"
+        assert seen[what], f"no example with {what}: {seen}"
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -148,26 +148,25 @@ def test_on_each_rank_of_decode_context_parallelism(ranks: int, kit_histories: S
     assert seen["fork"] and seen["copy on write"] and seen["preemption"], seen
 
 
-def test_with_the_triton_kernels_one_layout_an_example(kit_histories: Scale) -> None:
+@pytest.mark.parametrize("dtype", INTERPRETER_EXAMPLES)
+def test_with_the_triton_kernels_one_layout_an_example(dtype: str, kit_histories: Scale) -> None:
     """Compiled on a GPU machine, interpreted elsewhere, where a token of a layer takes about a millisecond."""
     kernels = kernel_set("triton")
     supports = ledger_supports(block_sizes=(4, 5, 8), max_groups=2)
+    variants = [variant for variant in (*VARIANTS, *FP8_VARIANTS) if variant.dtype == dtype]
     used: set[str] = set()
-    dtypes: set[str] = set()
 
     def make_backend(**settings: Any) -> CudaBackend:
         return CudaBackend(**settings, kernels=kernels)
 
-    @example_settings(kit_histories(INTERPRETER_EXAMPLES))
-    @given(data=st.data(), variant=st.sampled_from(VARIANTS) | st.sampled_from(FP8_VARIANTS))
+    @example_settings(kit_histories(INTERPRETER_EXAMPLES[dtype]))
+    @given(data=st.data(), variant=st.sampled_from(variants))
     def check(data: st.DataObject, variant: Variant) -> None:
         chooser = Drawn(data.draw)
         scenario = attrs.evolve(choose_scenario(chooser, supports), max_model_len=40)
         used.add(str(variant))
-        dtypes.add(variant.dtype)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         play_commands(chooser, scenario, witnesses((variant,), make_backend, device=device), 8)
 
     check()
-    assert len(used) >= INTERPRETER_EXAMPLES // 2, used
-    assert dtypes == {"bf16", "fp8_e4m3", "fp8_e5m2"}
+    assert len(used) >= INTERPRETER_EXAMPLES[dtype] // 2, used
