@@ -41,7 +41,7 @@ types: $(VENV)/.test-installed
 GPU_TESTS := $(wildcard tests/*/test_gpu_*.py tests/*/*/test_gpu_*.py bench/test_gpu_*.py)
 GPU_TESTS += $(addprefix tests/backends/serving/test_,model_runner.py live_models.py decode_graphs.py sizing.py transformers_cache.py)
 GPU_PYTEST = $(PYTHON) -m pytest -q -s -o addopts="--import-mode=importlib --strict-markers -p no:cacheprovider" \
-	-W ignore::pytest.PytestConfigWarning
+	-W default -W ignore::pytest.PytestConfigWarning
 gpu:
 	$(GPU_PYTEST) -m gpu $(GPU_TESTS)
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
