@@ -47,6 +47,7 @@ class ServeOptions:
     gpu_memory_utilization: float | None
     enforce_eager: bool
     cudagraph_capture_sizes: str | None
+    attention_packages: bool
     max_model_len: str | None
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -170,6 +171,7 @@ def _engine_options(options: ServeOptions) -> "EngineOptions":
         gpu_memory_utilization=options.gpu_memory_utilization,
         enforce_eager=options.enforce_eager,
         cudagraph_capture_sizes=_capture_sizes(options.cudagraph_capture_sizes),
+        attention_packages=options.attention_packages,
         enable_prefix_caching=options.enable_prefix_caching,
         enable_chunked_prefill=options.enable_chunked_prefill,
         policy=options.scheduling_policy,

@@ -23,6 +23,7 @@ class EngineOptions:
         enforce_eager: no decode step is captured in a CUDA graph.
         cudagraph_capture_sizes: requests of the decode steps that are captured; None: `decode_capture_sizes`. On a
             CPU nothing is captured.
+        attention_packages: FlashAttention and FlashInfer compute attention where they are installed and fit; on a GPU.
         enable_prefix_caching: finished requests' blocks stay findable.
         enable_chunked_prefill: prompts may be computed over several steps.
         policy: "fcfs" or "priority".
@@ -40,6 +41,7 @@ class EngineOptions:
     gpu_memory_utilization: float | None = None
     enforce_eager: bool = False
     cudagraph_capture_sizes: tuple[int, ...] | None = None
+    attention_packages: bool = False
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     policy: str = "fcfs"

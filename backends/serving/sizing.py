@@ -8,7 +8,7 @@ On a GPU the largest step is run and measured, and the pool gets what `gpu_memor
 is given. On a CPU nobody knows what share of the host is meant, so the size must be given.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import attrs
@@ -27,6 +27,7 @@ from ...core.model_geometry import ModelGeometry
 from ...core.quantities import format_bytes
 from ...core.scheduler_config import SchedulerConfig
 from ...core.startup_log import graph_memory_line, log_lines
+from ..attention_packages import AttentionPackage, installed_packages
 from ..cuda_backend import CudaBackend
 from ..cuda_device import DeviceAccess, open_cuda_device
 from ..cuda_graphs import CudaGraphs, GraphCapturer
@@ -159,6 +160,8 @@ def _size_by_count(load: Callable[[], Loaded], options: EngineOptions, device: t
         raise InputError(
             f"gpu_memory_utilization {options.gpu_memory_utilization:g} has no effect on a CPU; leave it out"
         )
+    if options.attention_packages:
+        raise InputError("attention_packages has no effect on a CPU; leave it out")
     _refuse_sizes_without_graphs(options)
     before = DeviceProbe(HostDevice()).read()
     loaded = load()
@@ -186,6 +189,7 @@ def _size_by_profile(
     capturer: GraphCapturer | None,
 ) -> SizedEngine[Loaded]:
     """By what the device says before loading, after it, at the peak of the largest step, and around graphs."""
+    packages = _packages(options)
     limits = StepLimits(max_num_batched_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs)
     profiler = MemoryProfiler(access, limits)
     profiler.take_baseline()
@@ -216,7 +220,7 @@ def _size_by_profile(
         budget=(BudgetSemantics.OF_TOTAL, DEFAULT_UTILIZATION if utilization is None else utilization),
         captures_graphs=measured.graphs is not None,
     )
-    backend = _backend(options, loaded.model, device)
+    backend = _backend(options, loaded.model, device, packages)
     planned_bytes = plan.pool.configs()[0].size_bytes
     profiler.allocate_pool(lambda: _allocate(backend, plan), planned_bytes=planned_bytes)
     runner = ModelRunner(loaded.model, backend)
@@ -287,8 +291,32 @@ def _planned(
     return plan
 
 
-def _backend(options: EngineOptions, model: Any, device: torch.device) -> CudaBackend:
-    return CudaBackend(device=device, max_num_batched_tokens=options.max_num_batched_tokens, model_dtype=model.dtype)
+def _backend(
+    options: EngineOptions, model: Any, device: torch.device, packages: Sequence[AttentionPackage] = ()
+) -> CudaBackend:
+    return CudaBackend(
+        device=device,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        model_dtype=model.dtype,
+        attention_packages=packages,
+    )
+
+
+def _packages(options: EngineOptions) -> Sequence[AttentionPackage]:
+    """Whose attention the options ask for.
+
+    Raises:
+        InputError: none of them is installed.
+    """
+    if not options.attention_packages:
+        return ()
+    packages = installed_packages()
+    if not packages:
+        raise InputError(
+            "attention_packages is set, but neither flash_attn nor flashinfer can be imported; install one, or leave "
+            "it out: kvledger has an attention kernel of its own"
+        )
+    return packages
 
 
 def _allocate(backend: CudaBackend, plan: DeploymentPlan) -> torch.Tensor:

@@ -46,6 +46,13 @@ def serve(
             help="Requests of the decode steps that are captured on a GPU (1,2,4,8); up to max-num-seqs unless given."
         ),
     ] = None,
+    attention_packages: Annotated[
+        bool,
+        typer.Option(
+            "--attention-packages",
+            help="Let FlashAttention and FlashInfer compute attention where they are installed and fit.",
+        ),
+    ] = False,
     max_model_len: Annotated[
         str | None,
         typer.Option(

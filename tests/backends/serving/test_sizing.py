@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="live serving needs torch")
 pytest.importorskip("transformers", reason="real models need transformers")
 
+from kvledger.backends.attention_packages import FlashAttention  # noqa: E402
 from kvledger.backends.cuda_device import AllocatorBytes  # noqa: E402
 from kvledger.backends.host_memory import HostDevice  # noqa: E402
 from kvledger.backends.serving import EngineOptions, LiveEngine, SamplingSettings, size_engine  # noqa: E402
@@ -16,6 +17,7 @@ from kvledger.core.memory_probe import MemoryKind  # noqa: E402
 from kvledger.core.startup_log import read_startup_log  # noqa: E402
 from kvledger.kernels import TorchKernels  # noqa: E402
 
+from tests.backends import fake_attention_packages as fakes  # noqa: E402
 from tests.backends.serving.real_models import tiny_model  # noqa: E402
 from tests.backends.serving.recorded_graphs import RecordedGraphs, RecordedKernels  # noqa: E402
 
@@ -137,6 +139,21 @@ def test_a_request_of_the_profile_is_no_longer_than_one_that_is_served(max_model
     few = {"max_num_seqs": 1, "max_num_batched_tokens": 300, "max_model_len": max_model_len}
     found = sized(device_access=CountedDevice(), **few)
     assert found.allocator.max_model_len == (max_model_len or 256)
+
+
+def test_packages_that_are_asked_for_are_asked_first(monkeypatch) -> None:
+    asked = {"device_access": CountedDevice(), "kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.02}
+    with pytest.raises(InputError, match="neither flash_attn nor flashinfer can be imported"):
+        sized(**asked, attention_packages=True)
+    package = FlashAttention(fakes.flash_attn)
+    monkeypatch.setattr("kvledger.backends.serving.sizing.installed_packages", lambda: [package])
+    found = sized(**asked, attention_packages=True)
+    assert serve(found) == serve(sized())
+    choices = found.runner.backend.attention_choices
+    assert choices and all("flash_attn: it takes blocks of a multiple of 256" in choice for choice in choices.values())
+    eager = sized(**asked)
+    serve(eager)
+    assert not any("flash_attn" in choice for choice in eager.runner.backend.attention_choices.values())
 
 
 @pytest.fixture
