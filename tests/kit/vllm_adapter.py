@@ -8,6 +8,7 @@ its null block, in which every history with a window breaks a promise at once.
 
 import importlib
 import math
+import warnings
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any, TypeAlias
@@ -22,10 +23,13 @@ _Address: TypeAlias = tuple[int, bytes | int]  # group, and the hash as events c
 
 def vllm_is_installed() -> bool:
     """Whether `make_vllm` can work here."""
-    try:
-        importlib.import_module("vllm.v1.core.kv_cache_manager")
-    except ImportError:
-        return False
+    with warnings.catch_warnings():
+        # What vLLM imports warns of its own future, which would be an error where warnings are.
+        warnings.simplefilter("ignore")
+        try:
+            importlib.import_module("vllm.v1.core.kv_cache_manager")
+        except ImportError:
+            return False
     return True
 
 
