@@ -147,7 +147,8 @@ class Registrar:
             if first_new:
                 start, held = start + first_new, held[first_new:]
             parent = range_keys[start - 1 - offset] if start else None
-            if whole:
+            # Behind a block that was evicted by id, the other side of a fork may have registered further ones.
+            if whole and seen.isdisjoint(held) and not self._state.pool.keys_of(held):
                 live: Sequence[int] = range(start, stop)
                 blocks += held
                 keys += range_keys[start - offset :]
@@ -187,7 +188,7 @@ class Registrar:
         if stop <= start:
             return None
         blocks = tuple(self._state.tables[group].blocks(row, start, stop))
-        if self._state.pool.keys_of(blocks[:1]):
+        if self._state.pool.keys_of(blocks):
             return None
         parent = keys[start - 1 - offset] if start else None
         new_keys = tuple(keys[start - offset :])
