@@ -9,7 +9,7 @@ from tests.properties import list_manager
 from tests.properties.mutant import Mutant
 from tests.properties.mutants import MUTANTS
 
-# The same histories on every machine. Nearly every fault is found within 100 of them, the last one within 800.
+# The same histories on every machine. Nearly every fault is found within 100 of them.
 BUDGET_HISTORIES = 1_000
 
 
