@@ -61,7 +61,7 @@ def test_a_large_prompt_takes_its_arithmetic_and_attention_grows_with_the_square
 
 def test_a_step_that_samples_nothing_does_not_read_the_output_matrix():
     chunk = StepLoad(4_096, 0, 4_096 * 2_048, 0, 0)
-    last = attrs.evolve(chunk, num_sampled=1)
+    last = chunk._replace(num_sampled=1)
     difference = _model().step_seconds(last) - _model().step_seconds(chunk)
     assert difference == pytest.approx(2 * 32_000 * 4096 / 3.35e12)
 
