@@ -70,8 +70,15 @@ class BlockTable:
 
     def extend_each(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
         """Append one block to each of several distinct rows."""
+        counts = self.num_blocks_per_row
+        places = np.array(rows, dtype=np.intp)
+        full = places[counts[places] >= self._width]
+        if len(full):
+            self.extend(int(full[0]), blocks[:1])  # says what it refuses, before any row has changed
+        held_in = self._rows
         for row, block in zip(rows, blocks, strict=True):
-            self.extend(row, (block,))
+            held_in[row].append(block)
+        counts[places] += 1
 
     def replace(self, row: int, indices: Sequence[int], block: int) -> None:
         """Put one block at the given logical indices (the null block when they went out of window)."""

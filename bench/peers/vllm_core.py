@@ -10,6 +10,7 @@ import gc
 import gzip
 import json
 import os
+import statistics
 import sys
 import time
 import tracemalloc
@@ -28,6 +29,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request, RequestStatus
 
 clock = time.perf_counter
+REPEATS = 5  # as in bench/workloads.py
+
+
+def median(once):
+    return statistics.median([once() for _ in range(REPEATS)])
 
 
 def request(name, num_tokens, hashes):
@@ -188,12 +194,12 @@ if __name__ == "__main__":
     if work.startswith("lifecycle"):
         result = lifecycle(rest[0], int(work.split("-")[1]))
     elif work.startswith("hash_chain"):
-        result = hash_chain(int(work.split("-")[1]))
+        result = median(lambda: hash_chain(int(work.split("-")[1])))
     else:
         result = {
-            "decode_steps": decode_steps,
-            "take_and_release": take_and_release,
-            "full_hit": lambda: full_hit()[0],
+            "decode_steps": lambda: median(decode_steps),
+            "take_and_release": lambda: median(take_and_release),
+            "full_hit": lambda: median(lambda: full_hit()[0]),
             "construct_pool": construct_pool,
             "bytes_a_block": bytes_a_block,
         }[work]()
