@@ -141,27 +141,31 @@ class SimBackend:
         A batch of n tokens has about n / block_size runs, and only the last two lines touch every token.
         """
         size, table = self._block_sizes[group], self.block_tables[group]
-        firsts = batch.first_positions
-        lasts = firsts + batch.counts - 1
+        firsts, counts = batch.first_positions, batch.counts
+        ends_at = firsts + counts
         first_index = firsts // size
-        num_runs = lasts // size - first_index + 1
-        if largest(first_index + num_runs) > table.shape[1]:
+        end_index = (ends_at + (size - 1)) // size
+        if largest(end_index) > table.shape[1]:
             raise InputError(
-                f"position {largest(lasts)} lies beyond a block table of {table.shape[1]} blocks of {size} tokens"
+                f"position {largest(ends_at) - 1} lies beyond a block table of {table.shape[1]} blocks of {size} tokens"
             )
+        num_runs = end_index - first_index
         ends = np.add.accumulate(num_runs)
-        starts = ends - num_runs
-        # Where each run's block stands in the flat table.
-        places = np.repeat(batch.rows * table.shape[1] + first_index - starts, num_runs)
-        places += self._counting(len(places))
-        slots_of_runs = table.reshape(-1).take(places).astype(np.int64) * size
-        lengths = np.full(len(places), size, dtype=np.int64)
-        skipped = firsts - first_index * size
-        lengths[starts] -= skipped
-        slots_of_runs[starts] += skipped
-        lengths[ends - 1] -= size - 1 - lasts % size
-        slots_of_runs -= np.add.accumulate(lengths) - lengths
-        slots = np.repeat(slots_of_runs, lengths)
+        # Run r of a request holds its block number r + ahead.
+        ahead = first_index - ends + num_runs
+        of_run = self._counting(int(ends[-1]))
+        blocks = table.reshape(-1).take(np.repeat(batch.rows * table.shape[1] + ahead, num_runs) + of_run)
+        # From a token's place in the batch to its slot it is equally far all along a run.
+        distances = blocks - of_run
+        distances *= size
+        distances += np.repeat(firsts - np.add.accumulate(counts) + counts - ahead * size, num_runs)
+        lengths: NDArray[np.int64] | int = size
+        before, behind = firsts - first_index * size, end_index * size - ends_at
+        if np.count_nonzero(before) or np.count_nonzero(behind):
+            lengths = np.full(len(distances), size, dtype=np.int64)
+            lengths[ends - num_runs] -= before
+            lengths[ends - 1] -= behind
+        slots = np.repeat(distances, lengths)
         slots += self._counting(num_tokens)
         return slots
 

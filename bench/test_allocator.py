@@ -1,5 +1,7 @@
 """The allocator's hot paths. `pytest bench --benchmark-enable` times them; without the flag they run once, as tests."""
 
+import statistics
+
 import pytest
 
 from bench import workloads
@@ -38,4 +40,12 @@ def test_a_pool_of_a_million_blocks_takes_at_most_64_bytes_a_block(benchmark) ->
 
 @pytest.mark.parametrize(("num_reqs", "tokens_each"), [(1, 8192), (64, 128), (256, 32)])
 def test_slot_mapping_of_8192_tokens(benchmark, num_reqs: int, tokens_each: int) -> None:
-    benchmark(workloads.slot_mapping(num_reqs, tokens_each))
+    """`extra_info` (--benchmark-json) holds its time over that of plain NumPy, timed in turn with it."""
+    plain = workloads.plain_slot_mapping(num_reqs, tokens_each)
+    plain_seconds: list[float] = []
+    once = workloads.slot_mapping(num_reqs, tokens_each)
+    rounds = 500 if benchmark.enabled else 1
+    seconds = benchmark.pedantic(once, setup=lambda: plain_seconds.append(plain()), rounds=rounds)
+    assert seconds > 0
+    if benchmark.enabled:
+        benchmark.extra_info["ratio_to_plain_numpy"] = benchmark.stats.stats.median / statistics.median(plain_seconds)
