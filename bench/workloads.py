@@ -20,7 +20,7 @@ from kvledger.core.events import BlocksAllocated, BlocksFreed, FreeReason
 from kvledger.sim.trace_keys import TraceKeySource
 
 clock = time.perf_counter
-# How often a process of the side-by-side comparison does what takes milliseconds; the median counts.
+# How often a process of the side-by-side comparison does its work; the median counts.
 REPEATS = 5
 HIT_BLOCKS = {1_000: 12_986, 10_000: 61_998, 50_000: 102_722}
 

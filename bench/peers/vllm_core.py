@@ -192,7 +192,7 @@ if __name__ == "__main__":
     register_all_kvcache_specs(None)
     work, *rest = sys.argv[1:]
     if work.startswith("lifecycle"):
-        result = lifecycle(rest[0], int(work.split("-")[1]))
+        result = median(lambda: lifecycle(rest[0], int(work.split("-")[1])))
     elif work.startswith("hash_chain"):
         result = median(lambda: hash_chain(int(work.split("-")[1])))
     else:
