@@ -145,7 +145,7 @@ class BlockPool:
     def adopt(self, blocks: Sequence[int]) -> None:
         """Add one reference to each (non-null) block; unreferenced ones leave the free queue."""
         ref_cnt = self._ref_cnt
-        live = [block for block in blocks if block] if NULL_BLOCK in blocks else blocks
+        live = blocks if all(blocks) else [block for block in blocks if block]
         try:
             counts = [ref_cnt[block] for block in live]
         except IndexError:
@@ -154,11 +154,13 @@ class BlockPool:
             self._check_ids(live, "adopt")
         if self.free_queue.observes_keys:
             self.free_queue.on_adopted(live)
-        if 0 in counts:
-            queued = (
-                live if not any(counts) else [block for block, count in zip(live, counts, strict=True) if not count]
-            )
-            self.free_queue.remove(queued)
+        if not any(counts):
+            self.free_queue.remove(live)
+            for block in live:
+                ref_cnt[block] = 1
+            return
+        if not all(counts):
+            self.free_queue.remove([block for block, count in zip(live, counts, strict=True) if not count])
         for block in live:
             ref_cnt[block] += 1
 

@@ -71,7 +71,7 @@ def _leading_run(keys: Sequence[Hashable], index: Mapping[Hashable, int]) -> lis
     if not keys or keys[0] not in index:  # most lookups that miss do so at once
         return []
     found = list(map(index.get, keys))
-    run = found[: found.index(None)] if None in found else found
+    run = found if all(found) else found[: found.index(None)]  # the null block is never indexed
     return cast(list[int], run)
 
 

@@ -61,6 +61,23 @@ def test_a_block_that_comes_and_goes_a_thousand_times_leaves_no_trace() -> None:
     assert len(queue._line) <= queue._capacity
 
 
+@pytest.mark.parametrize("num_in_front", [0, 3])
+def test_many_blocks_are_removed_as_few_are(num_in_front: int) -> None:
+    queue = FreeQueue(301)
+    front = list(queue.peek(num_in_front))
+    queue.take(tuple(front))
+    queue.prepend(front[::-1])
+    queue.remove(list(range(250, 300)))
+    queue.append(list(range(250, 300)))
+    gone = [*front, *range(100, 299)]
+    queue.remove(gone)
+    expected = [block for block in [*range(1, 250), 300, *range(250, 300)] if block not in gone]
+    assert queue.order() == expected
+    assert queue.peek(50) == tuple(expected[:50])
+    queue.append(gone)
+    assert queue.order() == expected + gone
+
+
 def test_more_blocks_than_are_queued_cannot_be_seen() -> None:
     queue = FreeQueue(4)
     with pytest.raises(MisuseError, match="4 blocks are asked for, but 3 are queued"):

@@ -60,7 +60,7 @@ MUTANTS = (
     Mutant(
         "an adopted block stays in the free queue",
         "core/block_pool.py",
-        "            self.free_queue.remove(queued)",
+        "            self.free_queue.remove(live)",
         "            pass",
     ),
     Mutant(
