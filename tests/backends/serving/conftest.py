@@ -11,6 +11,15 @@ from kvledger.backends.serving.sampling import choose_tokens, uniform  # noqa: E
 from tests.backends.serving.cache_reader import Text, logits_of, make_reading_engine  # noqa: E402
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Two threads on two busy cores stall each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def make_engine():
     """Engines over the honest model; those that still run at the end of a test are shut down."""

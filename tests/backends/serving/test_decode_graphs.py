@@ -27,18 +27,9 @@ from tests.backends.serving.real_models import (  # noqa: E402
 from tests.backends.serving.recorded_graphs import RecordedGraphs, RecordedKernels, Recording  # noqa: E402
 from tests.kernels.kernel_sets import device, kernel_set  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 SIZES = (1, 2, 4, 6)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Two threads on two busy cores stall each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=EVERYWHERE)

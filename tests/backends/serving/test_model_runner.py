@@ -26,19 +26,10 @@ from tests.backends.serving.real_models import (  # noqa: E402
 )
 from tests.kernels.kernel_sets import device, kernel_set  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 PROMPTS = {"a": prompt(23, seed=1), "b": prompt(5, seed=2), "c": prompt(37, seed=3), "d": prompt(12, seed=4)}
 NUM_TOKENS = {"a": 13, "b": 20, "c": 8, "d": 15}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Two threads on two busy cores stall each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=EVERYWHERE)

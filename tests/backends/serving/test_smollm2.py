@@ -13,7 +13,7 @@ from kvledger.core.events import BlockCopied  # noqa: E402
 
 from tests.backends.serving.real_models import Service, alone, cache_keyword, make_backend_and_allocator  # noqa: E402
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 QUESTIONS = {
     "capital": "What is the capital of France? Answer in one sentence.",
@@ -21,15 +21,6 @@ QUESTIONS = {
     "story": "Write one sentence about a dog that finds a ball.",
 }
 NUM_TOKENS = 24
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Two threads on two busy cores stall each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests.backends.serving.real_models import (  # noqa: E402
     tiny_model,
 )
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 PROMPT_TOKENS = 19
 # A batch of three, two of them padded on the left.
@@ -37,15 +37,6 @@ MODES = {
     "several sequences": {"do_sample": True, "num_return_sequences": 2},
     "chunked prefill": {"do_sample": False, "prefill_chunk_size": 7},
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Two threads on two busy cores stall each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=EVERYWHERE)
