@@ -37,7 +37,8 @@ types: $(VENV)/.test-installed
 	$(BIN)/pyright
 
 # The interpreter that is there, no network, nothing installed: conftest.py puts the folders on the import path, and the
-# options of pyproject.toml that need plugins are replaced. The kernels' own tests run the real kernels on a card.
+# options of pyproject.toml that need plugins are replaced. The kernels' own tests run the real kernels on a card; a warning
+# of that machine's libraries stops nothing.
 GPU_TESTS := $(wildcard tests/*/test_gpu_*.py tests/*/*/test_gpu_*.py bench/test_gpu_*.py)
 GPU_TESTS += $(addprefix tests/backends/serving/test_,model_runner.py live_models.py decode_graphs.py sizing.py transformers_cache.py)
 GPU_PYTEST = $(PYTHON) -m pytest -q -s -o addopts="--import-mode=importlib --strict-markers -p no:cacheprovider" \

@@ -136,7 +136,7 @@ class SimBackend:
         return padded
 
     def _slots_of_runs(self, group: int, batch: TokenBatch, num_tokens: int) -> NDArray[np.int64]:
-        """Slots run on inside a block, so they are worked out for the first token of each run and counted up from it.
+        """Slots run on inside a block: along such a run they stand equally far from the tokens' places in the batch.
 
         A batch of n tokens has about n / block_size runs, and only the last two lines touch every token.
         """
@@ -155,7 +155,6 @@ class SimBackend:
         ahead = first_index - ends + num_runs
         of_run = self._counting(int(ends[-1]))
         blocks = table.reshape(-1).take(np.repeat(batch.rows * table.shape[1] + ahead, num_runs) + of_run)
-        # From a token's place in the batch to its slot it is equally far all along a run.
         distances = blocks - of_run
         distances *= size
         distances += np.repeat(firsts - np.add.accumulate(counts) + counts - ahead * size, num_runs)

@@ -167,8 +167,7 @@ class KVCacheAllocator(LedgerWriter):
         num_hit_tokens = 0 if match is None else match.num_hit_tokens
         if num_external_tokens:
             self._checks.external(request, num_hit_tokens, num_external_tokens)
-        if num_new_tokens < 1 or num_lookahead_tokens < 0 or reserved_blocks < 0:
-            self._checks.counts(num_new_tokens or min(num_external_tokens, 1), 0, num_lookahead_tokens, reserved_blocks)
+        self._checks.counts(num_new_tokens or min(num_external_tokens, 1), 0, num_lookahead_tokens, reserved_blocks)
         placed = 0 if row is None else state.placed[row]
         start = placed if num_computed_tokens is None else num_computed_tokens
         if start != placed:
@@ -189,7 +188,7 @@ class KVCacheAllocator(LedgerWriter):
 
         # What is still to be copied in must not be found: another request would read it too early.
         registers = config.enable_caching and num_new_tokens > 0
-        asked: list[AskedKeys] = []
+        asked: list[AskedKeys | None] = []
         if registers:
             asked = self._registrar.ask_for_keys(request, row, hits, total, min(end, request.num_tokens))
         emit = self._emit
@@ -453,8 +452,7 @@ class KVCacheAllocator(LedgerWriter):
     def free(self, request_id: str, reason: FreeReason = FreeReason.FINISHED) -> None:
         """Give back everything that a request holds, its last block first (rule 4)."""
         row = self.row_of(request_id)
-        if reason is not FreeReason.FINISHED:
-            self._checks.frees_all(reason)
+        self._checks.frees_all(reason)
         rows = self._column_of[row]
         events: list[Event] = []
         segments: list[tuple[int, tuple[int, ...]]] = []
@@ -519,7 +517,7 @@ class KVCacheAllocator(LedgerWriter):
         self._request_in_row[row] = request
         return row
 
-    def _register(self, rows: Sequence[int], asked: Sequence[AskedKeys], events: list[Event]) -> None:
+    def _register(self, rows: Sequence[int], asked: Sequence[AskedKeys | None], events: list[Event]) -> None:
         for group, keys in enumerate(asked):
             if keys is None:
                 continue

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,10 +62,7 @@ class BlockTable:
         """Append blocks to one row."""
         held = self._rows[row]
         if len(held) + len(blocks) > self._width:
-            raise MisuseError(
-                f"row {row} would hold {len(held) + len(blocks)} blocks of {self.block_size}; its table has "
-                f"{self._width} entries"
-            )
+            self._refuse(row, len(held) + len(blocks))
         held += blocks
         self._counts[row] = len(held)
 
@@ -74,7 +72,7 @@ class BlockTable:
         places = np.array(rows, dtype=np.intp)
         full = places[counts[places] >= self._width]
         if len(full):
-            self.extend(int(full[0]), blocks[:1])  # says what it refuses, before any row has changed
+            self._refuse(int(full[0]), self._width + 1)
         held_in = self._rows
         for row, block in zip(rows, blocks, strict=True):
             held_in[row].append(block)
@@ -95,3 +93,8 @@ class BlockTable:
         """Empty the row for its next request."""
         self._rows[row] = []
         self._counts[row] = 0
+
+    def _refuse(self, row: int, num_blocks: int) -> NoReturn:
+        raise MisuseError(
+            f"row {row} would hold {num_blocks} blocks of {self.block_size}; its table has {self._width} entries"
+        )

@@ -39,7 +39,12 @@ class FreeQueue:
         self._front: list[int] = []  # the next one to be taken stands last
         self._is_in_front = bytearray(num_blocks)
         self._num_queued = num_blocks - 1
-        self._forget_peek()
+        # What the last `peek` saw: the blocks, how many of them are in front, where the line goes on (-1: something has
+        # changed since) and how many outdated entries of which block lie before that.
+        self._peeked: tuple[int, ...] = ()
+        self._peeked_front = 0
+        self._peeked_end = -1
+        self._peeked_outdated: dict[int, int] | None = None
 
     def __len__(self) -> int:
         return self._num_queued
@@ -165,9 +170,3 @@ class FreeQueue:
         self._line = self._walk(self._num_queued - len(self._front))[0]
         self._head = 0
         self._num_outdated = array("i", bytes(4 * len(self._num_outdated)))
-
-    def _forget_peek(self) -> None:
-        self._peeked: tuple[int, ...] = ()
-        self._peeked_front = 0
-        self._peeked_end = -1
-        self._peeked_outdated: dict[int, int] | None = None

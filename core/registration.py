@@ -14,8 +14,8 @@ from .types import Request
 
 _NONE: NDArray[np.intp] = np.empty(0, dtype=np.intp)
 # For each row of a batch, a logical index and the keys of the blocks from there on: of those that are due, and of the
-# one before them, if there is one. No keys: nothing is due. None: nothing is due in the whole batch.
-AskedKeys: TypeAlias = tuple[Sequence[int], Sequence[Sequence[Key]]] | None
+# one before them, if there is one. No keys: nothing is due.
+AskedKeys: TypeAlias = tuple[Sequence[int], Sequence[Sequence[Key]]]
 
 
 class Registrar:
@@ -52,10 +52,13 @@ class Registrar:
 
     def ask_for_keys(
         self, request: Request, row: int | None, hits: Sequence[Sequence[int]] | None, total: int, known_tokens: int
-    ) -> list[AskedKeys]:
-        """For each group the keys that `decide` will need; a source that fails, fails here, before any event."""
+    ) -> list[AskedKeys | None]:
+        """For each group the keys that `decide` will need; None where nothing is due.
+
+        A source that fails, fails here, before any event.
+        """
         sure = self._sure(known_tokens)
-        asked: list[AskedKeys] = []
+        asked: list[AskedKeys | None] = []
         for group, kind in enumerate(self._config.groups):
             size = kind.block_size
             if hits is not None:
@@ -114,8 +117,6 @@ class Registrar:
 
         `requests` is by row: whose tokens they are.
         """
-        if asked is None:
-            return None
         whole = self._whole[group]
         shared = len(rows) > 1
         if whole:
