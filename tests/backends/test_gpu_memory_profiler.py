@@ -3,13 +3,16 @@
 from contextlib import suppress
 
 import pytest
-from kvledger.backends.cuda_device import open_cuda_device
-from kvledger.backends.graph_memory import GraphCaptures
-from kvledger.backends.memory_profiler import MemoryProfiler
-from kvledger.backends.profiling_step import ProfilingStep, StepLimits
-from kvledger.core.errors import InputError
 
 torch = pytest.importorskip("torch")
+
+from kvledger.backends.cuda_device import open_cuda_device  # noqa: E402
+from kvledger.backends.cuda_graphs import CudaGraphs  # noqa: E402
+from kvledger.backends.graph_memory import GraphCaptures  # noqa: E402
+from kvledger.backends.memory_profiler import MemoryProfiler  # noqa: E402
+from kvledger.backends.profiling_step import ProfilingStep, StepLimits  # noqa: E402
+from kvledger.core.errors import InputError  # noqa: E402
+
 pytestmark = [pytest.mark.gpu, pytest.mark.torch]
 
 MIB = 1 << 20
@@ -24,17 +27,11 @@ def profiler():
     return MemoryProfiler(device, StepLimits(max_num_batched_tokens=4096, max_num_seqs=16))
 
 
-def capture_product(model, size: int):
-    """A graph of one product, warmed up on a stream of its own."""
+def capture_product(capturer, model, size: int):
+    """A graph of one product, and what it reads and writes."""
     batch = torch.ones(size, 4096, dtype=torch.bfloat16, device="cuda:0")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        model(batch)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        model(batch)
-    return graph, batch
+    product = torch.empty(size, 16384, dtype=torch.bfloat16, device="cuda:0")
+    return capturer.capture(lambda: product.copy_(model(batch))), batch, product
 
 
 def test_a_start_up_is_measured_and_reconciles(profiler) -> None:
@@ -54,7 +51,8 @@ def test_a_start_up_is_measured_and_reconciles(profiler) -> None:
     assert rows["weights"] == 128 * MIB
     assert rows["peak activation"] >= (4096 * 4096 + 4096 * 16384) * 2  # the model's input and output
     assert rows["peak activation"] < 2 * (4096 * 4096 + 4096 * 16384) * 2
-    mode = GraphCaptures(mode="full", sizes=(1, 2, 4), capture=lambda size: capture_product(model, size))
+    capturer = CudaGraphs()
+    mode = GraphCaptures(mode="full", sizes=(1, 2, 4), capture=lambda size: capture_product(capturer, model, size))
     measured = profiler.estimate_graphs((mode,))
     pool = profiler.allocate_pool(
         lambda: torch.zeros(256 * MIB, dtype=torch.int8, device="cuda:0"), planned_bytes=256 * MIB
@@ -64,6 +62,10 @@ def test_a_start_up_is_measured_and_reconciles(profiler) -> None:
     assert report.pool_actual_bytes == pool.numel()
     assert report.actual_bytes <= baseline.free_bytes
     assert len(graphs) == 3
+    for replay, _, product in graphs:
+        product.zero_()
+        replay()
+        assert product.any()
     # Neighbours move device-wide figures; what NVML attributes to this process they do not.
     if measured.profile.is_attributed:
         assert abs(report.unexplained_bytes) <= 64 * MIB
