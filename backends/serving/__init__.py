@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .model_runner import ModelRunner, RequestTokens, StepTokens
     from .recording import LiveRecording
     from .registered_attention import register_paged_attention
-    from .sampling import SamplingSettings
+    from .sampling_settings import SamplingSettings
     from .served_model import kv_cache_config, kv_cache_groups, served_layers, transformers_geometry
     from .sizing import SizedEngine, size_engine
     from .token_stream import TokenDelta
@@ -32,7 +32,7 @@ _ROOMS = {
     "QueueFullError": "errors",
     "RequestStats": "live_request",
     "RequestTokens": "model_runner",
-    "SamplingSettings": "sampling",
+    "SamplingSettings": "sampling_settings",
     "SizedEngine": "sizing",
     "StepTokens": "model_runner",
     "TokenDelta": "token_stream",

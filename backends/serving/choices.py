@@ -7,12 +7,12 @@ from contextlib import aclosing
 import attrs
 
 from ...core.errors import DoesNotFitError, InputError
-from .errors import EngineFailedError, EngineStoppedError, QueueFullError
+from .errors import EngineFailedError, EngineStoppedError, QueueFullError, SettingError
 from .live_engine import LiveEngine
 from .live_request import LiveRequest
 from .openai_errors import ApiError, engine_failed, invalid_request, queue_full, shutting_down
 from .openai_responses import Piece
-from .sampling import SamplingSettings
+from .sampling_settings import SamplingSettings
 from .token_stream import TokenDelta
 
 SEEDS = 1 << 64
@@ -172,6 +172,8 @@ def _told(error: Exception, retry_after_s: Callable[[], int]) -> Exception:
             return queue_full(str(error), retry_after_s())
         case DoesNotFitError():
             return invalid_request(str(error), "max_tokens", "context_length_exceeded")
+        case SettingError():
+            return invalid_request(str(error), error.setting)
         case InputError():
             return invalid_request(str(error))
         case EngineStoppedError():

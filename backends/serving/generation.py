@@ -9,7 +9,9 @@ from ...core.token_key_source import TokenKeySource
 from ...core.types import Request
 from .detokenizer import Detokenizer, StopTexts, Tokenizer
 from .live_request import LiveRequest
-from .sampling import ChosenToken, SamplingSettings, uniform
+from .logit_adjustments import LogitAdjuster
+from .sampling import ChosenToken, NextToken, uniform
+from .sampling_settings import SamplingSettings
 from .token_stream import TokenDelta
 
 
@@ -57,6 +59,7 @@ class Generation:
         self._token_ids[: self.num_tokens] = prompt_token_ids
         ends = set(self.settings.stop_token_ids)
         self._stop_token_ids = ends if self.settings.ignore_eos else ends | set(eos_token_ids)
+        self._adjuster = LogitAdjuster(self.settings, prompt_token_ids, sorted(self._stop_token_ids))
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt_token_ids.tolist())
         self._stop_texts = StopTexts(self.settings.stop)
 
@@ -69,9 +72,10 @@ class Generation:
         """The tokens at positions `start <= p < stop`: int64, a view."""
         return self._token_ids[start:stop]
 
-    def next_draw(self) -> float:
-        """The number that the next output token is drawn with."""
-        return 0.0 if self.settings.is_greedy else uniform(self._seed, self.num_output_tokens)
+    def next_token(self) -> NextToken:
+        """What the next output token is chosen by."""
+        draw = 0.0 if self.settings.is_greedy else uniform(self._seed, self.num_output_tokens)
+        return NextToken(self.settings, draw, self._adjuster.next(self.num_output_tokens))
 
     def output_keys(self) -> Sequence[bytes]:
         """The keys of complete blocks behind those of the prompt alone; none where nothing is cached."""
@@ -81,6 +85,7 @@ class Generation:
         """Take the next output token, and say whether it is the last one."""
         self._token_ids[self.num_tokens] = chosen.token_id
         self.keys.append([chosen.token_id])
+        self._adjuster.add(chosen.token_id)
         self.num_tokens += 1
         self.num_output_tokens += 1
         text, stop_reason = self._read(chosen.token_id)
@@ -98,13 +103,19 @@ class Generation:
         decoder = self._detokenizer
         if decoder is None:
             return None, token_id if stops else None
-        text, stop_text = self._stop_texts.add("" if stops else decoder.add(token_id))
+        text, stop_text = self._until_stop("" if stops else decoder.add(token_id))
         if stop_text is not None:
             return text, stop_text
         if stops or self.num_output_tokens == self.request.max_tokens:
-            rest, stop_text = self._stop_texts.add(decoder.end())
+            rest, stop_text = self._until_stop(decoder.end())
             text += rest
             if stop_text is not None:
                 return text, stop_text
             text += self._stop_texts.end()
         return text, token_id if stops else None
+
+    def _until_stop(self, text: str) -> tuple[str, str | None]:
+        """What of new text may be given out, and the stop text in it, if any; none in the first `min_tokens` tokens."""
+        if self.num_output_tokens <= self.settings.min_tokens:
+            return text, None
+        return self._stop_texts.add(text)

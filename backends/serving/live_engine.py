@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ...core.allocator import KVCacheAllocator
 from ...core.allocator_config import AllocatorConfig
-from ...core.block_hash import BlockHasher, block_hasher, token_array
+from ...core.block_hash import BlockHasher, block_hasher
 from ...core.engine import EngineObserver
 from ...core.errors import DoesNotFitError, InputError, MisuseError
 from ...core.extra_keys import ExtraKeys
@@ -38,7 +38,9 @@ from .generation import Generation
 from .inbox import Inbox
 from .live_request import NANOSECONDS, LiveRequest
 from .model_runner import RequestTokens
-from .sampling import SamplingSettings, seed_of_request
+from .request_checks import RequestChecks
+from .sampling import seed_of_request
+from .sampling_settings import SamplingSettings
 
 if TYPE_CHECKING:  # recording needs pyarrow, serving does not
     from .recording import LiveRecording
@@ -147,7 +149,13 @@ class LiveEngine:
         self._runner = runner
         self._backend = runner.backend
         self._hasher = block_hasher() if hasher is None else hasher
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self._checks = RequestChecks(
+            vocab_size=runner.vocab_size,
+            # What the model has no logit for never ends an output.
+            eos_token_ids=frozenset(each for each in eos_token_ids if each < runner.vocab_size),
+            has_tokenizer=tokenizer is not None,
+            policy=scheduler.policy,
+        )
         self._recording = recording
         self._seed = seed
         self._clock_ns = clock_ns
@@ -197,8 +205,8 @@ class LiveEngine:
             EngineStoppedError, EngineFailedError: nothing is taken any more.
         """
         self._inbox.raise_refusal()
-        tokens = self._checked_prompt(prompt_token_ids)
-        self._check_request(settings, priority)
+        tokens = self._checks.prompt(prompt_token_ids)
+        self._checks.settings(settings, priority)
         now_ns = self._clock_ns()
         ordinal = self._ordinals.next()
         keys = TokenKeySource(tokens, self._hasher, self.allocator.config.hash_block_size, ExtraKeys(cache_salt))
@@ -213,7 +221,7 @@ class LiveEngine:
         self._check_fits(request)
         live = LiveRequest(request, settings, now_ns, self._inbox.cancel)
         seed = seed_of_request(self._seed, ordinal) if settings.seed is None else settings.seed
-        self._inbox.submit(Generation(request, live, keys, tokens, seed, self._eos_token_ids, self.tokenizer))
+        self._inbox.submit(Generation(request, live, keys, tokens, seed, self._checks.eos_token_ids, self.tokenizer))
         return live
 
     def cancel(self, request_id: str) -> None:
@@ -237,28 +245,6 @@ class LiveEngine:
             kv_cache_usage=pool.num_held_blocks / pool.num_usable_blocks,
             scheduler=attrs.evolve(self.scheduler.stats),
         )
-
-    def _checked_prompt(self, prompt_token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-        tokens = token_array(prompt_token_ids).astype(np.int64)
-        if not len(tokens):
-            raise InputError("the prompt has no tokens; it needs at least one")
-        vocab_size = self._runner.vocab_size
-        outside = (tokens < 0) | (tokens >= vocab_size)
-        if outside.any():
-            place = int(outside.argmax())
-            raise InputError(
-                f"prompt token {place} is {int(tokens[place])}; the model's vocabulary is 0 to {vocab_size - 1}"
-            )
-        return tokens
-
-    def _check_request(self, settings: SamplingSettings, priority: int) -> None:
-        if settings.stop and self.tokenizer is None:
-            raise InputError(f"stop {settings.stop!r} needs text, and this engine has no tokenizer; use stop_token_ids")
-        if priority and self.scheduler.config.policy != "priority":
-            raise InputError(
-                f"priority {priority} has no effect under the policy {self.scheduler.config.policy!r}; leave it "
-                "out, or serve with policy='priority'"
-            )
 
     def _check_fits(self, request: Request) -> None:
         try:

@@ -6,7 +6,7 @@ from types import TracebackType
 import attrs
 
 from ...core.types import Request
-from .sampling import SamplingSettings
+from .sampling_settings import SamplingSettings
 from .token_stream import TokenDelta, TokenStream
 
 NANOSECONDS = 1e9

@@ -23,6 +23,7 @@ from ..cuda_backend import CudaBackend
 from ..cuda_graphs import GraphCapturer
 from ..step_runner import FinishStep
 from .decode_graphs import DecodeGraphs, checked_capture_sizes
+from .device_values import on_device
 from .registered_attention import BATCH_KEYWORD, PagedBatch, register_paged_attention
 from .served_model import served_layers, transformers_geometry
 
@@ -247,6 +248,4 @@ class ModelRunner:
             )
 
     def _to_device(self, values: NDArray[np.int64]) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
-        device = self.backend.device
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+        return on_device(np.asarray(values, dtype=np.int64), self.backend.device)

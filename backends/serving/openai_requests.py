@@ -1,9 +1,11 @@
 """The bodies that clients send to the completions and the chat endpoint, checked field by field.
 
-Fields are OpenAI's; `top_k`, `stop_token_ids`, `ignore_eos`, `cache_salt`, `priority` and what concerns the chat
-template are vLLM's extensions. A field that is in neither list below is refused by name, not ignored.
+Fields are OpenAI's; `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`, `ignore_eos`,
+`cache_salt`, `priority` and what concerns the chat template are vLLM's extensions. A field that is in neither list below
+is refused by name, not ignored. Types and the bounds of this API are checked here, other bounds by `SamplingSettings`.
 """
 
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -25,6 +27,8 @@ DEFAULT_MAX_TOKENS_OF_COMPLETIONS = 16
 MAX_LOGPROBS = 20
 # Beyond every model's length and vocabulary, and within what counters hold; the engine says what really fits.
 MAX_TOKENS = 1 << 31
+# One spelling of each, so that no two keys mean the same token.
+TOKEN_KEY = re.compile("0|[1-9][0-9]{0,18}")
 # Each is looked for in every token's text.
 MAX_STOPS = 16
 
@@ -41,6 +45,24 @@ def _one_of(expected: str) -> WrapValidator:
     return WrapValidator(check)
 
 
+def _between(lowest: int, highest: int | None, meaning: str = "") -> AfterValidator:
+    expected = f"{lowest:,} or more" if highest is None else f"{lowest:,} to {highest:,}"
+
+    def check(value: float) -> float:
+        if value < lowest or (highest is not None and value > highest):
+            raise ValueError(f"it must be {expected}{meaning}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _check_token_keys(biases: dict[str, float]) -> dict[str, float]:
+    for key in biases:
+        if not TOKEN_KEY.fullmatch(key):
+            raise ValueError(f'key {key[:20]!r} is no token id; keys are token ids as text, such as "50256"')
+    return biases
+
+
 def _check_utf8(text: str) -> str:
     try:
         text.encode()
@@ -52,6 +74,8 @@ def _check_utf8(text: str) -> str:
 Text: TypeAlias = Annotated[str, AfterValidator(_check_utf8)]
 TokenId: TypeAlias = Annotated[int, Field(ge=0)]
 TokenIds: TypeAlias = list[TokenId]
+MaxTokens: TypeAlias = Annotated[int, _between(1, MAX_TOKENS)]
+NumLogprobs: TypeAlias = Annotated[int, _between(0, MAX_LOGPROBS)]
 Prompt: TypeAlias = Text | TokenIds | list[Text] | list[TokenIds]
 
 
@@ -75,19 +99,25 @@ class GenerationRequest(StrictModel):
     unsupported: ClassVar[dict[str, Unsupported]] = {}
 
     model: Text | None = None
-    n: int | None = Field(None, ge=1)
-    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="0 and -1: all tokens")
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    n: Annotated[int, _between(1, None)] | None = None
+    max_tokens: MaxTokens | None = None
+    min_tokens: int | None = None
+    temperature: Annotated[float, _between(0, 2)] | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, _between(-1, MAX_TOKENS, " (0 and -1: all tokens)")] | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], AfterValidator(_check_token_keys)] | None = None
+    seed: Annotated[int, _between(-(1 << 63), (1 << 63) - 1)] | None = None
     stop: Annotated[Text | list[Text] | None, _one_of("text or a list of texts (UTF-8 that can be encoded)")] = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(None, min_length=1)
-    priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31, description="smaller is earlier")
+    priority: Annotated[int, _between(-(1 << 31), (1 << 31) - 1)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -111,6 +141,11 @@ class GenerationRequest(StrictModel):
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """`logit_bias` by token."""
+        return {int(key): bias for key, bias in (self.logit_bias or {}).items()}
 
     @property
     def max_output_tokens(self) -> int | None:
@@ -138,7 +173,7 @@ class CompletionRequest(GenerationRequest):
 
     unsupported: ClassVar[dict[str, Unsupported]] = dict(OF_COMPLETIONS)
 
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: NumLogprobs | None = None
     prompt: Annotated[
         Prompt,
         _one_of(
@@ -205,8 +240,8 @@ class ChatCompletionRequest(GenerationRequest):
 
     messages: list[Message] = Field(min_length=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    top_logprobs: NumLogprobs | None = None
+    max_completion_tokens: MaxTokens | None = None
     add_generation_prompt: bool | None = Field(None, description="true unless given")
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")

@@ -22,14 +22,16 @@ from ..cuda_graphs import GraphCapturer
 from ..graph_memory import GraphCaptures
 from ..profiling_step import ProfilingStep, StepLimits
 from .decode_graphs import DecodeGraphs
+from .logit_adjustments import LogitAdjuster
 from .model_runner import ModelRunner
-from .sampling import SamplingSettings, choose_tokens
+from .sampling import NextToken, choose_tokens
+from .sampling_settings import SamplingSettings
 from .served_model import kv_cache_config
 
 # The null block and the one that a pool cannot do without.
 _SMALLEST_POOL_BLOCKS = 2
-# Truncating and drawing takes the most memory that sampling can.
-_SAMPLED = SamplingSettings(max_tokens=1, temperature=1.0, top_p=0.9, top_k=50, logprobs=1)
+# Penalizing, truncating and drawing takes the most memory that sampling can.
+_SAMPLED = SamplingSettings(max_tokens=1, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, logprobs=1)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -138,5 +140,7 @@ class SampledGraphs:
 
 
 def _sample(logits: torch.Tensor) -> None:
-    count = len(logits)
-    choose_tokens(logits, [_SAMPLED] * count, [0.5] * count).wait()
+    """With every token seen before in every row."""
+    num_rows, vocab_size = logits.shape
+    adjuster = LogitAdjuster(_SAMPLED, np.arange(vocab_size), ())
+    choose_tokens(logits, [NextToken(_SAMPLED, 0.5, adjuster.next(0))] * num_rows).wait()

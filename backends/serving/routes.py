@@ -4,6 +4,7 @@ The endpoints are plain functions that find their server in the application: Fas
 function for good, and so would keep alive the engine of every server that there ever was.
 """
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -18,6 +19,8 @@ from .openai_responses import model_card, model_list
 
 if TYPE_CHECKING:
     from .server import OpenAIServer
+
+MAX_SHOWN_CHARACTERS = 100
 
 
 def build_routes(server: "OpenAIServer") -> FastAPI:
@@ -116,9 +119,17 @@ def _first_complaint(error: RequestValidationError, request: Request) -> ApiErro
         return invalid_request(f"{what} is missing", param, "missing_parameter")
     if kind == "extra_forbidden":
         return invalid_request(f"{what} is no parameter of this endpoint; leave it out", param, "unknown_parameter")
-    message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    separator = " must be " if first["msg"].startswith("Input should be ") else ": "
-    return invalid_request(f"{what}{separator}{message}", param)
+    message: str = first["msg"].removeprefix("Value error, ").replace("Input should be ", "it must be ", 1)
+    given = _shown(first["input"]) if place else None
+    return invalid_request(f"{what}: {message}" if given is None else f"{what} is {given}; {message}", param)
+
+
+def _shown(given: Any) -> str | None:
+    """A value as the client wrote it, if that is no more than a few words."""
+    if isinstance(given, dict | list):
+        return None
+    text = json.dumps(given)
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else None
 
 
 def _is_json(content_type: str) -> bool:

@@ -1,80 +1,22 @@
-"""How the next token is chosen: settings of a request, and one draw for each output that depends on nothing else.
+"""How the next token is chosen: one draw for each output that depends on nothing else.
 
 Output i of a request is drawn with the number `uniform(seed, i)`. So a request produces the same tokens whoever
 else is in its batch, and again after it was preempted.
 """
 
 import hashlib
-import sys
 from collections.abc import Sequence
 
 import attrs
+import numpy as np
 import torch
 
-from ...core.errors import InputError
+from .device_values import on_device
+from .logit_adjustments import LogitAdjustment, adjusted_logits
+from .sampling_settings import SamplingSettings
 
 # With so many bits a draw times a sum of probabilities is always below that sum, in double precision.
 _DRAW_BITS = 52
-MAX_SEED = (1 << 64) - 1
-# A step's values of top_k are one int64 tensor: a larger one would fail the step, and with it everybody's requests.
-MAX_TOP_K = (1 << 63) - 1
-
-
-def _texts(value: "str | Sequence[str]") -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
-
-
-def _ids(value: Sequence[int]) -> tuple[int, ...]:
-    return tuple(value)
-
-
-@attrs.frozen(kw_only=True)
-class SamplingSettings:
-    """How the output of one request is chosen and where it ends.
-
-    Attributes:
-        max_tokens: output tokens at most.
-        temperature: of the distribution; 0: always the likeliest token (greedy).
-        top_p: the smallest set of likeliest tokens whose probabilities reach it is drawn from; 1: all.
-        top_k: as many of the likeliest tokens are drawn from; 0: all.
-        seed: of the draws; None: the engine gives the request one of its own.
-        stop: texts that end the output; what follows their beginning is not part of it.
-        stop_token_ids: tokens that end the output, beside the model's end-of-sequence tokens.
-        ignore_eos: the model's end-of-sequence tokens do not end the output.
-        logprobs: how many of the likeliest tokens are reported with each token and its own log probability (of the
-            model's distribution, before temperature and truncation); None: neither is.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop: tuple[str, ...] = attrs.field(default=(), converter=_texts)
-    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)
-    ignore_eos: bool = False
-    logprobs: int | None = None
-
-    def __attrs_post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise InputError(f"max_tokens is {self.max_tokens}; it must be at least 1")
-        if not 0 <= self.temperature <= sys.float_info.max:  # which also a whole number can exceed
-            raise InputError(f"temperature is {self.temperature}; it must be 0 (greedy) or a finite number above")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (1: all tokens)")
-        if not 0 <= self.top_k <= MAX_TOP_K:
-            raise InputError(f"top_k is {self.top_k}; it must be 0 (all tokens) or at most {MAX_TOP_K}")
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise InputError(f"seed is {self.seed}; it must lie in 0 to {MAX_SEED}")
-        if "" in self.stop:
-            raise InputError("a stop text is empty, which would end every output before it begins; leave it out")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise InputError(f"logprobs is {self.logprobs}; it must be 0 (the chosen token's only) or more")
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether nothing is drawn."""
-        return self.temperature == 0
 
 
 @attrs.frozen
@@ -126,62 +68,80 @@ class ChosenTokens:
         return chosen
 
 
-def choose_tokens(logits: torch.Tensor, settings: Sequence[SamplingSettings], draws: Sequence[float]) -> ChosenTokens:
+@attrs.frozen(eq=False)
+class NextToken:
+    """What one row of logits is to become a token by.
+
+    Attributes:
+        settings: of the row's request.
+        draw: the `uniform` number of its output; a greedy row uses none.
+        adjustment: what the request's settings change in the row before anything is drawn; None: nothing.
+    """
+
+    settings: SamplingSettings
+    draw: float
+    adjustment: LogitAdjustment | None
+
+
+def choose_tokens(logits: torch.Tensor, wanted: Sequence[NextToken]) -> ChosenTokens:
     """Choose a token for each row; never waits for the device.
 
     Args:
-        logits: `[num_sampled, vocab_size]`, of any floating dtype.
-        settings: of each row's request.
-        draws: the `uniform` number of each row's output; greedy rows use none.
+        logits: `[num_sampled, vocab_size]`, of any floating dtype; stay as they are.
+        wanted: of each row.
 
-    What a row's draw becomes depends on that row alone: its logits, its settings, its number.
+    What a row becomes depends on that row alone: its logits, its settings, its number. Log probabilities are those of
+    the model: before adjustments, temperature and truncation.
     """
-    token_ids = torch.argmax(logits, dim=-1)
-    plain = [row for row, each in enumerate(settings) if not each.is_greedy and not _truncates(each)]
-    truncated = [row for row, each in enumerate(settings) if not each.is_greedy and _truncates(each)]
+    adjusted = adjusted_logits(logits, [each.adjustment for each in wanted])
+    token_ids = torch.argmax(adjusted, dim=-1)
+    drawn = [row for row, each in enumerate(wanted) if not each.settings.is_greedy]
+    plain = [row for row in drawn if not wanted[row].settings.truncates]
+    truncated = [row for row in drawn if wanted[row].settings.truncates]
     for rows, draw in ((plain, _draw_of_all), (truncated, _draw_of_likeliest)):
         if rows:
-            index = torch.tensor(rows, device=logits.device)
-            token_ids[index] = draw(logits[index], [settings[row] for row in rows], [draws[row] for row in rows])
-    return ChosenTokens(token_ids, _logprobs(logits, settings, token_ids))
+            index = on_device(np.array(rows), logits.device)
+            token_ids[index] = draw(adjusted[index], [wanted[row] for row in rows])
+    return ChosenTokens(token_ids, _logprobs(logits, [each.settings for each in wanted], token_ids))
 
 
-def _truncates(settings: SamplingSettings) -> bool:
-    return settings.top_p < 1 or settings.top_k > 0
+def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    """A value of each row: float64 `[num_rows, 1]`."""
+    return on_device(np.array(values, dtype=np.float64), device)[:, None]
 
 
-def _scaled(logits: torch.Tensor, settings: Sequence[SamplingSettings]) -> torch.Tensor:
+def _scaled(logits: torch.Tensor, wanted: Sequence[NextToken]) -> torch.Tensor:
     """Logits over temperature in double precision, the highest of each row at 0 so that none overflows."""
-    temperatures = torch.tensor([each.temperature for each in settings], dtype=torch.float64, device=logits.device)
     wide = logits.to(torch.float64)
-    return (wide - wide.amax(dim=-1, keepdim=True)) / temperatures[:, None]
+    temperatures = _column([each.settings.temperature for each in wanted], logits.device)
+    return (wide - wide.amax(dim=-1, keepdim=True)) / temperatures
 
 
-def _first_above(weights: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
+def _first_above(weights: torch.Tensor, wanted: Sequence[NextToken]) -> torch.Tensor:
     """The first place of each row where the running sum of weights exceeds the draw's share of the whole."""
     sums = weights.cumsum(dim=-1)
-    targets = torch.tensor(draws, dtype=torch.float64, device=weights.device)[:, None] * sums[:, -1:]
+    targets = _column([each.draw for each in wanted], weights.device) * sums[:, -1:]
     return torch.searchsorted(sums, targets, right=True)
 
 
-def _draw_of_all(logits: torch.Tensor, settings: Sequence[SamplingSettings], draws: Sequence[float]) -> torch.Tensor:
-    return _first_above(_scaled(logits, settings).exp(), draws)[:, 0]
+def _draw_of_all(logits: torch.Tensor, wanted: Sequence[NextToken]) -> torch.Tensor:
+    return _first_above(_scaled(logits, wanted).exp(), wanted)[:, 0]
 
 
-def _draw_of_likeliest(
-    logits: torch.Tensor, settings: Sequence[SamplingSettings], draws: Sequence[float]
-) -> torch.Tensor:
-    """Temperature, then `top_k`, then `top_p` of what is left: the order of vLLM."""
-    scaled, order = _scaled(logits, settings).sort(dim=-1, descending=True, stable=True)
+def _draw_of_likeliest(logits: torch.Tensor, wanted: Sequence[NextToken]) -> torch.Tensor:
+    """Temperature, `min_p`, `top_k`, then `top_p` of what is left: the order of vLLM's sampler."""
+    scaled, order = _scaled(logits, wanted).sort(dim=-1, descending=True, stable=True)
     weights = scaled.exp()
-    size = weights.shape[-1]
-    limits = torch.tensor([each.top_k or size for each in settings], device=logits.device)
-    weights *= torch.arange(size, device=logits.device) < limits[:, None]
-    shares = torch.tensor([each.top_p for each in settings], dtype=torch.float64, device=logits.device)
+    size, device = weights.shape[-1], weights.device
+    # The likeliest token weighs 1, so weights are shares of its probability.
+    weights *= weights >= _column([each.settings.min_p for each in wanted], device)
+    limits = on_device(np.array([each.settings.top_k or size for each in wanted]), device)
+    weights *= torch.arange(size, device=device) < limits[:, None]
+    shares = _column([each.settings.top_p for each in wanted], device)
     sums = weights.cumsum(dim=-1)
     # What stands before a token decides whether it is needed to reach the share; the first one always is.
-    weights *= (sums - weights) < shares[:, None] * sums[:, -1:]
-    return order.gather(-1, _first_above(weights, draws))[:, 0]
+    weights *= (sums - weights) < shares * sums[:, -1:]
+    return order.gather(-1, _first_above(weights, wanted))[:, 0]
 
 
 def _logprobs(

@@ -21,6 +21,7 @@ from starlette.types import Scope
 
 from ...core.errors import InputError
 from .choices import Choice, Wanted, cancel_all, collected, merged, submit_choices
+from .errors import SettingError
 from .event_stream import DONE, EventStream, event, unless_client_leaves
 from .live_engine import LiveEngine
 from .openai_errors import ApiError, internal_error, invalid_request, unknown_model
@@ -36,7 +37,7 @@ from .openai_responses import (
 from .prompt_encoder import PromptEncoder
 from .request_limits import API_KEY, RequestGate, RequestLimits
 from .routes import build_routes
-from .sampling import SamplingSettings
+from .sampling_settings import SamplingSettings
 from .serving_metrics import ServingMetrics
 
 CLIENT_LEFT = 499
@@ -184,22 +185,26 @@ class OpenAIServer:
 
     def _sampling(self, body: GenerationRequest, num_prompt_tokens: int) -> SamplingSettings:
         rest = max(self._longest_tokens - num_prompt_tokens, 1)
-        stop_token_ids = tuple(body.stop_token_ids or ())
-        self._encoder.check_token_ids(stop_token_ids, "stop_token_ids")
         try:
             return SamplingSettings(
                 max_tokens=body.max_output_tokens or min(body.default_max_tokens or rest, rest),
+                min_tokens=body.min_tokens or 0,
                 temperature=1.0 if body.temperature is None else body.temperature,
                 top_p=1.0 if body.top_p is None else body.top_p,
                 top_k=min(max(body.top_k or 0, 0), self._encoder.vocab_size),
+                min_p=body.min_p or 0.0,
+                presence_penalty=body.presence_penalty or 0.0,
+                frequency_penalty=body.frequency_penalty or 0.0,
+                repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+                logit_bias=body.biases,
                 seed=None if body.seed is None else body.seed % (1 << 64),
                 stop=body.stop_strings,
-                stop_token_ids=stop_token_ids,
+                stop_token_ids=body.stop_token_ids or (),
                 ignore_eos=bool(body.ignore_eos),
                 logprobs=body.num_logprobs,
             )
-        except InputError as error:
-            raise invalid_request(str(error)) from None
+        except SettingError as error:
+            raise invalid_request(str(error), error.setting) from None
 
     def _salt(self, given: str | None, scope: Scope) -> str | None:
         """The salt of a request: the client's own, and that of its API key before it, which nobody else can give."""

@@ -53,8 +53,7 @@ class StepSampler:
         """Choose the next tokens from logits `[num_sampled, vocab_size]` on their device, without waiting for it."""
         rows = step.batch.rows[tokens.sampled].tolist()
         generations = [self._generation_in(row) for row in rows]
-        settings = [generation.settings for generation in generations]
-        chosen = choose_tokens(logits, settings, [generation.next_draw() for generation in generations])
+        chosen = choose_tokens(logits, [generation.next_token() for generation in generations])
         return partial(self._finish, rows, generations, chosen)
 
     def _finish(self, rows: list[int], generations: list[Generation], chosen: ChosenTokens) -> StepOutputs:

@@ -22,19 +22,12 @@ class Unsupported:
 
 
 _NO_TOOLS = "this server runs no tools"
-_NO_PENALTIES = "this server applies no penalties"
 _TEXT_ONLY = "this server takes and returns text only"
 _NOBODY_READS_IT = "nothing here reads it; to keep a tenant's cached prefixes apart, give cache_salt"
 _NO_HOSTED_SERVICE = "it belongs to OpenAI's hosted service"
 
 _OF_BOTH: Mapping[str, Unsupported] = {
-    "frequency_penalty": Unsupported(_NO_PENALTIES, (0,)),
-    "presence_penalty": Unsupported(_NO_PENALTIES, (0,)),
-    "repetition_penalty": Unsupported(_NO_PENALTIES, (1,)),
-    "logit_bias": Unsupported("this server biases no logits", ({},)),
     "user": Unsupported(_NOBODY_READS_IT),
-    "min_p": Unsupported("use top_p or top_k", (0,)),
-    "min_tokens": Unsupported("use ignore_eos to go on behind the end token", (0,)),
     "use_beam_search": Unsupported("this server samples; it searches no beams", (False,)),
     "length_penalty": Unsupported("this server searches no beams", (1,)),
     "echo": Unsupported("this server returns no prompts", (False,)),

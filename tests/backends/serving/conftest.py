@@ -6,9 +6,16 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="live serving needs torch")
 
-from kvledger.backends.serving.sampling import choose_tokens, uniform  # noqa: E402
+from kvledger.backends.serving.sampling import NextToken, choose_tokens, uniform  # noqa: E402
 
 from tests.backends.serving.cache_reader import Text, logits_of, make_reading_engine  # noqa: E402
+from tests.backends.serving.model_families import EVERYWHERE  # noqa: E402
+
+
+@pytest.fixture(params=EVERYWHERE)
+def family(request):
+    """Every family of models."""
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +64,7 @@ def drawn_alone():
         tokens = list(prompt)
         for index in range(each.max_tokens):
             logits = torch.from_numpy(logits_of(tokens))[None]
-            (chosen,) = choose_tokens(logits, [each], [uniform(each.seed, index)]).wait()
+            (chosen,) = choose_tokens(logits, [NextToken(each, uniform(each.seed, index), None)]).wait()
             tokens.append(chosen.token_id)
         return tuple(tokens[len(prompt) :])
 

@@ -14,9 +14,8 @@ from kvledger.core import InputError, TokenBatch  # noqa: E402
 from kvledger.kernels import TorchKernels  # noqa: E402
 from kvledger.kernels.launch import Launch  # noqa: E402
 
+from tests.backends.serving.model_families import FAMILIES  # noqa: E402
 from tests.backends.serving.real_models import (  # noqa: E402
-    EVERYWHERE,
-    FAMILIES,
     Pool,
     Service,
     alone,
@@ -30,12 +29,6 @@ from tests.kernels.kernel_sets import device, kernel_set  # noqa: E402
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 SIZES = (1, 2, 4, 6)
-
-
-@pytest.fixture(params=EVERYWHERE)
-def family(request):
-    """Every family of models."""
-    return request.param
 
 
 def recorded(make, model, kernels=None, sizes=SIZES, **settings):

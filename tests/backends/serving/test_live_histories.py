@@ -17,7 +17,7 @@ from kvledger.backends.serving import (
     QueueFullError,
     SamplingSettings,
 )
-from kvledger.backends.serving.sampling import choose_tokens, uniform
+from kvledger.backends.serving.sampling import NextToken, choose_tokens, uniform
 from kvledger.backends.sinks import FlushPolicy, LogReader
 from kvledger.core import DoesNotFitError, EventLog
 from kvledger.sim.live_rerun import run_live_again
@@ -38,7 +38,7 @@ def defined(prompt, each, length):
     tokens = list(prompt)
     for index in range(length):
         logits = torch.from_numpy(logits_of(tokens))[None]
-        (chosen,) = choose_tokens(logits, [each], [uniform(each.seed, index)]).wait()
+        (chosen,) = choose_tokens(logits, [NextToken(each, uniform(each.seed, index), None)]).wait()
         tokens.append(chosen.token_id)
     return tuple(tokens[len(prompt) :])
 

@@ -14,22 +14,16 @@ from kvledger.backends.serving import (  # noqa: E402
     kv_cache_config,
     transformers_geometry,
 )
-from kvledger.backends.serving.sampling import choose_tokens, uniform  # noqa: E402
+from kvledger.backends.serving.sampling import NextToken, choose_tokens, uniform  # noqa: E402
 from kvledger.core import AllocatorConfig, SchedulerConfig  # noqa: E402
 from kvledger.core.allocator_groups import allocator_groups  # noqa: E402
 
-from tests.backends.serving.real_models import BLOCK_SIZE, EVERYWHERE, alone, prompt, tiny_model  # noqa: E402
+from tests.backends.serving.real_models import BLOCK_SIZE, alone, prompt, tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 GREEDY = SamplingSettings(max_tokens=15, temperature=0)
 DRAWN = SamplingSettings(max_tokens=15, temperature=0.9, top_p=0.95, top_k=30, seed=7)
-
-
-@pytest.fixture(params=EVERYWHERE)
-def family(request):
-    """Every family of models."""
-    return request.param
 
 
 @pytest.fixture
@@ -64,7 +58,7 @@ def expected(family, prompt_ids, settings):
 
     def choose(logits, index):
         draw = 0.0 if settings.is_greedy else uniform(settings.seed, index)
-        return choose_tokens(logits[None], [settings], [draw]).wait()[0].token_id
+        return choose_tokens(logits[None], [NextToken(settings, draw, None)]).wait()[0].token_id
 
     return tuple(alone(tiny_model(family), prompt_ids, settings.max_tokens, choose))
 

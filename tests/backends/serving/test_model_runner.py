@@ -12,9 +12,8 @@ from kvledger.core import InputError, MisuseError, TokenBatch  # noqa: E402
 from kvledger.core.events import BlockCopied  # noqa: E402
 from kvledger.core.types import ScheduledStep, StepLoad  # noqa: E402
 
+from tests.backends.serving.model_families import FAMILIES  # noqa: E402
 from tests.backends.serving.real_models import (  # noqa: E402
-    EVERYWHERE,
-    FAMILIES,
     Alone,
     Pool,
     Service,
@@ -30,12 +29,6 @@ pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 PROMPTS = {"a": prompt(23, seed=1), "b": prompt(5, seed=2), "c": prompt(37, seed=3), "d": prompt(12, seed=4)}
 NUM_TOKENS = {"a": 13, "b": 20, "c": 8, "d": 15}
-
-
-@pytest.fixture(params=EVERYWHERE)
-def family(request):
-    """Every family of models."""
-    return request.param
 
 
 @functools.lru_cache

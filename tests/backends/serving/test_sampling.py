@@ -8,7 +8,9 @@ torch = pytest.importorskip("torch", reason="live serving needs torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from kvledger.backends.serving import SamplingSettings  # noqa: E402
-from kvledger.backends.serving.sampling import MAX_TOP_K, choose_tokens, seed_of_request, uniform  # noqa: E402
+from kvledger.backends.serving.logit_adjustments import LogitAdjuster  # noqa: E402
+from kvledger.backends.serving.sampling import NextToken, choose_tokens, seed_of_request, uniform  # noqa: E402
+from kvledger.backends.serving.sampling_settings import MAX_TOP_K  # noqa: E402
 from kvledger.core import InputError  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -30,11 +32,24 @@ pytestmark = pytest.mark.torch
         ({"seed": 1 << 64}, "seed is 18446744073709551616"),
         ({"stop": ("end", "")}, "a stop text is empty"),
         ({"logprobs": -1}, "logprobs is -1"),
+        ({"min_tokens": -1}, "min_tokens is -1; it must be 0 to max_tokens 5"),
+        ({"min_tokens": 6}, "min_tokens is 6; it must be 0 to max_tokens 5"),
+        ({"min_p": -0.1}, "min_p is -0.1; it must be 0 .all tokens. to 1"),
+        ({"min_p": 1.1}, "min_p is 1.1"),
+        ({"min_p": float("nan")}, "min_p is nan"),
+        ({"presence_penalty": 2.1}, "presence_penalty is 2.1; it must be -2 to 2"),
+        ({"presence_penalty": float("nan")}, "presence_penalty is nan"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty is -2.1; it must be -2 to 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0; it must be 0.001 to 1000 .1: none."),
+        ({"repetition_penalty": 1001}, "repetition_penalty is 1001"),
+        ({"logit_bias": {3: 1, 7: 100.5}}, "logit_bias of token 7 is 100.5; it must be -100 to 100"),
+        ({"logit_bias": {3: float("nan")}}, "logit_bias of token 3 is nan"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_with_the_value(wrong, message) -> None:
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=message) as caught:
         SamplingSettings(**{"max_tokens": 5} | wrong)
+    assert caught.value.setting == next(iter(wrong))
 
 
 def test_one_stop_text_may_be_given_without_a_list() -> None:
@@ -51,7 +66,8 @@ def test_a_draw_is_a_fixed_function_of_seed_and_index() -> None:
 
 def choose(logits, *each, draws=None):
     rows = torch.tensor(logits, dtype=torch.float32)
-    return choose_tokens(rows, each, [0.5] * len(each) if draws is None else draws).wait()
+    draws = [0.5] * len(each) if draws is None else draws
+    return choose_tokens(rows, [NextToken(*row, None) for row in zip(each, draws, strict=True)]).wait()
 
 
 def test_greedy_takes_the_likeliest_token_and_the_first_of_equals() -> None:
@@ -73,6 +89,14 @@ def test_greedy_takes_the_likeliest_token_and_the_first_of_equals() -> None:
         ({"top_p": 0.001}, [1, 0, 0, 0]),
         ({"top_k": 3, "top_p": 0.8}, [0.625, 0.375, 0, 0]),  # of what top_k left, 0.5 and 0.3 are 0.842
         ({"top_k": 3, "top_p": 0.85}, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
+        ({"min_p": 0.05}, [0.5, 0.3, 0.15, 0.05]),
+        ({"min_p": 0.2}, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
+        ({"min_p": 0.59}, [0.625, 0.375, 0, 0]),
+        ({"min_p": 1}, [1, 0, 0, 0]),
+        # Behind temperature the third is 0.548 as likely as the first.
+        ({"min_p": 0.5, "temperature": 2.0}, [0.4306, 0.3336, 0.2358, 0]),
+        ({"min_p": 0.2, "top_p": 0.8}, [0.625, 0.375, 0, 0]),  # of what min_p left, 0.5 and 0.3 are 0.842
+        ({"min_p": 0.2, "top_k": 2}, [0.625, 0.375, 0, 0]),
     ],
 )
 def test_draws_divide_the_unit_interval_as_the_settings_say(given_settings, expected) -> None:
@@ -101,12 +125,29 @@ def uniform_max():
     return ((1 << 52) - 1) / (1 << 52)
 
 
+PROMPT, OUTPUT = [5, 6, 6, 7], [6, 8, 8]
+
+
+def adjuster_of(settings):
+    """Of a request that has produced `OUTPUT`."""
+    adjuster = LogitAdjuster(settings, np.array(PROMPT), [1, 2])
+    for token_id in OUTPUT:
+        adjuster.add(token_id)
+    return adjuster
+
+
 ROW_SETTINGS = st.builds(
     SamplingSettings,
-    max_tokens=st.just(1),
+    max_tokens=st.just(9),
     temperature=st.sampled_from([0.0, 0.01, 0.7, 1.0, 3.0]),
     top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
     top_k=st.sampled_from([0, 1, 3, 40]),
+    min_p=st.sampled_from([0.0, 0.0, 0.3]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 1.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, -0.7]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.8]),
+    logit_bias=st.dictionaries(st.integers(0, 36), st.floats(-100, 100), max_size=3),
+    min_tokens=st.sampled_from([0, 9]),
     logprobs=st.sampled_from([None, 0, 2]),
 )
 
@@ -119,10 +160,9 @@ ROW_SETTINGS = st.builds(
 def test_a_row_is_drawn_alike_alone_and_among_any_neighbours(rows, dtype) -> None:
     logits = torch.stack([torch.from_numpy(np.random.default_rng(seed).normal(0, 3, 37)) for seed, _, _ in rows])
     logits = logits.to(dtype)
-    each = [row_settings for _, row_settings, _ in rows]
-    draws = [draw for _, _, draw in rows]
-    together = choose_tokens(logits, each, draws).wait()
-    alone = [choose_tokens(logits[i : i + 1], each[i : i + 1], draws[i : i + 1]).wait()[0] for i in range(len(rows))]
+    wanted = [NextToken(each, draw, adjuster_of(each).next(len(OUTPUT))) for _, each, draw in rows]
+    together = choose_tokens(logits, wanted).wait()
+    alone = [choose_tokens(logits[i : i + 1], wanted[i : i + 1]).wait()[0] for i in range(len(rows))]
     assert together == alone
 
 
@@ -140,4 +180,4 @@ def test_log_probabilities_are_the_models_before_temperature_and_truncation() ->
 
 
 def test_a_step_that_samples_nobody_chooses_nothing() -> None:
-    assert choose_tokens(torch.empty(0, 5), [], []).wait() == []
+    assert choose_tokens(torch.empty(0, 5), []).wait() == []

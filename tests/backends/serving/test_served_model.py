@@ -19,10 +19,9 @@ from kvledger.backends.serving.registered_attention import PagedBatch, paged_att
 from kvledger.core import InputError, MisuseError, TokenBatch  # noqa: E402
 from kvledger.core.kv_cache_layout import KVCacheLayout  # noqa: E402
 
+from tests.backends.serving.model_families import FAMILIES, WINDOW  # noqa: E402
 from tests.backends.serving.real_models import (  # noqa: E402
     BLOCK_SIZE,
-    FAMILIES,
-    WINDOW,
     Alone,
     Pool,
     Service,

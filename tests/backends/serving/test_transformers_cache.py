@@ -9,11 +9,9 @@ from kvledger.backends.serving import LedgerCache  # noqa: E402
 from kvledger.core import DoesNotFitError, InputError, MisuseError  # noqa: E402
 from kvledger.core.events import BlockCopied, BlocksShared  # noqa: E402
 
+from tests.backends.serving.model_families import FAMILIES, WINDOW  # noqa: E402
 from tests.backends.serving.real_models import (  # noqa: E402
     BLOCK_SIZE,
-    EVERYWHERE,
-    FAMILIES,
-    WINDOW,
     cache_keyword,
     make_backend_and_allocator,
     prompt,
@@ -37,12 +35,6 @@ MODES = {
     "several sequences": {"do_sample": True, "num_return_sequences": 2},
     "chunked prefill": {"do_sample": False, "prefill_chunk_size": 7},
 }
-
-
-@pytest.fixture(params=EVERYWHERE)
-def family(request):
-    """Every family of models."""
-    return request.param
 
 
 def ledger_cache(model, **settings):

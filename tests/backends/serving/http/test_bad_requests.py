@@ -37,10 +37,29 @@ FIELDS = [
     ({"prompt": ["a"] * 33}, "prompt", None),
     ({"prompt": "a", "seed": 1 << 63}, "seed", None),
     ({"prompt": "a", "stop": 3}, "stop", None),
-    ({"prompt": "a", "stop": [""]}, None, None),
+    ({"prompt": "a", "stop": [""]}, "stop", None),
     ({"prompt": "a", "stop": ["x"] * 17}, "stop", None),
     ({"prompt": "a", "top_k": 10**30}, "top_k", None),
     ({"prompt": "a", "stop_token_ids": [61]}, "stop_token_ids", None),
+    ({"prompt": "a", "min_tokens": -1}, "min_tokens", None),
+    ({"prompt": "a", "min_tokens": 17}, "min_tokens", None),  # max_tokens is 16
+    ({"prompt": "a", "min_tokens": 1, "stop_token_ids": list(range(61))}, "min_tokens", None),
+    ({"prompt": "a", "min_p": 1.1}, "min_p", None),
+    ({"prompt": "a", "min_p": "some"}, "min_p", None),
+    ({"prompt": "a", "presence_penalty": 2.01}, "presence_penalty", None),
+    ({"prompt": "a", "presence_penalty": True}, "presence_penalty", None),
+    ({"prompt": "a", "frequency_penalty": -3}, "frequency_penalty", None),
+    ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", None),
+    ({"prompt": "a", "repetition_penalty": 10**30}, "repetition_penalty", None),
+    ({"prompt": "a", "logit_bias": {"3": 101}}, "logit_bias", None),
+    ({"prompt": "a", "logit_bias": {"61": 1}}, "logit_bias", None),
+    ({"prompt": "a", "logit_bias": {"10000000000000000000000": 1}}, "logit_bias", None),
+    ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias", None),
+    ({"prompt": "a", "logit_bias": {"3": 1, "03": 2}}, "logit_bias", None),
+    ({"prompt": "a", "logit_bias": {"1" * 5_000: 1}}, "logit_bias", None),
+    ({"prompt": "a", "logit_bias": {"hello": 1}}, "logit_bias", None),
+    ({"prompt": "a", "logit_bias": {"3": "much"}}, "logit_bias.3", None),
+    ({"prompt": "a", "logit_bias": [3]}, "logit_bias", None),
     ({"prompt": "a", "logprobs": 21}, "logprobs", None),
     ({"prompt": "a", "stream": "yes"}, "stream", None),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, None, None),
@@ -51,7 +70,7 @@ FIELDS = [
     ),
     ({"prompt": "a", "cache_salt": ""}, "cache_salt", None),
     ({"prompt": "a", "cache_salt": 7}, "cache_salt", None),
-    ({"prompt": "a", "priority": 1}, None, None),  # the policy is fcfs
+    ({"prompt": "a", "priority": 1}, "priority", None),  # the policy is fcfs
     ({"prompt": "a", "priority": 1.5}, "priority", None),
     ({"prompt": ""}, "prompt", None),
     ({"prompt": []}, "prompt", None),
@@ -83,16 +102,39 @@ def test_a_field_that_is_wrong_is_named(running):
     assert running.engine.stats.scheduler.num_submitted == 0
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperature": 2.5}, "temperature is 2.5; it must be 0 to 2"),
+        ({"temperature": "hot"}, 'temperature is "hot"; it must be a valid number'),
+        ({"max_tokens": 0}, "max_tokens is 0; it must be 1 to 2,147,483,648"),
+        ({"n": 0}, "n is 0; it must be 1 or more"),
+        ({"top_p": 0}, "top_p is 0.0; it must be above 0 and at most 1 (all tokens)"),
+        ({"top_k": -2}, "top_k is -2; it must be -1 to 2,147,483,648 (0 and -1: all tokens)"),
+        ({"min_p": 1.5}, "min_p is 1.5; it must be 0 (all tokens) to 1"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9; it must be 0 to max_tokens 8"),
+        ({"presence_penalty": 3}, "presence_penalty is 3.0; it must be -2 to 2 (0: none)"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0.0; it must be 0.001 to 1000 (1: none)"),
+        ({"logit_bias": {"7": -101}}, "logit_bias of token 7 is -101.0; it must be -100 to 100"),
+        ({"logit_bias": {"61": 1}}, "logit_bias holds token 61; the model's vocabulary is 0 to 60"),
+        ({"logprobs": 21}, "logprobs is 21; it must be 0 to 20"),
+        ({"stop_token_ids": [61]}, "stop_token_ids holds token 61; the model's vocabulary is 0 to 60"),
+    ],
+)
+def test_a_value_out_of_its_bounds_is_said_with_the_bounds(running, given, message):
+    assert error_of(running.post(COMPLETIONS, {"prompt": "a", **given}), 400)["message"] == message
+
+
 NOT_SUPPORTED = [
     (COMPLETIONS, "best_of", 2), (COMPLETIONS, "echo", True), (COMPLETIONS, "suffix", "end"),
-    (COMPLETIONS, "logit_bias", {"3": 1}), (COMPLETIONS, "frequency_penalty", 0.5),
-    (COMPLETIONS, "presence_penalty", -1), (COMPLETIONS, "user", "me"), (COMPLETIONS, "min_p", 0.1),
+    (COMPLETIONS, "user", "me"), (COMPLETIONS, "response_format", {"type": "json_object"}),
     (CHAT, "tools", [{"type": "function"}]), (CHAT, "tool_choice", "auto"), (CHAT, "parallel_tool_calls", True),
     (CHAT, "functions", [{}]), (CHAT, "function_call", "auto"), (CHAT, "response_format", {"type": "json_object"}),
     (CHAT, "modalities", ["text", "audio"]), (CHAT, "audio", {}), (CHAT, "prediction", {}), (CHAT, "store", True),
     (CHAT, "metadata", {"a": "b"}), (CHAT, "service_tier", "flex"), (CHAT, "reasoning_effort", "low"),
     (CHAT, "verbosity", "low"), (CHAT, "web_search_options", {}), (CHAT, "user", "me"),
-    (CHAT, "safety_identifier", "me"), (CHAT, "prompt_cache_key", "me"), (CHAT, "repetition_penalty", 1.1),
+    (CHAT, "safety_identifier", "me"), (CHAT, "prompt_cache_key", "me"),
+    (CHAT, "response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}),
 ]  # fmt: skip
 
 
@@ -234,7 +276,11 @@ def test_the_most_extreme_values_that_are_taken_are_served(make_server):
         {"temperature": 5e-324}, {"temperature": 2, "top_p": 5e-324}, {"top_k": 1 << 31}, {"top_k": -1}, {"top_k": 1},
         {"seed": (1 << 63) - 1, "n": 3}, {"seed": -(1 << 63)}, {"priority": -(1 << 31)}, {"priority": (1 << 31) - 1},
         {"logprobs": 20}, {"logprobs": 0}, {"stop": "x" * 5_000}, {"stop": ["a", "b"] * 8}, {"stop_token_ids": [0, 60]},
-        {"cache_salt": "s" * 9_000}, {"max_tokens": 64}, {"n": 32, "max_tokens": 1},
+        {"cache_salt": "s" * 9_000}, {"max_tokens": 64}, {"n": 32, "max_tokens": 1}, {"min_p": 1}, {"min_p": 5e-324},
+        {"presence_penalty": 2, "frequency_penalty": 2}, {"presence_penalty": -2, "frequency_penalty": -2},
+        {"repetition_penalty": 0.001, "temperature": 5e-324}, {"repetition_penalty": 1000},
+        {"logit_bias": {str(token): -100 for token in range(61)}}, {"logit_bias": {"0": 100}},
+        {"min_tokens": 3}, {"min_tokens": 3, "stop_token_ids": list(range(59))},
     ):  # fmt: skip
         status, _, body = running.post(COMPLETIONS, {"prompt": [0], "max_tokens": 3, **extreme})
         assert status == 200, (extreme, body)

@@ -1,0 +1,126 @@
+"""How the output of one request is chosen and where it ends, checked where it is given.
+
+Names and meanings are OpenAI's (`presence_penalty`, `frequency_penalty`, `logit_bias`) and vLLM's (`SamplingParams`:
+`repetition_penalty`, `min_p`, `min_tokens`, `stop_token_ids`, `ignore_eos`).
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+import attrs
+
+from .errors import SettingError
+
+MAX_SEED = (1 << 64) - 1
+# A step's values of top_k are one int64 tensor: a larger one would fail the step, and with it everybody's requests.
+MAX_TOP_K = (1 << 63) - 1
+# OpenAI's bounds.
+MAX_PENALTY = 2
+MAX_LOGIT_BIAS = 100
+# Far beyond any use, and near enough to 1 that no logit becomes infinite by it.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.001, 1000
+
+
+def _texts(value: "str | Sequence[str]") -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _ids(value: Sequence[int]) -> tuple[int, ...]:
+    return tuple(value)
+
+
+def _biases(value: "Mapping[int, float] | Iterable[tuple[int, float]]") -> tuple[tuple[int, float], ...]:
+    return tuple(sorted(dict(value).items()))
+
+
+@attrs.frozen(kw_only=True)
+class SamplingSettings:
+    """How the output of one request is chosen and where it ends.
+
+    Attributes:
+        max_tokens: output tokens at most.
+        min_tokens: output tokens before which nothing ends the output: until then a token that would end it is never
+            chosen; stop texts are looked for in the text behind.
+        temperature: of the distribution; 0: always the likeliest token (greedy).
+        top_p: the smallest set of likeliest tokens whose probabilities reach it is drawn from; 1: all.
+        top_k: as many of the likeliest tokens are drawn from; 0: all.
+        min_p: tokens less likely than this share of the likeliest one's probability are not drawn; 0: all are.
+        presence_penalty: taken off the logit of every token that is in the output so far.
+        frequency_penalty: taken off as often as the token is in the output so far.
+        repetition_penalty: logits of tokens that are in the prompt or in the output so far are divided by it where
+            they are above 0, and else multiplied; 1: none.
+        logit_bias: token -> what is added to its logit; kept as pairs in the order of the tokens.
+        seed: of the draws; None: the engine gives the request one of its own.
+        stop: texts that end the output; what follows their beginning is not part of it.
+        stop_token_ids: tokens that end the output, beside the model's end-of-sequence tokens.
+        ignore_eos: the model's end-of-sequence tokens do not end the output.
+        logprobs: how many of the likeliest tokens are reported with each token and its own log probability (of the
+            model's distribution, before anything above changes it); None: neither is.
+
+    Raises:
+        SettingError: a value out of its bounds; names the setting, the value and the bounds.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = attrs.field(default=(), converter=_biases)
+    seed: int | None = None
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_texts)
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        self._check("max_tokens", self.max_tokens >= 1, "at least 1")
+        self._check("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"0 to max_tokens {self.max_tokens}")
+        # A finite number, which also a whole number can exceed.
+        is_finite = 0 <= self.temperature <= sys.float_info.max
+        self._check("temperature", is_finite, "0 (greedy) or a finite number above")
+        self._check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (all tokens)")
+        self._check("top_k", 0 <= self.top_k <= MAX_TOP_K, f"0 (all tokens) or at most {MAX_TOP_K}")
+        self._check("min_p", 0 <= self.min_p <= 1, "0 (all tokens) to 1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._check(name, abs(getattr(self, name)) <= MAX_PENALTY, f"-{MAX_PENALTY} to {MAX_PENALTY} (0: none)")
+        low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        self._check("repetition_penalty", low <= self.repetition_penalty <= high, f"{low} to {high} (1: none)")
+        self._check_biases()
+        self._check("seed", self.seed is None or 0 <= self.seed <= MAX_SEED, f"0 to {MAX_SEED}")
+        if "" in self.stop:
+            raise SettingError(
+                "stop", "a stop text is empty, which would end every output before it begins; leave it out"
+            )
+        self._check("logprobs", self.logprobs is None or self.logprobs >= 0, "0 (the chosen token's only) or more")
+
+    def _check(self, name: str, is_right: bool, bounds: str) -> None:
+        if not is_right:
+            raise SettingError(name, f"{name} is {getattr(self, name)}; it must be {bounds}")
+
+    def _check_biases(self) -> None:
+        for token_id, bias in self.logit_bias:
+            if not abs(bias) <= MAX_LOGIT_BIAS:
+                raise SettingError(
+                    "logit_bias",
+                    f"logit_bias of token {token_id} is {bias}; it must be -{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}",
+                )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether nothing is drawn."""
+        return self.temperature == 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are too unlikely to be drawn."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens that were seen before get other logits."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
