@@ -1,6 +1,7 @@
 """Lets the tests run where nothing is installed (`make gpu`), and in the background of a shell."""
 
 import importlib.util
+import os
 import signal
 import sys
 import tempfile
@@ -10,14 +11,11 @@ ROOT = Path(__file__).parent
 FOLDERS = {"core": "core", "backends": "backends", "kernels": "kernels", "sim": "sim", "testing": "tests/kit"}
 
 
-def pytest_configure() -> None:
-    """Make `kvledger` importable from the checkout, unless it is installed; heed interrupts.
+def make_importable() -> None:
+    """Make `kvledger` importable from the checkout, here and in what tests start, unless it is installed.
 
-    The folders are linked under a package on the path. A shell lets its background jobs ignore interrupts, and what
-    they start inherits that: the commands that tests interrupt would not notice.
+    The folders are linked under a package on the path.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     if importlib.util.find_spec("kvledger") is not None:
         return
     package = Path(tempfile.mkdtemp(prefix="kvledger-")) / "kvledger"
@@ -25,6 +23,22 @@ def pytest_configure() -> None:
     for name, folder in FOLDERS.items():
         (package / name).symlink_to(ROOT / folder, target_is_directory=True)
     sys.path.insert(0, str(package.parent))
+    others = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(package.parent) if not others else os.pathsep.join([str(package.parent), others])
+
+
+# The conftests of folders import the package when they are loaded, which is before any hook is called.
+make_importable()
+
+
+def pytest_configure() -> None:
+    """Heed interrupts.
+
+    A shell lets its background jobs ignore interrupts, and what they start inherits that: the commands that tests
+    interrupt would not notice.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
