@@ -167,6 +167,7 @@ class LedgerCache(Cache):
             MisuseError: a window's blocks that would be needed again have been given back already; call
                 `activate_past_recording` before the forward pass.
         """
+        tokens_to_remove = int(tokens_to_remove)  # before transformers 5.24 a tensor, which += would change in place
         num_kept = self.num_tokens + tokens_to_remove
         if tokens_to_remove > 0 or num_kept < 0:
             raise InputError(
