@@ -4,6 +4,7 @@ Each contender keeps what it needs between runs (pool, graphs), makes the model 
 comes, and finds no prefix of an earlier run. Nothing here needs a GPU.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -138,11 +139,14 @@ class TransformersBatching:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
         pages_per_request = -(-max_model_len // TRANSFORMERS_PAGE_SIZE)
+        # Renamed in transformers 5.24.
+        fields = inspect.signature(ContinuousBatchingConfig).parameters
+        page_size = {"page_size" if "page_size" in fields else "block_size": TRANSFORMERS_PAGE_SIZE}
         self._model, self._own_attention = model, model.config._attn_implementation
         self._manager = model.init_continuous_batching(
             generation_config=GenerationConfig(do_sample=False, max_new_tokens=max_model_len, eos_token_id=NO_TOKEN),
             continuous_batching_config=ContinuousBatchingConfig(
-                page_size=TRANSFORMERS_PAGE_SIZE,
+                **page_size,
                 num_blocks=max_num_seqs * pages_per_request + 1,
                 max_batch_tokens=MAX_BATCHED_TOKENS,
                 max_requests_per_batch=max_num_seqs,
