@@ -1,8 +1,9 @@
 """The bodies that clients send to the completions and the chat endpoint, checked field by field.
 
 Fields are OpenAI's; `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`, `ignore_eos`,
-`cache_salt`, `priority` and what concerns the chat template are vLLM's extensions. A field that is in neither list below
-is refused by name, not ignored. Types and the bounds of this API are checked here, other bounds by `SamplingSettings`.
+`cache_salt`, `priority` and what concerns the chat template are vLLM's extensions. A field that is in neither list
+below is refused by name, not ignored. Types and the bounds of this API are checked here, other bounds by
+`SamplingSettings`.
 """
 
 import re

@@ -10,7 +10,14 @@ torch = pytest.importorskip("torch", reason="live serving needs torch")
 transformers = pytest.importorskip("transformers", reason="real models need transformers")
 
 from kvledger.backends import CudaBackend  # noqa: E402
-from kvledger.backends.serving import ModelRunner, StepTokens, kv_cache_config, transformers_geometry  # noqa: E402
+from kvledger.backends.serving import (  # noqa: E402
+    LiveEngine,
+    ModelRunner,
+    StepTokens,
+    kv_cache_config,
+    served_layers,
+    transformers_geometry,
+)
 from kvledger.backends.step_runner import StepOutputs  # noqa: E402
 from kvledger.core import (  # noqa: E402
     AllocatorConfig,
@@ -173,6 +180,38 @@ class Pool:
         placed = int(self.allocator.state.num_placed[row])
         name = f"layers.{layer_index}.attn"
         return [x.transpose(0, 1) for x in self.backend.gather(name, [row], [num_tokens], [placed - num_tokens])]
+
+
+def tight_engine(model, kernels=None, capturer=None, **settings):
+    """A live engine with little room: steps of 16 tokens, and a pool that cannot hold six requests at once.
+
+    With a capturer its decode steps of up to 6 requests are captured, and `graphs` counts the replays.
+    """
+    geometry = transformers_geometry(model)
+    # A window's blocks come back, so a pool for full layers would never be tight.
+    num_blocks = {(False,): 24, (True,): 13, (False, True): 36}[
+        tuple(sorted({layer.window is not None for layer in served_layers(geometry)}))
+    ]
+    plan = kv_cache_config(geometry, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    backend = CudaBackend(device=model.device, max_num_batched_tokens=16, kernels=kernels)
+    backend.initialize(plan)
+    allocator = AllocatorConfig(
+        num_blocks=num_blocks,
+        groups=allocator_groups(plan),
+        max_model_len=70,
+        max_num_reqs=6,
+        max_in_flight_tokens=16,
+        retention_interval=None,
+    )
+    runner = ModelRunner(model, backend)
+    graphs = None
+    if capturer is not None:
+        backend.create_tables(allocator)
+        graphs = runner.capture((1, 2, 4, 6), capturer)
+    limits = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=16, reserve_full_sequence=False)
+    engine = LiveEngine(runner, allocator=allocator, scheduler=limits, **settings)
+    engine.graphs = graphs
+    return engine
 
 
 class Service:

@@ -6,21 +6,12 @@ torch = pytest.importorskip("torch", reason="live serving needs torch")
 pytest.importorskip("transformers", reason="real models need transformers")
 
 import attrs  # noqa: E402
-from kvledger.backends import CudaBackend  # noqa: E402
-from kvledger.backends.serving import (  # noqa: E402
-    LiveEngine,
-    ModelRunner,
-    SamplingSettings,
-    kv_cache_config,
-    transformers_geometry,
-)
+from kvledger.backends.serving import SamplingSettings  # noqa: E402
 from kvledger.backends.serving.sampling import NextToken, choose_tokens, uniform  # noqa: E402
-from kvledger.core import AllocatorConfig, SchedulerConfig  # noqa: E402
-from kvledger.core.allocator_groups import allocator_groups  # noqa: E402
 
-from tests.backends.serving.real_models import BLOCK_SIZE, alone, prompt, tiny_model  # noqa: E402
+from tests.backends.serving.real_models import alone, prompt, tight_engine, tiny_model  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 GREEDY = SamplingSettings(max_tokens=15, temperature=0)
 DRAWN = SamplingSettings(max_tokens=15, temperature=0.9, top_p=0.95, top_k=30, seed=7)
@@ -29,28 +20,10 @@ DRAWN = SamplingSettings(max_tokens=15, temperature=0.9, top_p=0.95, top_k=30, s
 @pytest.fixture
 def engine(family):
     """An engine with little room: chunks of 16 tokens, and a pool that cannot hold all requests at once."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    model = tiny_model(family)
-    # A window's blocks come back, so a pool for full layers would never be tight.
-    num_blocks = {"mistral-windowed": 24, "gemma2-windowed": 40, "gemma3-windowed": 40}.get(family.split()[0], 24)
-    plan = kv_cache_config(transformers_geometry(model), num_blocks=num_blocks, block_size=BLOCK_SIZE)
-    backend = CudaBackend(device=model.device, max_num_batched_tokens=16)
-    backend.initialize(plan)
-    allocator = AllocatorConfig(
-        num_blocks=num_blocks,
-        groups=allocator_groups(plan),
-        max_model_len=70,
-        max_num_reqs=6,
-        max_in_flight_tokens=16,
-        retention_interval=None,
-    )
-    limits = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=16)
-    engine = LiveEngine(ModelRunner(model, backend), allocator=allocator, scheduler=limits)
+    engine = tight_engine(tiny_model(family))
     yield engine
     engine.shutdown(drain=False, timeout_s=60)
-    torch.set_num_threads(before)
-    assert engine.allocator.num_free_blocks == num_blocks - 1
+    assert engine.allocator.pool.num_held_blocks == 0
 
 
 def expected(family, prompt_ids, settings):
