@@ -14,6 +14,8 @@ L2_MULTIPLE = 2
 MIN_SAMPLES = 20
 # Clock cycles that the device spins before a measured run, so that everything measured is queued when it begins.
 SPIN_CYCLES = 1_000_000
+# Clock cycles that it spins before all of them: an idle card runs at a fraction of its clock rate for a while.
+WAKE_UP_CYCLES = 300_000_000
 
 Run = Callable[[], None]
 
@@ -105,6 +107,7 @@ class CudaClock:
     def elapsed_us(self, runs: Sequence[Run]) -> list[float]:
         cuda = self._torch.cuda
         pairs = [(cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)) for _ in runs]
+        cuda._sleep(WAKE_UP_CYCLES)
         cuda.synchronize()
         for run, (begin, end) in zip(runs, pairs, strict=True):
             cuda._sleep(SPIN_CYCLES)
@@ -181,13 +184,3 @@ def format_table(title: str, rows: Sequence[Row]) -> str:
         for line in lines
     ]
     return "\n".join([title, text[0], "-" * len(text[0]), *text[1:]])
-
-
-def describe_card(torch: Any, triton: Any) -> str:
-    """The card and the versions that a figure belongs to."""
-    properties = torch.cuda.get_device_properties(0)
-    return (
-        f"{properties.name}, {properties.multi_processor_count} multiprocessors, L2"
-        f" {properties.L2_cache_size >> 20} MiB; torch {torch.__version__}, CUDA {torch.version.cuda}, triton"
-        f" {triton.__version__}"
-    )

@@ -17,6 +17,8 @@ from kvledger.sim.measured_steps import MeasuredSteps
 
 BLOCK_SIZE = 16
 TRANSFORMERS_PAGE_SIZE = 256
+# Whoever says nothing for so long will not end.
+TRANSFORMERS_PATIENCE_S = 120
 # Tokens of one forward pass, for those that can be told.
 MAX_BATCHED_TOKENS = 8192
 # As the token that ends an output: nothing ends one but its length. None would be the model's own.
@@ -167,7 +169,7 @@ class TransformersBatching:
             names = self._manager.add_requests([list(prompt) for prompt in prompts], max_new_tokens=num_tokens)
             outputs: dict[str, list[int]] = {}
             while len(outputs) < len(names):
-                result = self._manager.get_result(timeout=600)
+                result = self._manager.get_result(timeout=TRANSFORMERS_PATIENCE_S)
                 if result is None or result.error is not None:
                     raise RuntimeError(f"transformers' continuous batching ended early: {result and result.error}")
                 if result.is_finished():
@@ -178,7 +180,7 @@ class TransformersBatching:
 
     def close(self) -> None:
         """See `Contender`."""
-        self._manager.stop(block=True)
+        self._manager.stop(block=True, timeout=TRANSFORMERS_PATIENCE_S)
         self._manager.destroy()
         self._model.set_attn_implementation(self._own_attention)
 

@@ -6,12 +6,15 @@ set-up are in both.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import attrs
 
 from bench.live_contenders import Contender, Prompts
+
+T = TypeVar("T")
 
 
 class SecondsClock(Protocol):
@@ -78,42 +81,85 @@ class Decoding:
         return alike / (self.num_reqs * self.num_tokens)
 
 
-def decode_in_turn(
-    clock: SecondsClock, contenders: Sequence[Contender], prompts: Prompts, *, num_tokens: int, rounds: int
-) -> list[Decoding]:
-    """Every contender once a round, in the order given; a round before the first is not counted.
+class Contest:
+    """Contenders side by side. One that fails is left out from there on, so that the others are measured all the same.
 
-    Args:
-        clock: what times them.
-        contenders: started.
-        prompts: of the requests that run side by side.
-        num_tokens: output tokens of each, at least 2.
-        rounds: that are counted.
-
-    Raises:
-        ValueError: another number of output tokens than was asked for.
+    Attributes:
+        failures: name -> what a contender failed with.
     """
-    ones: dict[int, list[float]] = {place: [] for place in range(len(contenders))}
-    alls: dict[int, list[float]] = {place: [] for place in range(len(contenders))}
-    outputs: dict[int, list[list[int]]] = {}
-    for _ in range(rounds + 1):
-        for place, contender in enumerate(contenders):
-            ones[place].append(_timed(clock, lambda each=contender: each.generate(prompts, 1))[0])
-            seconds, outputs[place] = _timed(clock, lambda each=contender: each.generate(prompts, num_tokens))
-            alls[place].append(seconds)
-            if any(len(output) != num_tokens for output in outputs[place]):
-                raise ValueError(f"{contender.name} did not produce {num_tokens} tokens of each request")
-    return [
-        Decoding(
-            name=contender.name,
-            num_reqs=len(prompts),
-            num_tokens=num_tokens,
-            one_s=tuple(ones[place][1:]),
-            all_s=tuple(alls[place][1:]),
-            outputs=outputs[place],
-        )
-        for place, contender in enumerate(contenders)
-    ]
+
+    def __init__(self, makers: Mapping[str, Callable[[], Contender]]) -> None:
+        """Start every contender, in the order given.
+
+        Args:
+            makers: name, in case it fails -> what starts it.
+        """
+        self.failures: dict[str, str] = {}
+        self._contenders: dict[str, Contender] = {}
+        for name, make in makers.items():
+            contender = self._tried(name, make)
+            if contender is not None:
+                self._contenders[name] = contender
+
+    def _tried(self, name: str, act: Callable[[], T]) -> T | None:
+        try:
+            return act()
+        except Exception as error:
+            self.failures[name] = f"{type(error).__name__}: {error}"
+            return None
+
+    def decode_in_turn(self, clock: SecondsClock, prompts: Prompts, *, num_tokens: int, rounds: int) -> list[Decoding]:
+        """Every contender once a round, in the order given; a round before the first is not counted.
+
+        Args:
+            clock: what times them.
+            prompts: of the requests that run side by side.
+            num_tokens: output tokens of each, at least 2.
+            rounds: that are counted.
+
+        Returns:
+            What those did that did not fail; another number of output tokens than was asked for is a failure.
+        """
+        timed: dict[str, list[_Round]] = {name: [] for name in self._contenders}
+        for _ in range(rounds + 1):
+            for name, contender in self._contenders.items():
+                if name not in self.failures:
+                    found = self._tried(name, partial(_decode_once, clock, contender, prompts, num_tokens))
+                    timed[name] += [] if found is None else [found]
+        return [
+            Decoding(
+                name=contender.name,
+                num_reqs=len(prompts),
+                num_tokens=num_tokens,
+                one_s=tuple(each.one_s for each in timed[name][1:]),
+                all_s=tuple(each.all_s for each in timed[name][1:]),
+                outputs=timed[name][-1].outputs,
+            )
+            for name, contender in self._contenders.items()
+            if name not in self.failures
+        ]
+
+    def close(self) -> None:
+        """Free what the contenders kept."""
+        for name, contender in self._contenders.items():
+            self._tried(name, contender.close)
+
+
+@attrs.frozen
+class _Round:
+    """One contender in one round."""
+
+    one_s: float
+    all_s: float
+    outputs: list[list[int]]
+
+
+def _decode_once(clock: SecondsClock, contender: Contender, prompts: Prompts, num_tokens: int) -> _Round:
+    one_s, _ = _timed(clock, lambda: contender.generate(prompts, 1))
+    all_s, outputs = _timed(clock, lambda: contender.generate(prompts, num_tokens))
+    if any(len(output) != num_tokens for output in outputs):
+        raise ValueError(f"{contender.name} did not produce {num_tokens} tokens of each request")
+    return _Round(one_s, all_s, outputs)
 
 
 def _timed(clock: SecondsClock, run: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
@@ -125,9 +171,8 @@ def _timed(clock: SecondsClock, run: Callable[[], list[list[int]]]) -> tuple[flo
 HEADINGS = ("decode", "requests", "tokens/s", "ms a step", "of the first", "same tokens as the first")
 
 
-def throughput_table(decodings: Sequence[Decoding]) -> str:
-    """The figures; the first contender is what the others are held to."""
-    first = decodings[0]
+def throughput_table(decodings: Sequence[Decoding], failures: Mapping[str, str]) -> str:
+    """The figures, with the first contender as what the others are held to; and who failed, with what."""
     lines: list[tuple[str, ...]] = [HEADINGS]
     lines += [
         (
@@ -135,8 +180,8 @@ def throughput_table(decodings: Sequence[Decoding]) -> str:
             str(each.num_reqs),
             f"{each.tokens_per_s:,.0f}",
             f"{each.step_s * 1e3:.3f}",
-            f"{each.tokens_per_s / first.tokens_per_s:.2f} x",
-            f"{each.agreement(first):.0%}",
+            f"{each.tokens_per_s / decodings[0].tokens_per_s:.2f} x",
+            f"{each.agreement(decodings[0]):.0%}",
         )
         for each in decodings
     ]
@@ -145,4 +190,5 @@ def throughput_table(decodings: Sequence[Decoding]) -> str:
         "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(cells))
         for cells in (tuple(zip(line, widths, strict=True)) for line in lines)
     ]
-    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
+    told = [f"{name} failed: {error}" for name, error in failures.items()]
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:], *told])

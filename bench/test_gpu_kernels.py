@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bench import gpu_timing
+from bench.gpu_card import card_modules, describe_card, show
 from bench.gpu_timing import Row, fraction_of_copy, time_in_turn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.torch]
@@ -25,10 +26,7 @@ MOST_SLOT_MAPPING_US = 10.0
 @pytest.fixture(scope="module")
 def card(pytestconfig: pytest.Config) -> Iterator[Any]:
     """The card with its clock, the work and the kernels; prints the table of what was measured when all is done."""
-    torch = pytest.importorskip("torch")
-    triton = pytest.importorskip("triton")
-    if not torch.cuda.is_available():
-        pytest.skip(f"no CUDA device to measure on (torch {torch.__version__}, CUDA build: {torch.version.cuda})")
+    torch, triton = card_modules()
     from kvledger.kernels import TritonKernels
 
     from bench import gpu_workloads
@@ -44,10 +42,7 @@ def card(pytestconfig: pytest.Config) -> Iterator[Any]:
         capture=lambda run: gpu_timing.capture(torch, run),
     )
     if rows:
-        table = gpu_timing.format_table(gpu_timing.describe_card(torch, triton), rows)
-        capture_manager = pytestconfig.pluginmanager.getplugin("capturemanager")
-        with capture_manager.global_and_fixture_disabled():
-            print(f"\n\n{table}")
+        show(pytestconfig, gpu_timing.format_table(describe_card(torch, triton), rows))
 
 
 def captured_write(card: Any, layers: Any, slots: Any, **scales: Any) -> gpu_timing.Run:

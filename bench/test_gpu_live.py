@@ -6,14 +6,14 @@ card nothing is printed and every bench skips.
 
 import gc
 import os
-from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bench.gpu_timing import describe_card
+from bench.gpu_card import card_modules, describe_card, show
 
 pytestmark = [pytest.mark.gpu, pytest.mark.torch]
 
@@ -26,26 +26,19 @@ MOST_STEP_ERROR = 0.15
 
 
 @pytest.fixture(scope="module")
-def served(pytestconfig: pytest.Config) -> Iterator[Any]:
-    """The model on the card; prints what was measured when all is done."""
-    torch = pytest.importorskip("torch")
-    triton = pytest.importorskip("triton")
+def served(pytestconfig: pytest.Config) -> Any:
+    """The model on the card; what is measured is told at once, since a later bench may be cut off."""
+    torch, triton = card_modules()
     pytest.importorskip("transformers", reason="the live engine serves transformers' models")
-    if not torch.cuda.is_available():
-        pytest.skip(f"no CUDA device to measure on (torch {torch.__version__}, CUDA build: {torch.version.cuda})")
     from bench import live_contenders, live_timing
 
-    tables: list[str] = []
-    yield SimpleNamespace(
+    return SimpleNamespace(
         model=bench_model("cuda"),
         contenders=live_contenders,
         timing=live_timing,
         clock=live_timing.CardClock(torch),
-        tables=tables,
+        tell=lambda text: show(pytestconfig, f"{describe_card(torch, triton)}\n{text}"),
     )
-    if tables:
-        with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-            print("\n\n" + "\n\n".join([describe_card(torch, triton), *tables]))
 
 
 def bench_model(device: str) -> Any:
@@ -83,22 +76,23 @@ def prompts_of(vocab_size: int, lengths: list[int]) -> list[list[int]]:
 @pytest.mark.parametrize("num_reqs", REQUESTS)
 def test_decode_throughput_beside_transformers_own_serving(served: Any, num_reqs: int) -> None:
     limits = {"max_num_seqs": num_reqs, "max_model_len": PROMPT_TOKENS + OUTPUT_TOKENS}
-    contenders = [
-        served.contenders.LiveContender(served.model, **limits),
-        served.contenders.LiveContender(served.model, **limits, enforce_eager=True),
-        served.contenders.TransformersBatching(served.model, **limits),
-        served.contenders.PlainGenerate(served.model),
-    ]
+    live, ways = served.contenders.LiveContender, served.contenders
     prompts = prompts_of(served.model.config.vocab_size, [PROMPT_TOKENS] * num_reqs)
+    contest = served.timing.Contest(
+        {
+            "LiveEngine": partial(live, served.model, **limits),
+            "LiveEngine, eager": partial(live, served.model, **limits, enforce_eager=True),
+            "transformers' continuous batching": partial(ways.TransformersBatching, served.model, **limits),
+            "generate": partial(ways.PlainGenerate, served.model),
+        }
+    )
     try:
-        decodings = served.timing.decode_in_turn(
-            served.clock, contenders, prompts, num_tokens=OUTPUT_TOKENS, rounds=ROUNDS
-        )
+        decodings = contest.decode_in_turn(served.clock, prompts, num_tokens=OUTPUT_TOKENS, rounds=ROUNDS)
     finally:
-        for contender in contenders:
-            contender.close()
+        contest.close()
         gc.collect()  # a pool and its graphs go with their engine
-    served.tables.append(served.timing.throughput_table(decodings))
+    served.tell(served.timing.throughput_table(decodings, contest.failures))
+    assert not contest.failures
     assert all(each.tokens_per_s > 0 for each in decodings)
 
 
@@ -124,7 +118,7 @@ def test_a_calibrated_model_predicts_steps_that_it_has_not_seen(served: Any) -> 
         f"{row['step_error_pct']:>9.1f} %"
         for row in report.rows()
     ]
-    served.tables.append(
+    served.tell(
         "\n".join(
             [
                 f"step times of {len(report.steps):,} steps, calibrated ({best.name}): {best.error_unseen:.1%} off on"

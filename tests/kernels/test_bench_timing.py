@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from bench.gpu_timing import (
     L2_MULTIPLE,
     MIN_SAMPLES,
+    WAKE_UP_CYCLES,
     CudaClock,
     Row,
     Run,
@@ -172,7 +173,7 @@ class FakeEvent:
         return end.at_ms - self.at_ms
 
 
-def test_the_cuda_clock_queues_a_spin_and_two_events_around_every_run_and_reads_after_all() -> None:
+def test_the_cuda_clock_wakes_the_card_queues_a_spin_and_two_events_around_every_run_and_reads_after_all() -> None:
     queue: list[str] = []
 
     class Cuda:
@@ -187,12 +188,12 @@ def test_the_cuda_clock_queues_a_spin_and_two_events_around_every_run_and_reads_
 
         @staticmethod
         def _sleep(cycles: int) -> None:
-            queue.append("spin")
+            queue.append("wake up" if cycles == WAKE_UP_CYCLES else "spin")
 
     class Torch:
         cuda = Cuda
 
     elapsed = CudaClock(Torch).elapsed_us([lambda: queue.append("first"), lambda: queue.append("second")])
     around = ["spin", "event", "first", "event", "spin", "event", "second", "event"]
-    assert queue == ["synchronize", *around, "synchronize"]
+    assert queue == ["wake up", "synchronize", *around, "synchronize"]
     assert elapsed == [2000.0, 2000.0]

@@ -50,13 +50,16 @@ def served(monkeypatch):
     monkeypatch.setattr(bench, "LEAST_REQUESTS_FOR_STEPS", 3)
     model = tiny_model("llama")
     model.set_attn_implementation("sdpa")
-    return SimpleNamespace(model=model, contenders=live_contenders, timing=live_timing, clock=TurnClock(), tables=[])
+    told = []
+    return SimpleNamespace(
+        model=model, contenders=live_contenders, timing=live_timing, clock=TurnClock(), told=told, tell=told.append
+    )
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_throughput_is_told_of_every_contender_and_their_tokens_are_alike(served) -> None:
     bench.test_decode_throughput_beside_transformers_own_serving(served, 3)
-    (table,) = served.tables
+    (table,) = served.told
     rows = table.splitlines()[2:]
     names = ["LiveEngine ", "LiveEngine, eager", "transformers' continuous batching (", "generate (sdpa)"]
     assert [row.startswith(name) for row, name in zip(rows, names, strict=True)] == [True] * 4
@@ -96,16 +99,56 @@ def test_step_times_are_held_to_a_calibrated_model(served, is_predictable, monke
     monkeypatch.setattr(live_contenders.LiveContender, "take_steps", steps_of_a_card)
     if is_predictable:
         bench.test_a_calibrated_model_predicts_steps_that_it_has_not_seen(served)
-        assert "required: at most 15%" in served.tables[0] and "decode, 2 to 3 tokens" in served.tables[0]
+        assert "required: at most 15%" in served.told[0] and "decode, 2 to 3 tokens" in served.told[0]
     else:
         with pytest.raises(AssertionError, match="% off"):
             bench.test_a_calibrated_model_predicts_steps_that_it_has_not_seen(served)
 
 
-def test_a_contender_that_stops_early_or_takes_no_time_gives_no_figure() -> None:
-    early = SimpleNamespace(name="early", generate=lambda prompts, num_tokens: [[1]] * len(prompts))
-    with pytest.raises(ValueError, match="early did not produce 5 tokens"):
-        live_timing.decode_in_turn(TurnClock(), [early], [[1], [2]], num_tokens=5, rounds=1)
+def contender(name, generate):
+    return SimpleNamespace(name=name, generate=generate, close=lambda: None)
+
+
+def prompt_after(num_tokens):
+    return lambda prompts, count: [[1] * min(count, num_tokens)] * len(prompts)
+
+
+def refuse():
+    raise OSError("no kernel to be had")
+
+
+def test_a_contender_that_fails_is_named_and_the_others_are_measured(monkeypatch) -> None:
+    monkeypatch.setattr(live_timing, "_timed", lambda clock, run: (float(len(out := run()) and len(out[0])), out))
+    contest = live_timing.Contest(
+        {
+            "whole": lambda: contender("whole", prompt_after(9)),
+            "early": lambda: contender("early", prompt_after(4)),
+            "absent": refuse,
+        }
+    )
+    decodings = contest.decode_in_turn(TurnClock(), [[1], [2]], num_tokens=5, rounds=2)
+    assert [(each.name, each.one_s, each.all_s) for each in decodings] == [("whole", (1.0, 1.0), (5.0, 5.0))]
+    assert contest.failures == {
+        "absent": "OSError: no kernel to be had",
+        "early": "ValueError: early did not produce 5 tokens of each request",
+    }
+    table = live_timing.throughput_table(decodings, contest.failures)
+    assert table.splitlines()[2].startswith("whole ")
+    assert table.splitlines()[3:] == [
+        "absent failed: OSError: no kernel to be had",
+        "early failed: ValueError: early did not produce 5 tokens of each request",
+    ]
+
+
+def test_a_bench_whose_contender_fails_tells_the_others_figures_and_fails(served, monkeypatch) -> None:
+    monkeypatch.setattr(live_contenders, "TransformersBatching", lambda *_, **__: refuse())
+    with pytest.raises(AssertionError, match="no kernel to be had"):
+        bench.test_decode_throughput_beside_transformers_own_serving(served, 3)
+    assert "\nLiveEngine, eager " in served.told[0]
+    assert "transformers' continuous batching failed: OSError: no kernel to be had" in served.told[0]
+
+
+def test_a_contender_that_takes_no_time_gives_no_figure() -> None:
     timeless = live_timing.Decoding(
         name="timeless", num_reqs=1, num_tokens=2, one_s=(1.0,), all_s=(1.0,), outputs=[[1, 2]]
     )
@@ -122,5 +165,5 @@ def test_agreement_counts_tokens_up_to_the_first_difference() -> None:
 
 def test_without_a_card_nothing_is_measured_or_printed(pytestconfig, capsys) -> None:
     with pytest.raises(pytest.skip.Exception, match="no CUDA device to measure on"):
-        next(inspect.unwrap(bench.served)(pytestconfig))
+        inspect.unwrap(bench.served)(pytestconfig)
     assert capsys.readouterr().out == ""
