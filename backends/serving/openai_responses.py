@@ -7,11 +7,12 @@ from typing import Any, ClassVar, Protocol
 
 import attrs
 
+from .detokenizer import REPLACEMENT
 from .live_request import RequestStats
+from .token_spelling import TokenSpelling
 from .token_stream import TokenDelta
 
-# One token as text, such as a tokenizer's `decode` of its id alone.
-TokenText = Callable[[int], str]
+Speller = Callable[[int], TokenSpelling]
 
 
 @attrs.frozen
@@ -71,17 +72,17 @@ class AnswerShape(Protocol):
 
 @attrs.frozen
 class CompletionShape:
-    """`/v1/completions`. `token_text` is given where log probabilities were asked for."""
+    """`/v1/completions`. `spell` is given where log probabilities were asked for."""
 
     id_prefix: ClassVar[str] = "cmpl"
     whole: ClassVar[str] = "text_completion"
     chunk: ClassVar[str] = "text_completion"
 
-    token_text: TokenText | None = None
+    spell: Speller | None = None
 
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
         """`{"index", "text", "logprobs", "finish_reason"}`."""
-        logprobs = None if self.token_text is None else _completion_logprobs(piece, self.token_text)
+        logprobs = None if self.spell is None else _completion_logprobs(piece, self.spell)
         return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
     def opening(self, index: int) -> None:
@@ -94,13 +95,13 @@ class CompletionShape:
 
 @attrs.frozen
 class ChatShape:
-    """`/v1/chat/completions`. `token_text` is given where log probabilities were asked for."""
+    """`/v1/chat/completions`. `spell` is given where log probabilities were asked for."""
 
     id_prefix: ClassVar[str] = "chatcmpl"
     whole: ClassVar[str] = "chat.completion"
     chunk: ClassVar[str] = "chat.completion.chunk"
 
-    token_text: TokenText | None = None
+    spell: Speller | None = None
 
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
         """`{"index", "message": {"role", "content"}, "logprobs", "finish_reason"}`."""
@@ -117,8 +118,8 @@ class ChatShape:
 
     def _end(self, piece: Piece) -> dict[str, Any]:
         logprobs = None
-        if self.token_text is not None and piece.deltas:
-            logprobs = {"content": [_chat_logprob(delta, self.token_text) for delta in piece.deltas], "refusal": None}
+        if self.spell is not None and piece.deltas:
+            logprobs = {"content": [_chat_logprob(delta, self.spell) for delta in piece.deltas], "refusal": None}
         return {"logprobs": logprobs, "finish_reason": piece.finish_reason}
 
 
@@ -153,19 +154,19 @@ def model_card(name: str, created: int, max_model_len: int) -> dict[str, Any]:
     }
 
 
-def _completion_logprobs(piece: Piece, token_text: TokenText) -> dict[str, Any]:
+def _completion_logprobs(piece: Piece, spell: Speller) -> dict[str, Any]:
     tokens: list[str] = []
     likeliest: list[dict[str, float] | None] = []
     offsets: list[int] = []
     place = piece.num_characters_before
     for delta in piece.deltas:
-        text = token_text(delta.token_id)
+        text = _distinct_text(spell(delta.token_id))
         tokens.append(text)
         offsets.append(place)
         place += len(delta.text or "")
         by_text: dict[str, float] = {}
         for token_id, logprob in delta.top_logprobs:
-            by_text.setdefault(token_text(token_id), logprob)
+            by_text.setdefault(_distinct_text(spell(token_id)), logprob)
         if delta.logprob is not None:
             by_text.setdefault(text, delta.logprob)
         likeliest.append(by_text if delta.top_logprobs else None)
@@ -177,10 +178,18 @@ def _completion_logprobs(piece: Piece, token_text: TokenText) -> dict[str, Any]:
     }
 
 
-def _chat_logprob(delta: TokenDelta, token_text: TokenText) -> dict[str, Any]:
-    top = [_token_logprob(token_text(token_id), logprob) for token_id, logprob in delta.top_logprobs]
-    return {**_token_logprob(token_text(delta.token_id), delta.logprob), "top_logprobs": top}
+def _distinct_text(spelling: TokenSpelling) -> str:
+    r"""A text that only this token has: bytes that are no character are named (`bytes:\xe2\x82`), as OpenAI does."""
+    if REPLACEMENT not in spelling.text or spelling.utf8 is None:
+        return spelling.text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling.utf8)
 
 
-def _token_logprob(text: str, logprob: float | None) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+def _chat_logprob(delta: TokenDelta, spell: Speller) -> dict[str, Any]:
+    top = [_token_logprob(spell(token_id), logprob) for token_id, logprob in delta.top_logprobs]
+    return {**_token_logprob(spell(delta.token_id), delta.logprob), "top_logprobs": top}
+
+
+def _token_logprob(spelling: TokenSpelling, logprob: float | None) -> dict[str, Any]:
+    utf8 = None if spelling.utf8 is None else list(spelling.utf8)
+    return {"token": spelling.text, "logprob": logprob, "bytes": utf8}

@@ -11,6 +11,7 @@ from jinja2.parser import Parser
 
 from .openai_errors import invalid_request, unsupported_parameter
 from .openai_requests import ChatCompletionRequest, TokenIds
+from .token_spelling import NamingTokenizer, TokenSpeller
 
 # What a template is given anyway.
 _OF_THE_SERVER = frozenset(
@@ -19,15 +20,11 @@ _OF_THE_SERVER = frozenset(
 )
 
 
-class EncodingTokenizer(Protocol):
+class EncodingTokenizer(NamingTokenizer, Protocol):
     """What is needed of a tokenizer; those of transformers fit."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
-        ...
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
-        """The text of some tokens."""
         ...
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
@@ -44,11 +41,12 @@ class PromptEncoder:
     """Makes prompts of one model, in one thread; another one may ask for the text of tokens meanwhile.
 
     Attributes:
+        spell: one token's text and bytes.
         vocab_size: token ids lie below it.
     """
 
     _tokenizer: EncodingTokenizer
-    _names: EncodingTokenizer
+    spell: TokenSpeller
     vocab_size: int
 
     @classmethod
@@ -56,7 +54,7 @@ class PromptEncoder:
         """An encoder with copies of the tokenizer, which keeps state while it works: the engine's thread decodes with
         the original.
         """
-        return cls(copy.deepcopy(tokenizer), copy.deepcopy(tokenizer), vocab_size)
+        return cls(copy.deepcopy(tokenizer), TokenSpeller(copy.deepcopy(tokenizer)), vocab_size)
 
     def of_text(self, prompt: str | TokenIds, param: str = "prompt") -> TokenIds:
         """The tokens of a completion's prompt, the tokenizer's special tokens around a text included.
@@ -65,7 +63,7 @@ class PromptEncoder:
             ApiError: no text, none of the model's tokens, or no token at all.
         """
         token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        self.check_token_ids(token_ids, param)
+        self._check_token_ids(token_ids, param)
         if not token_ids:
             raise invalid_request(f"{param} has no token; every prompt needs at least one", param)
         return token_ids
@@ -92,12 +90,7 @@ class PromptEncoder:
             raise invalid_request("the chat template makes no token of the messages", "messages")
         return token_ids
 
-    def token_text(self, token_id: int) -> str:
-        """One token as text; bytes that are no character by themselves are shown as a replacement character."""
-        return self._names.decode([token_id])
-
-    def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
-        """Raise `ApiError` for one that the model does not have."""
+    def _check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
         highest = max(token_ids, default=0)
         if highest >= self.vocab_size:
             raise invalid_request(

@@ -31,7 +31,7 @@ from .openai_responses import (
     AnswerShape,
     ChatShape,
     CompletionShape,
-    TokenText,
+    Speller,
     usage,
 )
 from .prompt_encoder import PromptEncoder
@@ -108,13 +108,13 @@ class OpenAIServer:
         """The answer to `POST /v1/completions`."""
         self._check(body, len(body.prompts))
         prompts = [await self._encoded(self._encoder.of_text, prompt) for prompt in body.prompts]
-        return await self._answer(body, prompts, CompletionShape(self._token_text(body)), request)
+        return await self._answer(body, prompts, CompletionShape(self._speller(body)), request)
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         """The answer to `POST /v1/chat/completions`."""
         self._check(body, 1)
         prompt = await self._encoded(self._encoder.of_conversation, body)
-        return await self._answer(body, [prompt], ChatShape(self._token_text(body)), request)
+        return await self._answer(body, [prompt], ChatShape(self._speller(body)), request)
 
     # -- how ---------------------------------------------------------------------------------------------------------
 
@@ -213,8 +213,8 @@ class OpenAIServer:
             return given
         return f"key:{hashlib.sha256(key.encode()).hexdigest()}" + ("" if given is None else f":{given}")
 
-    def _token_text(self, body: GenerationRequest) -> TokenText | None:
-        return None if body.num_logprobs is None else self._encoder.token_text
+    def _speller(self, body: GenerationRequest) -> Speller | None:
+        return None if body.num_logprobs is None else self._encoder.spell
 
     async def _encoded(self, encode: Callable[[Any], Result], prompt: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._encoding, encode, prompt)

@@ -67,6 +67,6 @@ def test_variables_inside_generation_tags_and_loops_are_known(encoder_with):
     )
     encoder = encoder_with(template)
     request = ChatCompletionRequest(messages=CONVERSATION, chat_template_kwargs={"mood": "x"})
-    assert encoder.token_text(encoder.of_conversation(request)[-1]) == "x"
+    assert encoder.spell(encoder.of_conversation(request)[-1]).text == "x"
     for name in ("m", "messages", "tokenize", "add_generation_prompt"):
         assert refused(encoder, chat_template_kwargs={name: "x"}).param == f"chat_template_kwargs.{name}"
