@@ -1,4 +1,10 @@
-"""Without a card the GPU benches skip; with one they refuse to measure Triton's interpreter."""
+"""What stands between a card and its benches: none without one, none of the interpreter, and nothing to install."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +14,9 @@ pytest.importorskip("triton", reason="the benches need triton")
 from bench.gpu_card import card_modules  # noqa: E402
 
 pytestmark = pytest.mark.torch
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = "--import-mode=importlib --strict-markers -p no:cacheprovider"
 
 
 def test_without_a_card_a_bench_skips_and_says_what_torch_found(monkeypatch) -> None:
@@ -23,3 +32,14 @@ def test_the_interpreter_is_never_measured(monkeypatch) -> None:
         card_modules()
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert [module.__name__ for module in card_modules()] == ["torch", "triton"]
+
+
+def test_where_the_package_is_not_installed_the_gpu_tests_are_collected_and_its_processes_find_it() -> None:
+    # Without `site` no editable install is found, as on a machine that has torch and nothing of this project.
+    environment = os.environ | {"PYTHONPATH": sysconfig.get_paths()["purelib"]}
+    pytest_here = [sys.executable, "-S", "-m", "pytest", "-q", "-p", "no:kvledger", "-o", f"addopts={OPTIONS}"]
+    files = ["tests/backends/test_gpu_cuda_backend.py", "tests/backends/serving/test_detokenizer.py"]
+    probe = "tests/kernels/test_launch.py::test_nothing_heavy_is_imported_before_it_is_asked_for"
+    done = subprocess.run([*pytest_here, *files, probe], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
