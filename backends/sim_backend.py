@@ -1,5 +1,6 @@
 """Simulated memory: block tables and slot mappings in NumPy, rebuilt from the events alone."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -81,7 +82,7 @@ class SimBackend:
         self._numbers: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._submitted: ScheduledStep | None = None
         # Durations worked out by `repeats_before`, and the load they are of, which a macro-step shares.
-        self._foreseen: list[int] = []
+        self._foreseen: tuple[int, ...] = ()
         self._foreseen_load: StepLoad | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
             PoolCreated: self._pool_created,
@@ -194,8 +195,8 @@ class SimBackend:
         if step is None:
             raise MisuseError("collect without a submitted step")
         if step.load is self._foreseen_load:
-            return StepResult(tuple(self._foreseen[: step.num_steps]))
-        durations = tuple(self._durations(step, step.num_steps, None))
+            return StepResult(self._foreseen[: step.num_steps])
+        durations = self._durations(step.load, step.num_steps)
         if step.num_draft_tokens is None:
             return StepResult(durations)
         if self.drafts is None:
@@ -210,28 +211,35 @@ class SimBackend:
             limit: the most repetitions wanted.
             horizon_ns: nanoseconds from the start of `step` to the next thing that may happen.
         """
-        self._foreseen = self._durations(step, limit + 1, horizon_ns)
+        self._foreseen = self._durations(step.load, limit + 1, horizon_ns)
         self._foreseen_load = step.load
         return len(self._foreseen) - 1
 
-    def _durations(self, step: ScheduledStep, num_steps: int, horizon_ns: float | None) -> list[int]:
+    def _durations(self, load: StepLoad, num_steps: int, horizon_ns: float = math.inf) -> tuple[int, ...]:
         """Nanoseconds of each engine step, ended early by the first one that reaches the horizon."""
+        elapsed = self._nanoseconds(load)
+        if num_steps == 1 or elapsed >= horizon_ns:
+            return (elapsed,)
+        if getattr(self.latency, "ignores_context", False):
+            each = self._nanoseconds(load.one_token_later())
+            in_time = num_steps - 1
+            if horizon_ns - elapsed < in_time * each:
+                in_time = int(-((elapsed - horizon_ns) // each))  # the quotient, rounded up
+            return (elapsed, *[each] * in_time)
+        durations = [elapsed]
+        while len(durations) < num_steps and elapsed < horizon_ns:
+            load = load.one_token_later()
+            durations.append(self._nanoseconds(load))
+            elapsed += durations[-1]
+        return tuple(durations)
+
+    def _nanoseconds(self, load: StepLoad) -> int:
         if self.latency is None:
             raise MisuseError("this SimBackend mirrors tables only; give it a latency model to time steps")
-        durations: list[int] = []
-        elapsed = 0
-        load = step.load
-        while True:
-            nanoseconds = round(self.latency.step_seconds(load) * 1e9)
-            if nanoseconds < 1:
-                raise InputError(
-                    f"the latency model says that a step takes {nanoseconds} ns ({load}); it must take time"
-                )
-            durations.append(nanoseconds)
-            elapsed += nanoseconds
-            if len(durations) == num_steps or (horizon_ns is not None and elapsed >= horizon_ns):
-                return durations
-            load = load.one_token_later()
+        nanoseconds = round(self.latency.step_seconds(load) * 1e9)
+        if nanoseconds < 1:
+            raise InputError(f"the latency model says that a step takes {nanoseconds} ns ({load}); it must take time")
+        return nanoseconds
 
     # -- one handler an event ----------------------------------------------------------------------------------------
 

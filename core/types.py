@@ -171,7 +171,11 @@ class EventSink(Protocol):
 
 
 class LatencyModel(Protocol):
-    """How long an engine step takes."""
+    """How long an engine step takes.
+
+    A model that looks at neither of the load's sums over contexts may say so by an attribute `ignores_context = True`:
+    the steps of a run of decodes then take the same time, and are not asked for one by one.
+    """
 
     def step_seconds(self, load: StepLoad) -> float:
         """Seconds that one engine step takes on the modelled device; more than 0."""

@@ -10,7 +10,7 @@ Any object with `step_seconds(load)` and `assumptions()` is a latency model (`co
             return {"latency_model": "10 ms a step, whatever it computes (a guess)"}
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 
@@ -30,6 +30,8 @@ class LinearLatency:
     The default coefficients are those under which NVIDIA Dynamo's replay was timed on the conversation trace (5 ms,
     25 us, 20 us): plausible for a 70B-class model on several GPUs, calibrated to none.
     """
+
+    ignores_context: ClassVar[bool] = True
 
     base_s: float = attrs.field(default=5e-3, validator=_not_negative)
     prefill_token_s: float = attrs.field(default=25e-6, validator=_not_negative)

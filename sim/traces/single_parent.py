@@ -24,32 +24,50 @@ class SingleParentCheck:
 
     def add(self, hash_ids: Sequence[int]) -> None:
         """Record one request's ids, or raise `RowError` and record none of them."""
-        if hash_ids:
-            self._make_room(max(hash_ids))
+        if not hash_ids:
+            return
+        self._make_room(max(hash_ids))
+        parents = [_NO_PARENT, *hash_ids[:-1]]
+        known = self._known_parents(hash_ids)
+        # Whatever follows an id that was never seen was never seen either, or it would have another parent here.
+        num_seen = len(known) - known.count(_UNSEEN)
+        fresh = hash_ids[num_seen:]
+        if known[:num_seen] != parents[:num_seen] or len(set(fresh)) < len(fresh):
+            self._check_each(hash_ids, known)
         dense, size = self._dense, len(self._dense)
-        sparse = self._sparse
+        for hash_id, parent in zip(fresh, parents[num_seen:], strict=True):
+            if hash_id < size:
+                dense[hash_id] = parent
+            else:
+                self._sparse[hash_id] = parent
+        self._num_seen += len(fresh)
+
+    def _known_parents(self, hash_ids: Sequence[int]) -> list[int]:
+        """The parent that each was first seen under."""
+        dense, size, sparse = self._dense, len(self._dense), self._sparse
+        if not sparse and max(hash_ids) < size:
+            return list(map(dense.__getitem__, hash_ids))
+        known = [dense[hash_id] if hash_id < size else _UNSEEN for hash_id in hash_ids]
+        return [
+            sparse.get(hash_id, _UNSEEN) if parent == _UNSEEN else parent
+            for hash_id, parent in zip(hash_ids, known, strict=True)
+        ]
+
+    def _check_each(self, hash_ids: Sequence[int], known: Sequence[int]) -> None:
+        """Raise `RowError` at the first id that follows another one than before, on an earlier line or on this one."""
+        earlier: dict[int, int] = {}
         parent = _NO_PARENT
-        fresh: list[int] = []
-        for position, hash_id in enumerate(hash_ids):
-            known = dense[hash_id] if hash_id < size else _UNSEEN
-            if known == _UNSEEN and sparse:
-                known = sparse.get(hash_id, _UNSEEN)
-            if known == _UNSEEN:
-                if hash_id < size:
-                    dense[hash_id] = parent
-                else:
-                    sparse[hash_id] = parent
-                fresh.append(hash_id)
-            elif known != parent:
-                self._forget(fresh)
+        for position, (hash_id, known_parent) in enumerate(zip(hash_ids, known, strict=True)):
+            if known_parent == _UNSEEN:
+                known_parent = earlier.setdefault(hash_id, parent)
+            if known_parent != parent:
                 raise RowError(
                     "two_parents",
-                    f"id {hash_id} follows {_named(parent)} here and {_named(known)} on an earlier line or position; "
-                    "one id must stand for one content after one prefix",
+                    f"id {hash_id} follows {_named(parent)} here and {_named(known_parent)} on an earlier line or "
+                    "position; one id must stand for one content after one prefix",
                     f"{self._field}[{position}]",
                 )
             parent = hash_id
-        self._num_seen += len(fresh)
 
     def _make_room(self, largest: int) -> None:
         """Grow the dense table to hold `largest`, unless ids are so sparse that it would be mostly empty."""
@@ -58,13 +76,6 @@ class SingleParentCheck:
             return
         if largest < 1024 + 8 * (self._num_seen + 1):
             self._dense.extend([_UNSEEN] * (largest + 1 + largest // 4 - size))
-
-    def _forget(self, fresh: list[int]) -> None:
-        for hash_id in fresh:
-            if hash_id in self._sparse:
-                del self._sparse[hash_id]
-            else:
-                self._dense[hash_id] = _UNSEEN
 
 
 def _named(parent: int) -> str:

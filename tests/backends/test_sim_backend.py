@@ -1,5 +1,8 @@
 """SimBackend rebuilds tables and slots from the events alone; the allocator's own tables are the check."""
 
+import math
+
+import attrs
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,10 +16,13 @@ from kvledger.core import (
     KVCacheAllocator,
     MisuseError,
     Request,
+    ScheduledStep,
     SequenceState,
     SlidingWindow,
+    StepLoad,
     TokenBatch,
 )
+from kvledger.sim.latency import LinearLatency
 
 
 def make(groups=None) -> tuple[KVCacheAllocator, SimBackend]:
@@ -69,6 +75,50 @@ def test_collect_without_a_step_or_without_a_latency_model_is_refused() -> None:
     _, backend = make()
     with pytest.raises(MisuseError, match="collect without a submitted step"):
         backend.collect()
+
+
+class AskedForEveryStep:
+    """A latency model that does not say that contexts are nothing to it."""
+
+    def __init__(self, inner: LinearLatency) -> None:
+        self._inner = inner
+
+    def step_seconds(self, load: StepLoad) -> float:
+        return self._inner.step_seconds(load)
+
+    def assumptions(self) -> dict:
+        return self._inner.assumptions()
+
+
+@given(num_reqs=st.integers(1, 300), limit=st.integers(0, 6), horizon_ns=st.integers(0, 80_000_000) | st.just(math.inf))
+def test_a_run_of_decodes_that_take_the_same_time_is_foreseen_as_if_each_were_asked_for(
+    num_reqs, limit, horizon_ns
+) -> None:
+    rows = np.arange(num_reqs)
+    step = ScheduledStep(TokenBatch(rows, rows, np.ones_like(rows)), StepLoad(0, num_reqs, 0, 9 * num_reqs, num_reqs))
+
+    def foreseen(latency) -> tuple[int, tuple[int, ...]]:
+        backend = SimBackend(latency)
+        repeats = backend.repeats_before(step, limit, horizon_ns)
+        backend.submit(attrs.evolve(step, num_steps=1 + repeats))
+        return repeats, backend.collect().nanoseconds
+
+    linear = LinearLatency()
+    repeats, nanoseconds = foreseen(linear)
+    assert (repeats, nanoseconds) == foreseen(AskedForEveryStep(linear))
+    assert len(nanoseconds) == 1 + repeats and repeats <= limit
+
+
+@pytest.mark.parametrize("decode_seq_s", [0.0, 1e-3])
+def test_every_horizon_around_the_end_of_a_step_is_told_apart(decode_seq_s) -> None:
+    """A repetition that would start at the horizon does not start."""
+    latency = LinearLatency(1e-3, 0.0, decode_seq_s)
+    step_ns = 1_000_000 + round(2 * decode_seq_s * 1e9)
+    rows = np.arange(2)
+    step = ScheduledStep(TokenBatch(rows, rows, np.ones_like(rows)), StepLoad(0, 2, 0, 8, 2))
+    horizons = [2 * step_ns - 1, 2 * step_ns, 2 * step_ns + 1]
+    for model in (latency, AskedForEveryStep(latency)):
+        assert [SimBackend(model).repeats_before(step, 9, horizon) for horizon in horizons] == [1, 1, 2]
 
 
 operations = st.lists(

@@ -1,0 +1,43 @@
+"""One parent an id: what a plain walk over all ids would accept, name and remember."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvledger.sim.traces.bad_rows import RowError
+from kvledger.sim.traces.single_parent import SingleParentCheck
+
+# Dense ids, sparse ones, and both in one trace.
+IDS = st.integers(0, 6) | st.sampled_from([10**6, 10**6 + 1, 10**9])
+ROWS = st.lists(st.lists(IDS, max_size=5).map(tuple), max_size=12)
+
+
+def first_contradiction(known: dict[int, int | None], row: tuple[int, ...]) -> int | None:
+    """The position of the first id with another parent than before; the parents of the row enter `known` if none is."""
+    seen, parent = dict(known), None
+    for position, hash_id in enumerate(row):
+        if seen.setdefault(hash_id, parent) != parent:
+            return position
+        parent = hash_id
+    known.update(seen)
+    return None
+
+
+@given(rows=ROWS)
+def test_a_row_is_refused_at_the_first_id_with_another_parent_and_then_leaves_no_trace(rows) -> None:
+    check, known = SingleParentCheck(), {}
+    for row in rows:
+        position = first_contradiction(known, row)
+        if position is None:
+            check.add(row)
+            continue
+        with pytest.raises(RowError) as refusal:
+            check.add(row)
+        assert refusal.value.field == f"hash_ids[{position}]"
+
+
+def test_a_prompt_that_goes_on_from_another_is_remembered_from_where_it_does() -> None:
+    check = SingleParentCheck()
+    check.add((0, 1, 2))
+    check.add((0, 1, 3, 4))
+    with pytest.raises(RowError, match="id 4 follows id 2 here and id 3 on an earlier line or position"):
+        check.add((0, 1, 2, 4))
