@@ -1,9 +1,8 @@
 """The log in memory: append commits, rebuild the state from them, find the first commit that does not add up."""
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from operator import itemgetter
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, TypeAlias, cast
 
 import attrs
 
@@ -13,10 +12,8 @@ from .events import BlocksFreed, Commit, Event, FreeReason, PoolCreated
 from .eviction import EvictionOrder
 from .ledger_state import LedgerState
 
-# The columns of an event as a bare tuple.
-_bare: Callable[[Any], tuple[Any, ...]] = itemgetter(slice(None))
-# (sequence, the shape of the commit, the columns of each event as a bare tuple)
-_Kept: TypeAlias = tuple[int, int, tuple[Any, ...]]
+# (sequence, the number of the commit's shape, the columns of every event, one after the other)
+_Kept: TypeAlias = tuple[Any, ...]
 
 
 @attrs.frozen
@@ -26,21 +23,21 @@ class _Shape:
     Attributes:
         number: its place among the shapes of one log.
         classes: of the events, in order.
-        freed: places of `BlocksFreed`, whose reason is an object that the collector would follow.
-        whole: places of events that are not tuples and are kept as they are. Rare.
+        widths: how many columns each of them has; 0 for an event that is not a tuple and is kept as it is (rare).
+        reasons: where in the kept tuple the reasons of `BlocksFreed` are, objects that the collector would follow.
     """
 
     number: int
     classes: tuple[type[Event], ...]
-    freed: tuple[int, ...]
-    whole: tuple[int, ...]
+    widths: tuple[int, ...]
+    reasons: tuple[int, ...]
 
 
 class EventLog:
     """A sink that keeps every commit.
 
-    Commits are kept as bare tuples of bare values, which the garbage collector stops following after its first look;
-    as objects, a long log would be walked through again and again.
+    A commit is kept as one bare tuple of bare values, which the garbage collector stops following after its first
+    look; as objects, a long log would be walked through again and again.
 
         log = EventLog()
         allocator = KVCacheAllocator(config, sinks=[log])
@@ -77,35 +74,37 @@ class EventLog:
         sequence, events = commit
         classes = tuple(map(type, events))
         shape = self._shape_of.get(classes) or self._new_shape(classes)
-        columns: list[Any]
-        if shape.whole:
-            columns = [event[:] if isinstance(event, tuple) else event for event in events]
-        else:
-            columns = list(map(_bare, events))
-        for place in shape.freed:
-            reason, *others = columns[place]
-            columns[place] = (str(reason), *others)
-        self._kept.append((sequence, shape.number, tuple(columns)))
+        columns: Iterable[Iterable[Any]] = cast(tuple[tuple[Any, ...], ...], events)
+        if 0 in shape.widths:
+            columns = [event if isinstance(event, tuple) else (event,) for event in events]
+        if not shape.reasons:
+            self._kept.append((sequence, shape.number, *chain.from_iterable(columns)))
+            return
+        kept: list[Any] = [sequence, shape.number, *chain.from_iterable(columns)]
+        for place in shape.reasons:
+            kept[place] = str(kept[place])
+        self._kept.append(tuple(kept))
 
     def _unkept(self, kept: _Kept) -> Commit:
-        sequence, number, columns = kept
-        cls: Any
-        values: Any
+        number: int = kept[1]
         shape = self._shapes[number]
         events: list[Any] = []
-        for place, (cls, values) in enumerate(zip(shape.classes, columns, strict=True)):
-            if place in shape.whole:
-                events.append(values)
-            elif place in shape.freed:
-                events.append(BlocksFreed(FreeReason(values[0]), *values[1:]))
+        start = 2
+        cls: Any
+        for cls, width in zip(shape.classes, shape.widths, strict=True):
+            stop = start + (width or 1)
+            if cls is BlocksFreed:
+                events.append(BlocksFreed(FreeReason(kept[start]), *kept[start + 1 : stop]))
             else:
-                events.append(cls(*values))
-        return Commit(sequence, tuple(events))
+                events.append(cls(*kept[start:stop]) if width else kept[start])
+            start = stop
+        return Commit(kept[0], tuple(events))
 
     def _new_shape(self, classes: tuple[type[Event], ...]) -> _Shape:
-        freed = tuple([place for place, cls in enumerate(classes) if cls is BlocksFreed])
-        whole = tuple([place for place, cls in enumerate(classes) if not issubclass(cls, tuple)])
-        shape = _Shape(len(self._shapes), classes, freed, whole)
+        widths = tuple([len(cls._fields) if issubclass(cls, tuple) else 0 for cls in classes])
+        starts = [2 + sum([width or 1 for width in widths[:place]]) for place in range(len(widths))]
+        reasons = tuple([start for start, cls in zip(starts, classes, strict=True) if cls is BlocksFreed])
+        shape = _Shape(len(self._shapes), classes, widths, reasons)
         self._shapes.append(shape)
         self._shape_of[classes] = shape
         return shape

@@ -93,19 +93,42 @@ class LedgerState:
         }
 
     def apply(self, event: E) -> E:
-        """Change the state by one event; hands it back. Trusts it: it was decided here, or a verified log holds it."""
+        """Change the state by one event; hands it back. Trusts it: it was decided here, or `check` has passed it."""
         self._handlers[type(event)](event)
         return event
 
     def apply_commit(self, commit: Commit) -> None:
-        """Replay one commit; its sequence number must be the next one."""
+        """Replay one commit; its sequence number must be the next one.
+
+        Raises:
+            CorruptLedgerError: a commit is missing before this one.
+            MisuseError: an event takes, adopts, frees or registers a block that it cannot be about.
+        """
         if commit.sequence != self.next_sequence:
             raise CorruptLedgerError(
                 f"commit {commit.sequence} follows commit {self.next_sequence - 1}: one is missing"
             )
         for event in commit.events:
+            self._check(event)
             self.apply(event)
         self.next_sequence += 1
+
+    def _check(self, event: Event) -> None:
+        """What a log says of blocks, before it is believed."""
+        pool = self.pool
+        if isinstance(event, BlocksAllocated):
+            pool.check_take(as_ints(event.blocks))
+        elif isinstance(event, BlocksCached):
+            pool.check_cache(as_ints(event.blocks))
+        elif isinstance(event, BlocksFreed):
+            pool.check_release(as_ints(event.blocks))
+        elif isinstance(event, PrefixAdopted | BlocksShared):
+            pool.check_adopt(as_ints(event.blocks))
+        elif isinstance(event, BlockCopied):
+            pool.check_take((event.target,))
+            pool.check_release((event.source,))
+        elif isinstance(event, BlocksUncached):
+            pool.check_ids(as_ints(event.blocks), "drop the key of")
 
     # -- one handler an event ----------------------------------------------------------------------------------------
 
@@ -115,7 +138,8 @@ class LedgerState:
 
     def _rows_assigned(self, event: RowsAssigned) -> None:
         requests, rows = event
-        for request_id, row in zip(requests, as_ints(rows), strict=True):
+        for place, request_id in enumerate(requests):
+            row = int(rows[place])
             if self.free_rows[-1] == row:
                 self.free_rows.pop()
             else:
@@ -131,7 +155,8 @@ class LedgerState:
 
     def _rows_released(self, event: RowsReleased) -> None:
         requests, rows = event
-        for request_id, row in zip(requests, as_ints(rows), strict=True):
+        for place, request_id in enumerate(requests):
+            row = int(rows[place])
             del self.row_of[request_id]
             self.request_of[row] = None
             self._held[row] = False
@@ -139,9 +164,10 @@ class LedgerState:
             self.guarded.discard(row)
 
     def _prefix_adopted(self, event: PrefixAdopted) -> None:
-        group, row, column = event
-        blocks = as_ints(column)
-        self.pool.adopt(blocks)
+        group, row, blocks = event
+        if not isinstance(blocks, tuple):
+            blocks = as_ints(blocks)
+        self.pool.apply_adopt(blocks)
         self.tables[group].extend(row, blocks)
         self.considered[group][row] = len(blocks)
         if not blocks[0]:
@@ -149,8 +175,9 @@ class LedgerState:
 
     def _blocks_allocated(self, event: BlocksAllocated) -> None:
         group, rows, counts, blocks, _, _ = event
-        blocks = as_ints(blocks)
-        self.pool.take(blocks)
+        if not isinstance(blocks, tuple):
+            blocks = as_ints(blocks)
+        self.pool.apply_take(blocks)
         table = self.tables[group]
         if len(rows) == 1:
             table.extend(int(rows[0]), blocks)
@@ -165,7 +192,7 @@ class LedgerState:
     def _blocks_cached(self, event: BlocksCached) -> None:
         group, rows, _, stops, _, indices, blocks, keys, _ = event
         if keys:
-            self.pool.cache(group, as_ints(blocks), keys, as_ints(indices))
+            self.pool.apply_cache(group, as_ints(blocks), keys, indices)
         considered = self.considered[group]
         if len(rows) == 1:
             considered[rows[0]] = stops[0]
@@ -174,22 +201,21 @@ class LedgerState:
             considered[row] = stop
 
     def _tokens_placed(self, event: TokensPlaced) -> None:
-        if len(event.rows) == 1:
-            row, first, count = int(event.rows[0]), int(event.first_positions[0]), int(event.counts[0])
+        rows, firsts, counts = event
+        if len(rows) == 1:
+            row, first, count = int(rows[0]), int(firsts[0]), int(counts[0])
             if row in self.guarded or first + count < self.placed[row]:
                 self._place(row, first, count)
             else:
                 self.placed[row] = first + count
             return
-        rows, firsts = np.asarray(event.rows), np.asarray(event.first_positions)
-        careful = self.guarded and not self.guarded.isdisjoint(as_ints(event.rows))
-        if careful or np.count_nonzero(firsts < self.num_placed[rows]):
-            for row, first, count in zip(
-                as_ints(event.rows), as_ints(event.first_positions), as_ints(event.counts), strict=True
-            ):
+        places, starts = np.asarray(rows), np.asarray(firsts)
+        careful = self.guarded and not self.guarded.isdisjoint(as_ints(rows))
+        if careful or np.count_nonzero(starts < self.num_placed[places]):
+            for row, first, count in zip(as_ints(rows), as_ints(firsts), as_ints(counts), strict=True):
                 self._place(row, first, count)
         else:
-            self.num_placed[rows] = firsts + np.asarray(event.counts)
+            self.num_placed[places] = starts + np.asarray(counts)
 
     def _place(self, row: int, first: int, count: int) -> None:
         end = first + count
@@ -218,7 +244,7 @@ class LedgerState:
 
     def _blocks_shared(self, event: BlocksShared) -> None:
         blocks = as_ints(event.blocks)
-        self.pool.adopt(blocks)
+        self.pool.apply_adopt(blocks)
         group, parent, child = event.group, event.parent_row, event.child_row
         self.tables[group].extend(child, blocks)
         self.considered[group][child] = self.considered[group][parent]
@@ -226,13 +252,15 @@ class LedgerState:
         self.guarded.update((parent, child))
 
     def _block_copied(self, event: BlockCopied) -> None:
-        self.pool.take((event.target,))
-        self.pool.release((event.source,))
+        self.pool.apply_take((event.target,))
+        self.pool.apply_release((event.source,))
         self.tables[event.group].replace(event.row, (event.index,), event.target)
 
     def _blocks_freed(self, event: BlocksFreed) -> None:
         reason, groups, rows, counts, blocks, indices = event
-        self.pool.release(as_ints(blocks))
+        if not isinstance(blocks, tuple):
+            blocks = as_ints(blocks)
+        self.pool.apply_release(blocks)
         if len(rows) == 1 and not len(indices):  # all that a request holds in one group
             self.tables[int(groups[0])].clear(int(rows[0]))
             return
@@ -250,10 +278,10 @@ class LedgerState:
             start += count
 
     def _blocks_uncached(self, event: BlocksUncached) -> None:
-        self.pool.uncache(as_ints(event.blocks))
+        self.pool.apply_uncache(as_ints(event.blocks))
 
     def _cache_reset(self, event: CacheReset) -> None:
-        self.pool.reset()
+        self.pool.apply_reset()
 
     # -- comparison --------------------------------------------------------------------------------------------------
 
