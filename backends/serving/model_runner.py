@@ -190,6 +190,23 @@ class ModelRunner:
         )
 
     @torch.no_grad()
+    def warm_up(self) -> None:
+        """Run the model over padding, so that the first request finds every kernel compiled, that of attention too.
+
+        Kernels are compiled for the model's heads, windows, softcaps and dtypes, and attention once with splits along
+        the sequence and once without: the step of fewest tokens splits if any does, and the largest ones do not if any
+        does not. For a GPU: elsewhere nothing is compiled, and it takes as long as the largest step. The backend's
+        tables must exist (`create_tables`), and no step may be in flight. The cache stays as it is.
+        """
+        max_num_reqs, max_num_tokens = len(self.backend.inputs.rows), self.backend.slots.shape[1]
+        most = min(max_num_reqs, max_num_tokens)
+        nothing = np.zeros(0, dtype=np.int64)
+        self.backend.slot_mapping(TokenBatch(nothing, nothing, nothing))
+        for num_tokens, num_reqs in ((1, 1), (most, most), (max_num_tokens, 1), (max_num_tokens, most)):
+            padding = self._to_device(np.zeros(num_tokens, dtype=np.int64))
+            self._forward(padding, padding, num_reqs, logits_to_keep=padding[:1])
+
+    @torch.no_grad()
     def capture(self, sizes: Sequence[int], capturer: GraphCapturer) -> DecodeGraphs:
         """Capture decode steps; from here on a step of single tokens of at most the largest size is replayed.
 

@@ -36,7 +36,6 @@ from ..host_memory import HostDevice
 from ..memory_profiler import MemoryProfiler, Reconciliation
 from ..profiling_step import StepLimits
 from ..torch_device import torch_device
-from .decode_graphs import DecodeGraphs
 from .engine_options import EngineOptions
 from .model_runner import ModelRunner
 from .profiled_model import ProfiledModel, SampledGraphs
@@ -224,20 +223,19 @@ def _size_by_profile(
     planned_bytes = plan.pool.configs()[0].size_bytes
     profiler.allocate_pool(lambda: _allocate(backend, plan), planned_bytes=planned_bytes)
     runner = ModelRunner(loaded.model, backend)
+    _warm_up(runner, _allocator(options, plan))
     if capturer is not None and sizes:
-        profiler.capture_graphs(lambda: _capture(runner, _allocator(options, plan), sizes, capturer))
+        profiler.capture_graphs(lambda: runner.capture(sizes, capturer))
     return _sized(loaded, runner, options, plan, profiler.reconcile())
 
 
-def _capture(
-    runner: ModelRunner, allocator: AllocatorConfig, sizes: tuple[int, ...], capturer: GraphCapturer
-) -> DecodeGraphs:
-    """Graphs read the tables of the pool that is to come, so these are made first, outside inference mode: they are
-    written in the engine's thread.
+def _warm_up(runner: ModelRunner, allocator: AllocatorConfig) -> None:
+    """Steps and graphs read the tables of the pool that is to come, so these are made first, outside inference mode:
+    they are written in the engine's thread.
     """
     with torch.inference_mode(False):
         runner.backend.create_tables(allocator)
-    return runner.capture(sizes, capturer)
+    runner.warm_up()
 
 
 def _geometry(model: Any, options: EngineOptions) -> ModelGeometry:

@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="real models need transformers")
 from kvledger.backends.attention_packages import FlashAttention  # noqa: E402
 from kvledger.backends.cuda_device import AllocatorBytes  # noqa: E402
 from kvledger.backends.host_memory import HostDevice  # noqa: E402
-from kvledger.backends.serving import EngineOptions, LiveEngine, SamplingSettings, size_engine  # noqa: E402
+from kvledger.backends.serving import EngineOptions, LiveEngine, ModelRunner, SamplingSettings, size_engine  # noqa: E402
 from kvledger.core import DoesNotFitError, InputError  # noqa: E402
 from kvledger.core.memory_probe import MemoryKind  # noqa: E402
 from kvledger.core.startup_log import read_startup_log  # noqa: E402
@@ -21,7 +21,7 @@ from tests.backends import fake_attention_packages as fakes  # noqa: E402
 from tests.backends.serving.real_models import tiny_model  # noqa: E402
 from tests.backends.serving.recorded_graphs import RecordedGraphs, RecordedKernels  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 MIB = 1 << 20
 OPTIONS = EngineOptions(max_num_seqs=8, max_num_batched_tokens=64, block_size=4, kv_cache_memory_bytes=MIB)
@@ -183,6 +183,18 @@ def test_captured_decode_steps_are_estimated_set_aside_and_measured(capturer) ->
     assert any(line.startswith("CUDA graph pool memory: ") for line in lines)
     assert serve(found) == serve(sized())
     assert found.runner.graphs.num_replays > 5
+
+
+def test_a_profiled_engine_is_warm_before_its_decode_steps_are_captured(capturer, monkeypatch) -> None:
+    num_captured, warm_up = [], ModelRunner.warm_up
+
+    def watched(runner):
+        num_captured.append(len(capturer.recordings))
+        warm_up(runner)
+
+    monkeypatch.setattr(ModelRunner, "warm_up", watched)
+    sized(device_access=CountedDevice(), graph_capturer=capturer, cudagraph_capture_sizes=(1, 8))
+    assert num_captured == [2] and len(capturer.recordings) == 2 + 2  # the first two over the smallest pool
 
 
 def test_nothing_is_captured_where_it_is_not_wanted(capturer) -> None:
