@@ -36,6 +36,7 @@ from .detokenizer import Tokenizer
 from .engine_driver import EngineDriver
 from .generation import Generation
 from .inbox import Inbox
+from .length_limit import LengthLimit
 from .live_request import NANOSECONDS, LiveRequest
 from .model_runner import RequestTokens
 from .request_checks import RequestChecks
@@ -51,20 +52,17 @@ class TokenRunner(Protocol):
 
     Attributes:
         backend: whose pool it writes and reads.
+        length_limit: how long a request may be.
         tokens: set by the engine.
     """
 
     backend: CudaBackend
+    length_limit: LengthLimit
     tokens: RequestTokens | None
 
     @property
     def vocab_size(self) -> int:
         """Columns of the logits."""
-        ...
-
-    @property
-    def max_model_len(self) -> int | None:
-        """Tokens of the longest sequence; None: no limit of its own."""
         ...
 
     def launch(self, step: ScheduledStep) -> FinishStep:
@@ -348,9 +346,7 @@ def _check_settings(runner: TokenRunner, allocator: AllocatorConfig, scheduler: 
             f"preemption_mode is {scheduler.preemption_mode!r}, and a live engine copies no blocks to host memory; set "
             "'recompute'"
         )
-    limit = runner.max_model_len
-    if limit is not None and allocator.max_model_len > limit:
-        raise InputError(f"max_model_len is {allocator.max_model_len:,}, and the model was made for at most {limit:,}")
+    runner.length_limit.check(allocator.max_model_len, "max_model_len")
 
 
 def _use_device_of(backend: CudaBackend) -> None:

@@ -24,6 +24,7 @@ from ..cuda_graphs import GraphCapturer
 from ..step_runner import FinishStep
 from .decode_graphs import DecodeGraphs, checked_capture_sizes
 from .device_values import on_device
+from .length_limit import LengthLimit, length_limit
 from .registered_attention import BATCH_KEYWORD, PagedBatch, register_paged_attention
 from .served_model import served_layers, transformers_geometry
 
@@ -76,6 +77,7 @@ class ModelRunner:
         model: the transformers model.
         backend: whose pool the model's layers write and read.
         geometry: what the layers store.
+        length_limit: how long a request may be.
         graphs: captured decode steps; None: every step runs eagerly.
     """
 
@@ -95,6 +97,7 @@ class ModelRunner:
         self.backend = backend
         self.tokens = tokens
         self.geometry: ModelGeometry = transformers_geometry(model)
+        self.length_limit: LengthLimit = length_limit(model, self.geometry.max_position_embeddings)
         self.graphs: DecodeGraphs | None = None
         self._layers = served_layers(self.geometry)
         self._check(model)
@@ -125,11 +128,6 @@ class ModelRunner:
                 f"the backend has no cache for {', '.join(missing)} of {name}; initialize it with kv_cache_config of "
                 "this model"
             )
-
-    @property
-    def max_model_len(self) -> int | None:
-        """Tokens of the longest sequence that the model was made for; None where its config does not say."""
-        return self.geometry.max_position_embeddings
 
     @property
     def vocab_size(self) -> int:
@@ -256,13 +254,8 @@ class ModelRunner:
     def _check_batch(self, token_ids: NDArray[np.int64], batch: TokenBatch) -> None:
         if len(token_ids) != batch.num_tokens:
             raise InputError(f"{len(token_ids)} token ids for a batch of {batch.num_tokens} tokens")
-        limit = self.max_model_len
         longest = int((batch.first_positions + batch.counts).max(initial=0))
-        if limit is not None and longest > limit:
-            raise InputError(
-                f"a request of {longest:,} tokens; {self.geometry.name} was made for {limit:,} "
-                "(max_position_embeddings); give the allocator a max_model_len of at most that"
-            )
+        self.length_limit.check(longest, "a request's length")
 
     def _to_device(self, values: NDArray[np.int64]) -> torch.Tensor:
         return on_device(np.asarray(values, dtype=np.int64), self.backend.device)

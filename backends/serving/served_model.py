@@ -6,7 +6,6 @@
 What the pool or its attention kernel cannot hold is refused here, before anything is allocated.
 """
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -19,6 +18,7 @@ from ...core.kv_cache_layout import KVCacheLayout
 from ...core.kv_cache_tensors import lay_out
 from ...core.layer_cache import AttentionCache
 from ...core.model_geometry import ModelGeometry, geometry_from_config
+from .length_limit import length_limit
 
 # Fields of a config under which a token's keys and values are not just its own layer's, one of each a token.
 _REFUSED_FIELDS = {
@@ -45,9 +45,7 @@ class ServedLayer:
 def transformers_geometry(model: Any) -> ModelGeometry:
     """What a transformers model stores: its config read by `geometry_from_config`, its weights' dtype for `auto`.
 
-    Under rotary scaling of the type `longrope` its `max_position_embeddings` is what the scaling starts from: beyond
-    it, transformers turns all keys of a forward pass otherwise, those of shorter neighbours too, so a request's output
-    would depend on who is in its batch.
+    Its `max_position_embeddings` is what the model can be served with (`length_limit`).
 
     Args:
         model: a causal language model (`PreTrainedModel` with a head).
@@ -72,31 +70,9 @@ def transformers_geometry(model: Any) -> ModelGeometry:
     }
     geometry = geometry_from_config(values, architecture, f"the config of {architecture}")
     served_layers(geometry)
-    return _of_steady_positions(geometry, text_config)
-
-
-def _of_steady_positions(geometry: ModelGeometry, text_config: Any) -> ModelGeometry:
-    limits = [
-        rope.get("original_max_position_embeddings") or getattr(text_config, "original_max_position_embeddings", None)
-        for rope in _rotary_parameters(text_config)
-        if rope.get("rope_type") == "longrope"
-    ]
-    known = [limit for limit in (*limits, geometry.max_position_embeddings) if limit is not None]
-    if not limits or not known:
-        return geometry
-    fields = {**geometry.fields.values, "max_position_embeddings": min(known)}
+    limit = length_limit(model, geometry.max_position_embeddings).num_tokens
+    fields = {**geometry.fields.values, "max_position_embeddings": limit}
     return attrs.evolve(geometry, fields=ConfigFields(fields, geometry.fields.place))
-
-
-def _rotary_parameters(text_config: Any) -> Iterator[Mapping[str, Any]]:
-    """Those of all layers, or of each kind of layer."""
-    parameters = getattr(text_config, "rope_parameters", None) or {}
-    if "rope_type" in parameters:
-        yield parameters
-        return
-    for of_kind in parameters.values():
-        if isinstance(of_kind, Mapping):
-            yield of_kind
 
 
 def served_layers(geometry: ModelGeometry) -> tuple[ServedLayer, ...]:

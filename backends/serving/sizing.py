@@ -37,6 +37,7 @@ from ..memory_profiler import MemoryProfiler, Reconciliation
 from ..profiling_step import StepLimits
 from ..torch_device import torch_device
 from .engine_options import EngineOptions
+from .length_limit import length_limit
 from .model_runner import ModelRunner
 from .profiled_model import ProfiledModel, SampledGraphs
 from .served_model import transformers_geometry
@@ -84,7 +85,11 @@ class SizedEngine(Generic[Loaded]):
     def warnings(self) -> tuple[str, ...]:
         """What a reader must know before trusting the figures."""
         measured = () if self.reconciliation is None else self.reconciliation.warnings
-        return (*[each for each in self.plan.warnings if self._is_news(each)], *measured)
+        return (*self._shorter_than_made_for(), *filter(self._is_news, self.plan.warnings), *measured)
+
+    def _shorter_than_made_for(self) -> tuple[str, ...]:
+        limit = self.runner.length_limit
+        return (limit.reason,) if limit.is_longrope and self.options.max_model_len_is_open else ()
 
     def _is_news(self, warning: str) -> bool:
         """That a utilization is ignored is none to somebody who gave none."""
@@ -242,12 +247,11 @@ def _geometry(model: Any, options: EngineOptions) -> ModelGeometry:
     """What the model stores.
 
     Raises:
-        InputError: it cannot be served, or a request could be longer than it was made for.
+        InputError: it cannot be served, or a request could be longer than its `length_limit`.
     """
     geometry = transformers_geometry(model)
-    asked, made_for = options.max_model_len, geometry.max_position_embeddings
-    if asked is not None and made_for is not None and asked > made_for:
-        raise InputError(f"max_model_len is {asked:,}, and the model was made for at most {made_for:,}")
+    if options.max_model_len is not None:
+        length_limit(model, geometry.max_position_embeddings).check(options.max_model_len, "max_model_len")
     return geometry
 
 

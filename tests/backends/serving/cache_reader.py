@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from kvledger.backends import CudaBackend
 from kvledger.backends.serving import LiveEngine, StepTokens
+from kvledger.backends.serving.length_limit import LengthLimit
 from kvledger.core import AllocatorConfig, FullAttention, SchedulerConfig, SlidingWindow
 from kvledger.core.kv_cache_config import KVCacheGroup
 from kvledger.core.kv_cache_layout import KVCacheLayout
@@ -30,7 +31,7 @@ class CacheReader:
         self.backend = backend
         self.tokens = None
         self.vocab_size = VOCAB_SIZE
-        self.max_model_len = None
+        self.length_limit = LengthLimit(None, "")
         self.windowed = windowed
         self.fail_at_step = None
         self.num_steps = 0

@@ -14,6 +14,7 @@ from kvledger.backends.serving import (
     QueueFullError,
     SamplingSettings,
 )
+from kvledger.backends.serving.length_limit import LengthLimit
 from kvledger.core import DoesNotFitError, InputError, MisuseError, SchedulerConfig
 
 pytestmark = pytest.mark.torch
@@ -327,7 +328,7 @@ def test_settings_that_a_live_engine_cannot_serve_with_are_refused(make_engine) 
         _check_settings(runner, config, SchedulerConfig(max_num_seqs=8, num_speculative_tokens=2))
     with pytest.raises(InputError, match="preemption_mode is 'swap'"):
         _check_settings(runner, config, SchedulerConfig(preemption_mode="swap", swap_space_blocks=4))
-    runner.max_model_len = 63
+    runner.length_limit = LengthLimit(63, "the model was made for at most 63")
     with pytest.raises(InputError, match="max_model_len is 64, and the model was made for at most 63"):
         _check_settings(runner, config, SchedulerConfig())
 

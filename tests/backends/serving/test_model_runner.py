@@ -266,7 +266,7 @@ def test_a_model_given_back_runs_by_itself_again():
 def test_a_step_that_the_runner_cannot_compute_is_refused_with_the_numbers():
     pool = Pool(tiny_model("gpt2", n_positions=16))
     batch = TokenBatch(np.array([0]), np.array([0]), np.array([17]))
-    with pytest.raises(InputError, match="17 tokens; GPT2LMHeadModel was made for 16"):
+    with pytest.raises(InputError, match="a request's length is 17, and GPT2LMHeadModel was made for at most 16"):
         pool.runner.run(np.arange(17), batch, np.array([0]))
     with pytest.raises(InputError, match="3 token ids for a batch of 17 tokens"):
         pool.runner.run(np.arange(3), batch, np.array([0]))

@@ -1,6 +1,5 @@
 """From a transformers model to a plan: groups of layers, and what is refused before anything is allocated."""
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="live serving needs torch")
@@ -16,7 +15,7 @@ from kvledger.backends.serving import (  # noqa: E402
     transformers_geometry,
 )
 from kvledger.backends.serving.registered_attention import PagedBatch, paged_attention_forward  # noqa: E402
-from kvledger.core import InputError, MisuseError, TokenBatch  # noqa: E402
+from kvledger.core import InputError, MisuseError  # noqa: E402
 from kvledger.core.kv_cache_layout import KVCacheLayout  # noqa: E402
 
 from tests.backends.serving.model_families import FAMILIES, WINDOW  # noqa: E402
@@ -24,8 +23,6 @@ from tests.backends.serving.real_models import (  # noqa: E402
     BLOCK_SIZE,
     Alone,
     Pool,
-    Service,
-    alone,
     prompt,
     tiny_model,
 )
@@ -222,36 +219,3 @@ def test_attention_outside_the_runner_is_refused(attention_call):
 
 def test_registering_twice_is_registering_once():
     assert register_paged_attention() == register_paged_attention() == "kvledger"
-
-
-ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-
-
-@pytest.mark.parametrize(
-    ("rope", "longest"),
-    [
-        (ROPE | {"original_max_position_embeddings": 32}, 32),
-        (ROPE | {"original_max_position_embeddings": 300}, 256),
-        ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}, 256),
-    ],
-)
-def test_a_request_is_no_longer_than_positions_do_not_depend_on_its_neighbours(rope, longest) -> None:
-    """Beyond it, longrope would turn the keys of all requests of a step by the longest of them."""
-    model = tiny_model("llama", rope_parameters=rope)
-    assert transformers_geometry(model).max_position_embeddings == longest
-    pool = Pool(model)
-    assert pool.runner.max_model_len == longest
-    with pytest.raises(InputError, match=f"{longest + 1} tokens; LlamaForCausalLM was made for {longest}"):
-        batch = TokenBatch(np.array([0]), np.array([longest]), np.array([1]))
-        pool.runner.run(np.array([5]), batch, np.array([0]))
-
-
-def test_requests_of_any_served_length_share_a_batch_under_longrope() -> None:
-    rope = {"rope_parameters": ROPE | {"original_max_position_embeddings": 32}}
-    service = Service(tiny_model("llama", **rope))
-    prompts = {"short": prompt(9, seed=1), "long": prompt(20, seed=2)}
-    for name, ids in prompts.items():
-        service.submit(name, ids, 12)
-    service.run()
-    for name, ids in prompts.items():
-        assert service.outputs(name) == alone(tiny_model("llama", **rope), ids, 12)

@@ -252,13 +252,13 @@ def test_more_than_one_rank_is_refused_plainly(name) -> None:
 
 
 def test_a_length_that_the_model_was_not_made_for_is_refused() -> None:
-    with pytest.raises(InputError, match="max_model_len is 300, and the model was made for at most 256"):
+    with pytest.raises(InputError, match="max_model_len is 300, and LlamaForCausalLM was made for at most 256"):
         sized(max_model_len=300)
-    with pytest.raises(InputError, match="max_model_len is 300, and the model was made for at most 256"):
+    with pytest.raises(InputError, match="max_model_len is 300, and LlamaForCausalLM was made for at most 256"):
         sized(max_model_len=300, max_num_seqs=1, max_num_batched_tokens=512, device_access=CountedDevice())
     found = sized()
     longer = attrs.evolve(found.allocator, max_model_len=300, max_in_flight_tokens=64)
-    with pytest.raises(InputError, match="max_model_len is 300, and the model was made for at most 256"):
+    with pytest.raises(InputError, match="max_model_len is 300, and LlamaForCausalLM was made for at most 256"):
         LiveEngine(found.runner, allocator=longer, scheduler=found.scheduler)
 
 
