@@ -28,6 +28,7 @@ class SlotTables:
         context_rank: this rank of decode context parallelism, from 0.
         context_size: how many ranks there are.
         interleave: consecutive tokens of one rank before the next one's turn.
+        max_num_positions: of the longest request that any of the tables has room for.
         descriptors: int64 `[num_groups, 6]` on the device: pointer, row stride, rows, width, block size, sharded.
     """
 
@@ -37,6 +38,7 @@ class SlotTables:
     context_rank: int
     context_size: int
     interleave: int
+    max_num_positions: int
     descriptors: Tensor
 
     @classmethod
@@ -96,6 +98,7 @@ class SlotTables:
             context_rank,
             context_size,
             interleave,
+            max(table.shape[1] * size for table, size in zip(block_tables, block_sizes, strict=True)),
             torch.tensor(described, dtype=torch.int64, device=device),
         )
 

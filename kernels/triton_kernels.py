@@ -59,9 +59,9 @@ class TritonKernels:
         check_batch(tables, rows, query_start_loc, first_positions, slot_mapping)
         if checked:
             check_batch_content(tables, rows, query_start_loc, first_positions, slot_mapping)
-        context = (tables.context_rank, tables.context_size, tables.interleave)
+        constants = (tables.context_rank, tables.context_size, tables.interleave, tables.max_num_positions)
         launch = self._launches.get(
-            ("slot_mapping", *context, *memory_key(slot_mapping)), lambda: slot_mapping_launch(tables, slot_mapping)
+            ("slot_mapping", *constants, *memory_key(slot_mapping)), lambda: slot_mapping_launch(tables, slot_mapping)
         )
         if slot_mapping.shape[1]:
             num_lanes = num_lanes_for(slot_mapping.shape[1], SLOT_TILE)

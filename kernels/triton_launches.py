@@ -24,6 +24,7 @@ from .slot_mapping_triton import slot_mapping_kernel
 # Elements of one tile of heads x dimensions: more of them would spill.
 MAX_TILE_ELEMENTS = 2048
 SLOT_TILE = 1024
+MAX_INT32 = (1 << 31) - 1
 COPY_TILE_WORDS = 2048
 WORD_TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
@@ -78,6 +79,7 @@ def slot_mapping_launch(tables: SlotTables, slot_mapping: Tensor) -> Launch:
             "CONTEXT_RANK": tables.context_rank,
             "CONTEXT_SIZE": tables.context_size,
             "INTERLEAVE": tables.interleave,
+            "POSITION_TYPE": tl.int32 if tables.max_num_positions <= MAX_INT32 else tl.int64,
             "TILE": min(SLOT_TILE, next_power_of_2(slot_mapping.shape[1])),
         },
         num_warps=4,

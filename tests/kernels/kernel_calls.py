@@ -102,11 +102,11 @@ def write_mla(cache_dtype: torch.dtype) -> Call:
     return call
 
 
-def map_slots(context_size: int = 1) -> Call:
+def map_slots(context_size: int = 1, block_size: int = 16) -> Call:
     def call(kernels: Any) -> None:
         tables = [torch.zeros(4, 64, dtype=torch.int32), torch.zeros(4, 32, dtype=torch.int32)]
         kernels.compute_slot_mapping(
-            tables=SlotTables.of(tables, [16, 32], context_size=context_size),
+            tables=SlotTables.of(tables, [block_size, 2 * block_size], context_size=context_size),
             rows=torch.zeros(4, dtype=torch.int32),
             query_start_loc=torch.zeros(5, dtype=torch.int32),
             first_positions=torch.zeros(4, dtype=torch.int64),
@@ -247,6 +247,7 @@ EVERYWHERE: dict[str, Call] = {
     "write flash 8x128 to e5m2": write(flash, cache_dtype=E5M2),
     "write MLA 512+64": write_mla(BF16),
     "slot mapping": map_slots(),
+    "slot mapping, 2^32 positions": map_slots(block_size=1 << 26),
     "copy blocks 8x128": copy,
     "gather flash 8x128": gather(flash),
     "attend flash 32/8x128": attend(flash),

@@ -18,6 +18,7 @@ import attrs
 # LDG, STG: through a global address. LDGSTS: global to shared, asynchronously. LD, ST: through a generic address.
 _SASS = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(LDGSTS|LDG|STG|LDL|STL|LD|ST)((?:\.\w+)*)\s", re.MULTILINE)
 _SASS_BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
+_WIDE_DIVISION = re.compile(r"\bI2F\.U64\.RP\b")
 _ADDRESS = re.compile(r"\s*/\*([0-9a-f]+)\*/")
 _USAGE = re.compile(r"\b(REG|STACK|LOCAL):(\d+)")
 _AMD = re.compile(r"^\s+(?:global|buffer|flat)_(load|store)_(\w+)", re.MULTILINE)
@@ -34,6 +35,7 @@ class MachineCode:
         local_accesses: instructions that load or store thread-local memory, and registers spilled to it.
         local_bytes: thread-local memory of a thread, stack included.
         registers: of a thread.
+        wide_divisions: places where 64 bits are divided, a subroutine on NVIDIA's cards; not read in AMD's assembly.
 
     Scalar loads of AMD's kernels (a slot, a scale) go another way and are not counted; nor are its scalar registers
     that spill into lanes of vector registers, which is no memory.
@@ -44,6 +46,7 @@ class MachineCode:
     local_accesses: int
     local_bytes: int
     registers: int
+    wide_divisions: int
 
 
 def read_cubins(cubins: Sequence[Path], architecture: str, tools: Path) -> list[MachineCode]:
@@ -99,7 +102,8 @@ def parse_sass(text: str) -> MachineCode:
     usage = {name: int(value) for name, value in _USAGE.findall(text)}
     if "REG" not in usage:
         raise ValueError(f"no resource usage among {len(text)} characters of disassembly")
-    return MachineCode(dict(loads), dict(stores), local, usage["STACK"] + usage["LOCAL"], usage["REG"])
+    local_bytes, divisions = usage["STACK"] + usage["LOCAL"], len(_WIDE_DIVISION.findall(text))
+    return MachineCode(dict(loads), dict(stores), local, local_bytes, usage["REG"], divisions)
 
 
 def parse_amdgcn(text: str) -> MachineCode:
@@ -121,4 +125,5 @@ def parse_amdgcn(text: str) -> MachineCode:
         local + private["vgpr_spill_count"],
         private["private_segment_fixed_size"],
         int(registers.group(1)),
+        0,
     )

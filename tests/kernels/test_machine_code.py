@@ -202,6 +202,12 @@ def test_slots_are_stored_whole(compiled: Any, target: str) -> None:
     assert min(stores) >= 8
 
 
+@pytest.mark.parametrize("target", NVIDIA)
+def test_slot_mapping_divides_in_64_bits_only_where_a_table_has_so_many_positions(compiled: Any, target: str) -> None:
+    narrow, wide = (compiled(target)[f"slot mapping{what}"]["launches"][0] for what in ("", ", 2^32 positions"))
+    assert narrow["wide_divisions"] == 0 < wide["wide_divisions"]
+
+
 def test_rows_that_are_8_bytes_off_are_read_8_bytes_at_a_time_and_stored_wide(compiled: Any) -> None:
     assert widths(compiled("sm_90")["write rows 8 bytes off 8x128"]) == ({8}, {16})
 
@@ -232,6 +238,7 @@ SASS = """
         /*00b0*/                   LDL.64 R9, [R1] ;
         /*00c0*/                   LDS.128 R9, [R1] ;
         /*00d0*/                   STG.E.64 desc[UR4][R2.64], R4 ;
+        /*00e0*/                   I2F.U64.RP R38, R36 ;
  Function k:
   REG:40 STACK:8 SHARED:0 LOCAL:4 CONSTANT[0]:560 TEXTURE:0 SURFACE:0 SAMPLER:0
 """
@@ -252,7 +259,7 @@ def test_sass_is_read_by_opcode_and_width() -> None:
     code = parse_sass(SASS)
     assert code.loads == {16: 2, 2: 1, 4: 1}
     assert code.stores == {8: 1}
-    assert (code.local_accesses, code.local_bytes, code.registers) == (1, 12, 40)
+    assert (code.local_accesses, code.local_bytes, code.registers, code.wide_divisions) == (1, 12, 40, 1)
 
 
 def test_amd_assembly_is_read_by_opcode_and_width() -> None:

@@ -180,3 +180,19 @@ def test_a_batch_that_does_not_fit_its_buffers_is_refused(kernels: Any) -> None:
     ):
         with pytest.raises(KernelInputError, match=message):
             kernels.compute_slot_mapping(**({"tables": tables, "slot_mapping": slots} | batch | {name: value}))
+
+
+def test_positions_past_2_to_the_31_find_their_blocks(kernels: Any) -> None:
+    size = 1 << 26
+    tables = SlotTables.of([integers(*range(3, 67)).view(1, 64)], [size])
+    assert tables.max_num_positions == 1 << 32
+    requests = [(0, (1 << 31) - 1, 3), (0, (1 << 32) - 2, 2), (0, size - 1, 2)]
+    slots = slots_of(kernels, tables, requests, 8)
+    assert slots == slots_by_hand(tables, requests, 8)
+    assert slots[0][:3] == [(1 << 31) - 1 + 3 * size, (1 << 31) + 3 * size, (1 << 31) + 1 + 3 * size]
+
+
+def test_a_position_past_the_table_has_no_slot_however_far_past_it_is(kernels: Any) -> None:
+    tables = SlotTables.of([integers(3, 4).view(1, 2)], [16])
+    firsts = (31, (1 << 32) - 1, (1 << 32) + 15, (1 << 62) - 1)
+    assert slots_of(kernels, tables, [(0, first, 2) for first in firsts], 8) == [[79, *[-1] * 7]]
