@@ -4,7 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..core.types import Backend
-from .sim_backend import ContextRank, SimBackend
+from .context_rank import ContextRank
+from .sim_backend import SimBackend
 
 if TYPE_CHECKING:
     from .cache_arrangement import CacheArrangement

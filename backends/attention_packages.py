@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ..core.types import TokenBatch
+from .context_rank import ContextRank
 from .flashinfer_tables import flashinfer_tables
-from .sim_backend import ContextRank
 
 HALF_FLOATS = (torch.float16, torch.bfloat16)
 FLASH_ATTENTION_PAGE_TOKENS = 256

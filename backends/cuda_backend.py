@@ -23,10 +23,10 @@ from ..kernels.kernel_set import Kernels
 from .attention_packages import AttentionPackage
 from .cache_arrangement import CacheArrangement
 from .cache_layout import LayerCache, bind_layers, layer_caches
+from .context_rank import ContextRank
 from .device_pool import DevicePool, check_pool
 from .flashinfer_tables import FlashInferTables, flashinfer_tables
 from .layer_access import KVScales, LayerAccess
-from .sim_backend import ContextRank
 from .step_runner import FinishStep, StepOutputs, StepRunner, StepTimer
 from .step_staging import BatchInputs
 from .torch_device import default_kernels, torch_device

@@ -13,8 +13,8 @@ from ..core.kv_cache_layout import block_table_width
 from ..kernels.copy_blocks import BlockRegions
 from ..kernels.slot_mapping import PADDING_SLOT, SlotTables
 from .cache_layout import LayerCache
+from .context_rank import ContextRank
 from .device_tables import DeviceTables
-from .sim_backend import ContextRank
 from .table_events import TableEvents
 
 

@@ -6,7 +6,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..core.types import TokenBatch
-from .sim_backend import ContextRank
+from .context_rank import ContextRank
 
 
 @attrs.frozen(eq=False)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import attrs
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,34 +19,9 @@ from ..core.events import (
     PrefixAdopted,
     as_ints,
 )
-from ..core.reductions import largest
 from ..core.types import DraftModel, LatencyModel, ScheduledStep, StepLoad, StepResult, TokenBatch
-
-PADDING_SLOT = -1
-# With fewer tokens a request than this, working out runs costs more than it saves.
-_TOKENS_A_RUN = 4
-
-
-@attrs.frozen
-class ContextRank:
-    """One rank of decode context parallelism.
-
-    Attributes:
-        rank: which one, from 0.
-        size: how many there are.
-        interleave_tokens: consecutive tokens that one rank holds before the next one's turn.
-    """
-
-    rank: int = 0
-    size: int = 1
-    interleave_tokens: int = 1
-
-    def __attrs_post_init__(self) -> None:
-        if not 0 <= self.rank < self.size or self.interleave_tokens < 1:
-            raise InputError(
-                f"rank {self.rank} of {self.size} with stripes of {self.interleave_tokens} tokens: ranks are 0 to size "
-                "- 1, stripes at least 1"
-            )
+from .context_rank import ContextRank
+from .sim_slots import GroupSlots
 
 
 class SimBackend:
@@ -73,13 +47,11 @@ class SimBackend:
         so the blocks of a request, and its table, are 1 / size as many as one rank alone would need.
         """
         self._context = ContextRank() if context is None else context
-        self._holds_tokens: list[bool] = []
         self.latency = latency
         self.drafts = drafts
         self.block_tables: list[NDArray[np.int32]] = []
         self.num_blocks_per_row: list[NDArray[np.int32]] = []
-        self._block_sizes: list[int] = []
-        self._numbers: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._slots: list[GroupSlots] = []
         self._submitted: ScheduledStep | None = None
         # Durations worked out by `repeats_before`, and the load they are of, which a macro-step shares.
         self._foreseen: tuple[int, ...] = ()
@@ -113,77 +85,13 @@ class SimBackend:
             num_padded_tokens: length of the result if longer than the batch; the tail is -1 (no slot).
 
         Returns:
-            int64 `[max(num_tokens, num_padded_tokens)]`.
+            int64 `[max(num_tokens, num_padded_tokens)]`, a read-only view of a buffer of the group's: its next batch
+            overwrites it.
 
         Raises:
             InputError: more tokens than the padded length, or positions beyond the tables.
         """
-        num_tokens = batch.num_tokens
-        if num_tokens > num_padded_tokens > 0:
-            raise InputError(f"a batch of {num_tokens} tokens cannot be padded to {num_padded_tokens}")
-        is_dealt_out = self._context.size > 1 and self._holds_tokens[group]
-        has_runs = num_tokens > _TOKENS_A_RUN * len(batch.rows) and np.count_nonzero(batch.counts) == len(batch.counts)
-        if is_dealt_out or not has_runs:
-            positions = batch.positions()
-            size = self._block_sizes[group]
-            blocks = self.block_tables[group][batch.row_of_token(), positions // size].astype(np.int64)
-            slots = self._slots(group, blocks, positions % size)
-        else:
-            slots = self._slots_of_runs(group, batch, num_tokens)
-        if num_padded_tokens <= num_tokens:
-            return slots
-        padded = np.full(num_padded_tokens, PADDING_SLOT, dtype=np.int64)
-        padded[:num_tokens] = slots
-        return padded
-
-    def _slots_of_runs(self, group: int, batch: TokenBatch, num_tokens: int) -> NDArray[np.int64]:
-        """Slots run on inside a block: along such a run they stand equally far from the tokens' places in the batch.
-
-        A batch of n tokens has about n / block_size runs, and only the last two lines touch every token.
-        """
-        size, table = self._block_sizes[group], self.block_tables[group]
-        firsts, counts = batch.first_positions, batch.counts
-        ends_at = firsts + counts
-        first_index = firsts // size
-        end_index = (ends_at + (size - 1)) // size
-        if largest(end_index) > table.shape[1]:
-            raise InputError(
-                f"position {largest(ends_at) - 1} lies beyond a block table of {table.shape[1]} blocks of {size} tokens"
-            )
-        num_runs = end_index - first_index
-        ends = np.add.accumulate(num_runs)
-        # Run r of a request holds its block number r + ahead.
-        ahead = first_index - ends + num_runs
-        of_run = self._counting(int(ends[-1]))
-        blocks = table.reshape(-1).take(np.repeat(batch.rows * table.shape[1] + ahead, num_runs) + of_run)
-        distances = blocks - of_run
-        distances *= size
-        distances += np.repeat(firsts - np.add.accumulate(counts) + counts - ahead * size, num_runs)
-        lengths: NDArray[np.int64] | int = size
-        before, behind = firsts - first_index * size, end_index * size - ends_at
-        if np.count_nonzero(before) or np.count_nonzero(behind):
-            lengths = np.full(len(distances), size, dtype=np.int64)
-            lengths[ends - num_runs] -= before
-            lengths[ends - 1] -= behind
-        slots = np.repeat(distances, lengths)
-        slots += self._counting(num_tokens)
-        return slots
-
-    def _counting(self, length: int) -> NDArray[np.int64]:
-        """0, 1, 2, ...; a view of an array that is kept."""
-        if length > len(self._numbers):
-            self._numbers = np.arange(2 * length, dtype=np.int64)
-        return self._numbers[:length]
-
-    def _slots(self, group: int, blocks: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Slots of tokens at `offsets` of their blocks; -1 for tokens that another rank holds."""
-        size, ranks = self._block_sizes[group], self._context.size
-        if ranks == 1 or not self._holds_tokens[group]:
-            return blocks * size + offsets
-        stripe = self._context.interleave_tokens
-        local = offsets // (stripe * ranks) * stripe + offsets % stripe
-        is_here = offsets // stripe % ranks == self._context.rank
-        return np.where(is_here, blocks * (size // ranks) + local, PADDING_SLOT)
+        return self._slots[group].of(batch, num_padded_tokens)
 
     def submit(self, step: ScheduledStep) -> None:
         """Take the step that `collect` will time."""
@@ -252,9 +160,10 @@ class SimBackend:
                     f"blocks of {kind.block_size} tokens do not divide into stripes of "
                     f"{self._context.interleave_tokens} on {self._context.size} ranks; use a multiple of {stripes}"
                 )
-            self._block_sizes.append(kind.block_size)
-            self._holds_tokens.append(kind.holds_tokens)
-            self.block_tables.append(np.zeros((event.max_num_reqs, width), dtype=np.int32))
+            table = np.zeros((event.max_num_reqs, width), dtype=np.int32)
+            self.block_tables.append(table)
+            context = self._context if kind.holds_tokens else ContextRank()
+            self._slots.append(GroupSlots(table, kind.block_size, context))
             self.num_blocks_per_row.append(np.zeros(event.max_num_reqs, dtype=np.int32))
 
     def _append(self, group: int, row: int, blocks: tuple[int, ...]) -> None:

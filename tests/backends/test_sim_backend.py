@@ -1,6 +1,7 @@
 """SimBackend rebuilds tables and slots from the events alone; the allocator's own tables are the check."""
 
 import math
+import tracemalloc
 
 import attrs
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvledger.backends import SimBackend
-from kvledger.backends.sim_backend import ContextRank
+from kvledger.backends.context_rank import ContextRank
 from kvledger.core import (
     AllocatorConfig,
     FullAttention,
@@ -252,3 +253,40 @@ def test_a_chunk_that_leaves_its_table_is_refused() -> None:
     allocator.allocate(Request("a", 9), 9)
     with pytest.raises(InputError, match="position 120 lies beyond a block table of 30 blocks of 4"):
         backend.slot_mapping(batch((allocator.row_of("a"), 100, 21)))
+
+
+def test_a_row_that_no_table_has_is_refused() -> None:
+    _, backend = make()
+    with pytest.raises(InputError, match="no row 6: the block tables have rows 0 to 5"):
+        backend.slot_mapping(batch((6, 0, 9)))
+
+
+def test_slots_are_overwritten_by_the_next_batch_of_their_group_alone_and_by_nobody_else() -> None:
+    allocator, backend = make([FullAttention(4), SlidingWindow(8, 12)])
+    for name in "ab":
+        allocator.allocate(Request(name, 8), 8)
+    of_a, of_b = (batch((allocator.row_of(name), 0, 8)) for name in "ab")
+    first, other_group = backend.slot_mapping(of_a, 0), backend.slot_mapping(of_a, 1)
+    before = first.tolist(), other_group.tolist()
+    assert backend.slot_mapping(of_b, 0).tolist() != before[0]
+    assert first.tolist() != before[0] and other_group.tolist() == before[1]
+    with pytest.raises(ValueError, match="read-only"):
+        first[0] = 0
+
+
+def test_mapping_whole_blocks_takes_no_memory_for_their_tokens() -> None:
+    backend = SimBackend()
+    config = AllocatorConfig(num_blocks=600, groups=[FullAttention(16)], max_model_len=1024, max_num_reqs=64)
+    allocator = KVCacheAllocator(config, sinks=[backend])
+    for i in range(64):
+        allocator.allocate(Request(str(i), 128), 128)
+    tokens = batch(*[(row, 0, 128) for row in range(64)])
+    size_bytes = backend.slot_mapping(tokens).nbytes
+    tracemalloc.start()
+    try:
+        backend.slot_mapping(tokens)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size_bytes == 64 * 128 * 8
+    assert peak_bytes < size_bytes / 4  # columns of a request and of a block each

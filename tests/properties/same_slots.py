@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from kvledger.backends import SimBackend
 from kvledger.backends.cache_arrangement import CacheArrangement
+from kvledger.backends.context_rank import ContextRank
 from kvledger.backends.cuda_backend import CudaBackend
 from kvledger.backends.layer_access import KVScales
-from kvledger.backends.sim_backend import ContextRank
 from kvledger.backends.torch_dtypes import torch_dtype
 from kvledger.core import Commit, TokenBatch
 from kvledger.core.events import (
