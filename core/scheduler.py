@@ -149,6 +149,43 @@ class Scheduler:
             DoesNotFitError: its prompt and `max_tokens` can never be held; it is counted as rejected (D01).
             MisuseError: a request of this id is still there.
         """
+        self._take_in(request)
+        self.waiting.add(request)
+
+    def fork(self, parent_id: str, child: Request, has_ended: bool = False) -> None:
+        """Take in another output of a running request's prompt, right after the step that computed the prompt's end.
+
+        The child shares the parent's blocks, and runs from the next step on. Where the parent has ended with that
+        step, or no further request may run, the child waits for blocks of its own, ahead of those that never started.
+
+        Args:
+            parent_id: the request whose prompt it is.
+            child: with its first output token, which the same step gave (`num_output_tokens` is 1).
+            has_ended: that token was its last one, so that it is only counted.
+
+        Raises:
+            DoesNotFitError: its prompt and `max_tokens` can never be held; it is counted as rejected (D01).
+            MisuseError: a request of this id is still there, or the parent has computed other tokens than the prompt.
+        """
+        num_computed = child.num_tokens - 1
+        holds_prompt = self.allocator.holds(parent_id)
+        if holds_prompt and self._running.computed.item(self.allocator.row_of(parent_id)) != num_computed:
+            raise MisuseError(
+                f"{child.request_id!r} cannot fork from {parent_id!r}, which has computed other tokens than the "
+                f"{num_computed} of the prompt; fork right after the step that computed its end"
+            )
+        self._take_in(child)
+        child.num_cached_tokens = child.num_prompt_tokens
+        if has_ended:
+            del self._requests[child.request_id]
+            self.stats.num_finished += 1
+        elif holds_prompt and len(self._running) < self.config.max_num_seqs and self.allocator.state.free_rows:
+            self.allocator.fork(parent_id, child)
+            self._running.enter(child, self.allocator.row_of(child.request_id), num_computed)
+        else:
+            self.waiting.add_preempted(child)
+
+    def _take_in(self, request: Request) -> None:
         if request.request_id in self._requests or request.request_id in self._incoming:
             raise MisuseError(f"a request {request.request_id!r} is still being served")
         try:
@@ -159,7 +196,6 @@ class Scheduler:
         self.stats.num_submitted += 1
         request.num_cached_tokens, request.num_preemptions = None, 0
         self._requests[request.request_id] = request
-        self.waiting.add(request)
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state it is; a second abort, or one after the end, is a no-op (C06)."""

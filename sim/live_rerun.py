@@ -208,16 +208,23 @@ class _LiveRerun:
 
     def _arrive(self, note: RequestArrived) -> None:
         self._found.requests += 1
-        self._the_scheduler.submit(
-            Request(
-                request_id=note.request_id,
-                num_prompt_tokens=note.num_prompt_tokens,
-                max_tokens=note.facts["max_tokens"],
-                keys=KnownKeys(self._keys.of(note)),
-                priority=note.facts["priority"],
-                arrival=note.arrival_s,
-            )
+        request = Request(
+            request_id=note.request_id,
+            num_prompt_tokens=note.num_prompt_tokens,
+            max_tokens=note.facts["max_tokens"],
+            keys=KnownKeys(self._keys.of(note)),
+            priority=note.facts["priority"],
+            arrival=note.arrival_s,
         )
+        lead = note.facts.get("sample_of")
+        if lead is None:
+            self._the_scheduler.submit(request)
+            return
+        request.num_output_tokens = 1
+        has_ended: bool = note.facts["has_ended"]
+        self._the_scheduler.fork(lead, request, has_ended)
+        if has_ended:
+            self._finished[note.request_id] = 1
 
     def _compare_end(self, note: RequestEnded) -> None:
         produced = self._finished.pop(note.request_id, None)

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from .detokenizer import Tokenizer
     from .engine_options import EngineOptions
     from .errors import EngineFailedError, EngineStoppedError, QueueFullError
-    from .live_engine import EngineStats, LiveEngine, TokenRunner
+    from .live_engine import EngineStats, LiveEngine
     from .live_request import Completion, LiveRequest, RequestStats
     from .model_runner import ModelRunner, RequestTokens, StepTokens
     from .recording import LiveRecording
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .sampling_settings import SamplingSettings
     from .served_model import kv_cache_config, kv_cache_groups, served_layers, transformers_geometry
     from .sizing import SizedEngine, size_engine
+    from .token_runner import TokenRunner
     from .token_stream import TokenDelta
     from .transformers_cache import LedgerCache
 
@@ -36,7 +37,7 @@ _ROOMS = {
     "SizedEngine": "sizing",
     "StepTokens": "model_runner",
     "TokenDelta": "token_stream",
-    "TokenRunner": "live_engine",
+    "TokenRunner": "token_runner",
     "Tokenizer": "detokenizer",
     "kv_cache_config": "served_model",
     "kv_cache_groups": "served_model",

@@ -62,15 +62,15 @@ def submit_choices(engine: LiveEngine, wanted: Wanted, retry_after_s: Callable[[
     choices: list[Choice] = []
     try:
         for prompt, (token_ids, settings) in enumerate(zip(wanted.prompts, wanted.settings, strict=True)):
-            for place in range(wanted.n):
-                live = engine.submit(
-                    token_ids,
-                    _with_seed_of(settings, place),
-                    priority=wanted.priority,
-                    cache_salt=wanted.cache_salt,
-                    request_id=f"{wanted.name}-{len(choices)}",
-                )
-                choices.append(Choice(len(choices), prompt, live))
+            places = range(len(choices), len(choices) + wanted.n)
+            lives = engine.submit_samples(
+                token_ids,
+                [_with_seed_of(settings, sample) for sample in range(wanted.n)],
+                priority=wanted.priority,
+                cache_salt=wanted.cache_salt,
+                request_ids=[f"{wanted.name}-{place}" for place in places],
+            )
+            choices += [Choice(place, prompt, live) for place, live in zip(places, lives, strict=True)]
     except Exception as error:
         cancel_all(choices)
         raise _told(error, retry_after_s) from error

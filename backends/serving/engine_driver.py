@@ -21,6 +21,10 @@ class EngineRecorder(Protocol):
         """A request is handed to the scheduler."""
         ...
 
+    def forked(self, generation: Generation, lead: Generation, has_ended: bool) -> None:
+        """A sample is handed to the scheduler with its first token, which may be its last one."""
+        ...
+
     def ending(self, generation: Generation, reason: str) -> None:
         """A request has ended by itself, or is about to be aborted."""
         ...
@@ -112,7 +116,7 @@ class EngineDriver:
         orders = self._inbox.take()
         for order in orders:
             if isinstance(order, Submission):
-                self._submit(order.generation)
+                self._lead(list(order.generations))
             else:
                 self._abort(order.request_id)
         return bool(orders)
@@ -120,9 +124,20 @@ class EngineDriver:
     def _between_steps(self, _step: ScheduledStep, _result: StepResult, _outcome: StepOutcome) -> None:
         self._take_in()
 
+    def _lead(self, generations: list[Generation]) -> None:
+        """The first one computes the prompt of all."""
+        lead, *samples = generations
+        for sample in samples:
+            self._generations[sample.request.request_id] = sample
+            sample.lead = lead
+        lead.samples = samples
+        self._submit(lead)
+
     def _submit(self, generation: Generation) -> None:
+        """Let a request compute its prompt."""
         request = generation.request
         self._generations[request.request_id] = generation
+        generation.lead = None
         if self._recorder is not None:
             self._recorder.arrived(generation)
         self._scheduler.submit(request)
@@ -131,21 +146,27 @@ class EngineDriver:
         generation = self._generations.get(request_id)
         if generation is None:
             return  # it has ended since
+        if generation.lead is not None:
+            generation.lead.samples.remove(generation)
+            self._submit(generation)
         if self._recorder is not None:
             self._recorder.ending(generation, "abort")
         self._scheduler.abort(request_id)
         self._end(generation, "abort")
+        if generation.samples:
+            self._lead(generation.samples)
 
     # -- around a step -----------------------------------------------------------------------------------------------
 
     def _note_first_steps(self, step: ScheduledStep) -> None:
         now_ns = self._now_ns()
         for row in step.batch.rows.tolist():
-            generation = self._generation_in(row)
-            if not generation.has_started:
-                generation.has_started = True
-                generation.live.started_ns = now_ns
-                self._inbox.started()
+            lead = self._generation_in(row)
+            for generation in (lead, *lead.samples):
+                if not generation.has_started:
+                    generation.has_started = True
+                    generation.live.started_ns = now_ns
+                    self._inbox.started()
 
     def _hand_out(self, _step: ScheduledStep, result: StepResult, outcome: StepOutcome) -> None:
         """Tokens to their readers, after the scheduler has freed what finished requests held."""
@@ -155,12 +176,28 @@ class EngineDriver:
                 f"the runner produced {len(outputs)} tokens where the scheduler counted {len(outcome.sampled)}"
             )
         for output in outputs:
-            output.generation.live.deliver(output.delta)
-            reason = output.delta.finish_reason
-            if reason is not None:
-                if self._recorder is not None:
-                    self._recorder.ending(output.generation, reason)
-                self._end(output.generation, reason)
+            self._deliver(output)
+            output.generation.samples = []
+            for sample in output.samples:
+                self._fork(output.generation, sample)
+                self._deliver(sample)
+
+    def _fork(self, lead: Generation, sample: Output) -> None:
+        """A sample goes on by itself behind its first token."""
+        generation, has_ended = sample.generation, sample.delta.finish_reason is not None
+        generation.lead = None
+        generation.request.num_output_tokens = 1
+        if self._recorder is not None:
+            self._recorder.forked(generation, lead, has_ended)
+        self._scheduler.fork(lead.request.request_id, generation.request, has_ended)
+
+    def _deliver(self, output: Output) -> None:
+        output.generation.live.deliver(output.delta)
+        reason = output.delta.finish_reason
+        if reason is not None:
+            if self._recorder is not None:
+                self._recorder.ending(output.generation, reason)
+            self._end(output.generation, reason)
 
     # -- the end of a request ----------------------------------------------------------------------------------------
 
@@ -179,15 +216,18 @@ class EngineDriver:
         self._inbox.close(error)
         self._loop.close()
         self._move = Wait()
-        for generation in list(self._generations.values()):
+        # A rerun finds the failed step by the first end that has an error, so samples come last.
+        for generation in sorted(self._generations.values(), key=lambda each: each.lead is not None):
+            if generation.lead is not None:
+                _try(partial(self._submit, generation), cause)
             if self._recorder is not None:
                 _try(partial(self._recorder.ending, generation, "error"), cause)
             _try(partial(self._scheduler.abort, generation.request.request_id), cause)
             _try(partial(self._end, generation, "error", error), cause)
         for order in self._inbox.take():
-            if isinstance(order, Submission):
-                self._generations[order.generation.request.request_id] = order.generation
-                _try(partial(self._end, order.generation, "error", error), cause)
+            for generation in order.generations if isinstance(order, Submission) else ():
+                self._generations[generation.request.request_id] = generation
+                _try(partial(self._end, generation, "error", error), cause)
 
 
 def _try(what: Callable[[], object], cause: Exception) -> None:

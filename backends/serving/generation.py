@@ -24,6 +24,8 @@ class Generation:
         keys: the keys of its blocks, extended by every output token, so that a next turn finds them.
         num_tokens: tokens of prompt and output so far.
         num_output_tokens: those of the output.
+        samples: further outputs of the same prompt, which begin when its end is computed; none from then on.
+        lead: whose sample this is; None: nobody's, and from the beginning of its output on.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class Generation:
         self.num_tokens = len(prompt_token_ids)
         self.num_output_tokens = 0
         self.has_started = False
+        self.samples: list[Generation] = []
+        self.lead: Generation | None = None
         self._seed = seed
         # All that can ever come; the last output is never computed but kept all the same.
         self._token_ids = np.empty(self.num_tokens + request.max_tokens, dtype=np.int64)

@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import attrs
@@ -13,9 +14,9 @@ from .generation import Generation
 
 @attrs.frozen(eq=False)
 class Submission:
-    """A new request."""
+    """A new request, or several that continue one prompt."""
 
-    generation: Generation
+    generations: tuple[Generation, ...]
 
 
 @attrs.frozen
@@ -57,27 +58,33 @@ class Inbox:
         """Requests that were submitted and have not ended."""
         return len(self._unended)
 
-    def submit(self, generation: Generation) -> None:
-        """Add a request.
+    def submit(self, generations: Sequence[Generation]) -> None:
+        """Add requests that continue one prompt, or none of them.
 
         Raises:
             QueueFullError: too many wait already.
             InputError: a request of this id has not ended yet.
             EngineStoppedError, EngineFailedError: nothing is taken any more.
         """
-        request_id = generation.request.request_id
+        request_ids = [generation.request.request_id for generation in generations]
+        if len(generations) > self.max_queued_requests:
+            raise InputError(
+                f"{len(generations)} outputs of one prompt are more than the {self.max_queued_requests} requests that "
+                "may wait at once (max_queued_requests); ask for fewer"
+            )
         with self._changed:
             self.raise_refusal()
-            if request_id in self._unended:
-                raise InputError(f"a request {request_id!r} is still being served; give each one an id of its own")
-            if self._num_queued >= self.max_queued_requests:
+            for place, request_id in enumerate(request_ids):
+                if request_id in self._unended or request_id in request_ids[:place]:
+                    raise InputError(f"a request {request_id!r} is still being served; give each one an id of its own")
+            if self._num_queued + len(generations) > self.max_queued_requests:
                 raise QueueFullError(
-                    f"{self._num_queued} requests wait for their first step, as many as max_queued_requests allows; "
-                    "try again later"
+                    f"{self._num_queued} requests wait for their first step, and with {len(generations)} more they are "
+                    f"more than max_queued_requests {self.max_queued_requests} allows; try again later"
                 )
-            self._num_queued += 1
-            self._unended.add(request_id)
-            self._orders.append(Submission(generation))
+            self._num_queued += len(generations)
+            self._unended.update(request_ids)
+            self._orders.append(Submission(tuple(generations)))
             self._changed.notify_all()
 
     def cancel(self, request_id: str) -> None:

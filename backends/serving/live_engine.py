@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -29,45 +29,20 @@ from ...core.scheduler import Scheduler
 from ...core.scheduler_config import SchedulerConfig
 from ...core.scheduler_stats import SchedulerStats
 from ...core.token_key_source import TokenKeySource
-from ...core.types import EventSink, Request, ScheduledStep
+from ...core.types import EventSink, Request
 from ..cuda_backend import CudaBackend
-from ..step_runner import FinishStep
 from .detokenizer import Tokenizer
 from .engine_driver import EngineDriver
 from .generation import Generation
 from .inbox import Inbox
-from .length_limit import LengthLimit
 from .live_request import NANOSECONDS, LiveRequest
-from .model_runner import RequestTokens
 from .request_checks import RequestChecks
 from .sampling import seed_of_request
 from .sampling_settings import SamplingSettings
+from .token_runner import TokenRunner
 
 if TYPE_CHECKING:  # recording needs pyarrow, serving does not
     from .recording import LiveRecording
-
-
-class TokenRunner(Protocol):
-    """A model on a backend's pool that asks for tokens and hands over logits: `ModelRunner`.
-
-    Attributes:
-        backend: whose pool it writes and reads.
-        length_limit: how long a request may be.
-        tokens: set by the engine.
-    """
-
-    backend: CudaBackend
-    length_limit: LengthLimit
-    tokens: RequestTokens | None
-
-    @property
-    def vocab_size(self) -> int:
-        """Columns of the logits."""
-        ...
-
-    def launch(self, step: ScheduledStep) -> FinishStep:
-        """See `StepRunner`."""
-        ...
 
 
 @attrs.frozen(kw_only=True)
@@ -202,10 +177,63 @@ class LiveEngine:
             QueueFullError: too many requests wait already.
             EngineStoppedError, EngineFailedError: nothing is taken any more.
         """
+        (live,) = self.submit_samples(
+            prompt_token_ids,
+            [settings],
+            priority=priority,
+            cache_salt=cache_salt,
+            request_ids=None if request_id is None else [request_id],
+        )
+        return live
+
+    def submit_samples(
+        self,
+        prompt_token_ids: Sequence[int] | NDArray[np.integer[Any]],
+        settings: Sequence[SamplingSettings],
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        request_ids: Sequence[str] | None = None,
+    ) -> list[LiveRequest]:
+        """Queue several outputs of one prompt, or none of them: the API's `n`.
+
+        The prompt is computed once. Then the outputs share its blocks by a fork, and part by copy on write; each is a
+        request of its own, with its own figures and its own end.
+
+        Args:
+            prompt_token_ids: at least one token.
+            settings: of each output.
+            priority: as `submit`.
+            cache_salt: as `submit`.
+            request_ids: their names.
+
+        Raises:
+            InputError: as `submit`, no settings, more outputs than may wait at once, or another number of names.
+            DoesNotFitError, QueueFullError, EngineStoppedError, EngineFailedError: as `submit`.
+        """
         self._inbox.raise_refusal()
         tokens = self._checks.prompt(prompt_token_ids)
-        self._checks.settings(settings, priority)
+        self._checks.samples(settings, priority)
+        if request_ids is not None and len(request_ids) != len(settings):
+            raise InputError(f"{len(request_ids)} request_ids for {len(settings)} outputs; give one for each")
         now_ns = self._clock_ns()
+        names = [None] * len(settings) if request_ids is None else request_ids
+        generations = [
+            self._generation(tokens, each, name, priority, cache_salt, now_ns)
+            for each, name in zip(settings, names, strict=True)
+        ]
+        self._inbox.submit(generations)
+        return [generation.live for generation in generations]
+
+    def _generation(
+        self,
+        tokens: NDArray[np.int64],
+        settings: SamplingSettings,
+        request_id: str | None,
+        priority: int,
+        cache_salt: str | None,
+        now_ns: int,
+    ) -> Generation:
         ordinal = self._ordinals.next()
         keys = TokenKeySource(tokens, self._hasher, self.allocator.config.hash_block_size, ExtraKeys(cache_salt))
         request = Request(
@@ -219,8 +247,7 @@ class LiveEngine:
         self._check_fits(request)
         live = LiveRequest(request, settings, now_ns, self._inbox.cancel)
         seed = seed_of_request(self._seed, ordinal) if settings.seed is None else settings.seed
-        self._inbox.submit(Generation(request, live, keys, tokens, seed, self._checks.eos_token_ids, self.tokenizer))
-        return live
+        return Generation(request, live, keys, tokens, seed, self._checks.eos_token_ids, self.tokenizer)
 
     def cancel(self, request_id: str) -> None:
         """End a request after the step in flight; nothing happens to one that has ended or never was."""

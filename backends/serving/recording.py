@@ -84,6 +84,13 @@ class LiveRecording:
 
     def arrived(self, generation: Generation) -> None:
         """Note a request before the scheduler hears of it."""
+        self._arrived(generation, {})
+
+    def forked(self, generation: Generation, lead: Generation, has_ended: bool) -> None:
+        """Note a sample before the scheduler hears of it."""
+        self._arrived(generation, {"sample_of": lead.request.request_id, "has_ended": has_ended})
+
+    def _arrived(self, generation: Generation, facts: dict[str, Any]) -> None:
         request, keys = generation.request, generation.keys
         self._num_requests += 1
         self.log.note(
@@ -91,8 +98,8 @@ class LiveRecording:
                 request_id=request.request_id,
                 arrival_s=request.arrival,
                 num_prompt_tokens=request.num_prompt_tokens,
-                prompt_keys=tuple(keys.keys(0, keys.num_blocks)),
-                facts={"max_tokens": request.max_tokens, "priority": request.priority},
+                prompt_keys=tuple(keys.keys(0, request.num_prompt_tokens // keys.hash_block_size)),
+                facts={"max_tokens": request.max_tokens, "priority": request.priority, **facts},
             )
         )
 

@@ -46,17 +46,23 @@ class RequestChecks:
             )
         return tokens
 
-    def settings(self, settings: SamplingSettings, priority: int) -> None:
+    def samples(self, settings: Sequence[SamplingSettings], priority: int) -> None:
         """Raise `SettingError` for what this engine cannot serve, or would ignore."""
-        if settings.stop and not self.has_tokenizer:
-            raise SettingError(
-                "stop", f"stop {settings.stop!r} needs text, and this engine has no tokenizer; use stop_token_ids"
-            )
+        if not settings:
+            raise InputError("no settings; give one for each output of the prompt")
         if priority and self.policy != "priority":
             raise SettingError(
                 "priority",
                 f"priority {priority} has no effect under the policy {self.policy!r}; leave it out, or serve with "
                 "policy='priority'",
+            )
+        for each in settings:
+            self._settings(each)
+
+    def _settings(self, settings: SamplingSettings) -> None:
+        if settings.stop and not self.has_tokenizer:
+            raise SettingError(
+                "stop", f"stop {settings.stop!r} needs text, and this engine has no tokenizer; use stop_token_ids"
             )
         self._are_in_vocabulary("stop_token_ids", settings.stop_token_ids)
         self._are_in_vocabulary("logit_bias", [token_id for token_id, _ in settings.logit_bias])

@@ -71,6 +71,8 @@ def transformers_geometry(model: Any) -> ModelGeometry:
     geometry = geometry_from_config(values, architecture, f"the config of {architecture}")
     served_layers(geometry)
     limit = length_limit(model, geometry.max_position_embeddings).num_tokens
+    if limit == geometry.max_position_embeddings:
+        return geometry
     fields = {**geometry.fields.values, "max_position_embeddings": limit}
     return attrs.evolve(geometry, fields=ConfigFields(fields, geometry.fields.place))
 

@@ -9,6 +9,7 @@ import torch
 
 from ...core.types import ScheduledStep
 from ..step_runner import FinishStep, StepOutputs
+from .device_values import on_device
 from .generation import Generation
 from .model_runner import StepTokens
 from .sampling import ChosenTokens, choose_tokens
@@ -17,10 +18,17 @@ from .token_stream import TokenDelta
 
 @attrs.frozen
 class Output:
-    """One output token of a step, and whose it is."""
+    """One output token of a step, and whose it is.
+
+    Attributes:
+        generation: whose.
+        delta: the token.
+        samples: the first tokens of the generation's samples, chosen from the same logits.
+    """
 
     generation: Generation
     delta: TokenDelta
+    samples: "tuple[Output, ...]" = ()
 
 
 class StepSampler:
@@ -52,16 +60,19 @@ class StepSampler:
     def sample(self, step: ScheduledStep, tokens: StepTokens, logits: torch.Tensor) -> FinishStep:
         """Choose the next tokens from logits `[num_sampled, vocab_size]` on their device, without waiting for it."""
         rows = step.batch.rows[tokens.sampled].tolist()
-        generations = [self._generation_in(row) for row in rows]
-        chosen = choose_tokens(logits, [generation.next_token() for generation in generations])
-        return partial(self._finish, rows, generations, chosen)
+        families = [(lead, *lead.samples) for lead in map(self._generation_in, rows)]
+        if any(len(family) > 1 for family in families):
+            places = np.repeat(np.arange(len(families)), [len(family) for family in families])
+            logits = logits[on_device(places, logits.device)]
+        chosen = choose_tokens(logits, [each.next_token() for family in families for each in family])
+        return partial(self._finish, rows, families, chosen)
 
-    def _finish(self, rows: list[int], generations: list[Generation], chosen: ChosenTokens) -> StepOutputs:
-        token_ids = chosen.wait()
+    def _finish(self, rows: list[int], families: list[tuple[Generation, ...]], chosen: ChosenTokens) -> StepOutputs:
+        token_ids = iter(chosen.wait())
         now_ns = self._now_ns()
-        outputs = [
-            Output(generation, generation.add(token, now_ns))
-            for generation, token in zip(generations, token_ids, strict=True)
-        ]
+        outputs: list[Output] = []
+        for family in families:
+            lead, *samples = [Output(each, each.add(next(token_ids), now_ns)) for each in family]
+            outputs.append(attrs.evolve(lead, samples=tuple(samples)) if samples else lead)
         stopped = [row for row, output in zip(rows, outputs, strict=True) if output.delta.finish_reason == "stop"]
         return StepOutputs(outputs=outputs, stopped=tuple(stopped))
