@@ -1,5 +1,7 @@
 """How many blocks a request needs, whether they are there, and whether they ever could be."""
 
+from collections.abc import Sequence
+
 from .allocator_config import AllocatorConfig
 from .errors import DoesNotFitError
 from .ledger_state import LedgerState
@@ -15,25 +17,15 @@ class Admission:
     def __init__(self, config: AllocatorConfig, state: LedgerState) -> None:
         self._config = config
         self._state = state
-        self._block_sizes = [kind.block_size for kind in config.groups]
         self._caps = [
             kind.admission_cap_blocks(config.max_in_flight_tokens, config.max_model_len) for kind in config.groups
         ]
 
-    def blocks_needed(self, row: int | None, hits: Hits, num_slots: int, total: int, enough: int = -1) -> list[int]:
-        """Blocks that must be free for `num_slots` slots, by group; unreferenced hit blocks count too (rule 18).
-
-        Where even a cold request of this size would need no more than `enough`, that is what is returned: which hit
-        blocks are in use need not be looked at.
+    def blocks_needed(self, row: int | None, hits: Hits, wanted: Sequence[int], total: int) -> int:
+        """Blocks that must be free for a request that wants so many of each group; unreferenced hit blocks count too
+        (rule 18).
         """
-        if row is None:
-            cold = [-(-num_slots // size) for size in self._block_sizes]
-            if sum(cold) <= enough:
-                return cold
-        return [
-            self._needed_of(group, row, hits, -(-num_slots // kind.block_size), total)
-            for group, kind in enumerate(self._config.groups)
-        ]
+        return sum([self._needed_of(group, row, hits, count, total) for group, count in enumerate(wanted)])
 
     def _needed_of(self, group: int, row: int | None, hits: Hits, wanted: int, total: int) -> int:
         held = 0 if row is None else self._state.tables[group].count(row)

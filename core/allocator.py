@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 from .admission import Admission
 from .allocator_config import AllocatorConfig
 from .block_taking import BlockTaking, Shortfall, steps_of_first_use
-from .command_checks import CommandChecks, IntOrEach, Rows
+from .command_checks import REASONS_TO_FREE_ALL, CommandChecks, IntOrEach, Rows
 from .copy_on_write import CopyOnWrite, PrivateBlock
 from .errors import MisuseError
 from .events import (
+    BlocksCached,
     BlocksFreed,
     BlocksShared,
     BlocksUncached,
@@ -32,7 +33,7 @@ from .ledger_writer import LedgerWriter
 from .orphans import ChainLinks
 from .prefix_match import PrefixMatch, PrefixMatcher
 from .reductions import sum_of
-from .registration import AskedKeys, Registrar
+from .registration import AskedKeys, AskedRun, Registrar
 from .types import EventSink, Request
 
 
@@ -85,6 +86,11 @@ class KVCacheAllocator(LedgerWriter):
         self._request_in_row: list[Request | None] = [None] * config.max_num_reqs
         # The column of one row, made once: most commands are about one, and a log keeps what it is given.
         self._column_of = [(row,) for row in range(config.max_num_reqs)]
+        # What every command asks, at hand.
+        self._block_sizes = [kind.block_size for kind in config.groups]
+        self._max_model_len = config.max_model_len
+        self._caches = config.enable_caching
+        self._drops_orphans = config.orphans == "drop"
         self._one_group = len(config.groups) == 1
         self._never_skips = all(kind.computed_tokens_that_skip(np.ones(1, np.int64)) is None for kind in config.groups)
 
@@ -161,36 +167,51 @@ class KVCacheAllocator(LedgerWriter):
             InputError: no new tokens, or a count below 0.
             DoesNotFitError: not even an empty pool would do.
         """
-        state, config = self.state, self.config
+        state = self.state
         row = state.row_of.get(request.request_id)
-        hits = None if match is None else self._checks.match(request, row, match)
-        num_hit_tokens = 0 if match is None else match.num_hit_tokens
+        hits = None
+        num_hit_tokens = 0
+        if match is not None:
+            hits = self._checks.match(request, row, match)
+            num_hit_tokens = match.num_hit_tokens
         if num_external_tokens:
             self._checks.external(request, num_hit_tokens, num_external_tokens)
-        self._checks.counts(num_new_tokens or min(num_external_tokens, 1), 0, num_lookahead_tokens, reserved_blocks)
-        placed = 0 if row is None else state.placed[row]
-        start = placed if num_computed_tokens is None else num_computed_tokens
-        if start != placed:
+        if num_new_tokens < 1 or num_lookahead_tokens or reserved_blocks:
+            self._checks.counts(num_new_tokens or min(num_external_tokens, 1), 0, num_lookahead_tokens, reserved_blocks)
+        placed = start = 0 if row is None else state.placed[row]
+        if num_computed_tokens is not None and num_computed_tokens != placed:
+            start = num_computed_tokens
             self._checks.start(row, request.request_id, start)
-        total = min(start + num_hit_tokens + num_external_tokens, config.max_model_len)
-        end = min(total + num_new_tokens, config.max_model_len)
-        num_slots = min(end + num_lookahead_tokens, config.max_model_len) if num_lookahead_tokens else end
-        guarded = row is not None and (row in state.guarded or start < placed)
+        longest = self._max_model_len
+        total = start + num_hit_tokens + num_external_tokens
+        if total > longest:
+            total = longest
+        end = total + num_new_tokens
+        if end > longest:
+            end = longest
+        num_slots = min(end + num_lookahead_tokens, longest) if num_lookahead_tokens else end
         written_from = total - num_external_tokens
-        private = self._copies.of_row(row, written_from, num_slots, Counter()) if guarded and row is not None else ()
-        copies = sum([copy for *_, copy in private]) if private else 0
-        spare = len(state.pool.free_queue) - reserved_blocks - (config.watermark_blocks if use_watermark else 0)
-        needs = self._admission.blocks_needed(row, hits, num_slots, total, enough=spare - copies)
-        if sum(needs) + copies > spare:
-            # Copies are for those who read the blocks now; once they have ended, nothing need be copied.
-            self._admission.check_can_ever_hold(request, row, sum(needs))
-            return None
+        private: Sequence[PrivateBlock] = ()
+        num_copies = 0
+        if row is not None and (row in state.guarded or start < placed):
+            private = self._copies.of_row(row, written_from, num_slots, Counter())
+            num_copies = sum([copy for *_, copy in private])
+        spare = len(state.pool.free_queue) - reserved_blocks
+        if use_watermark:
+            spare -= self.config.watermark_blocks
+        wanted = [-(-num_slots // size) for size in self._block_sizes]
+        # Where even a cold request would fit, which of the hit blocks are in use need not be looked at.
+        if row is not None or sum(wanted) > spare:
+            needed = self._admission.blocks_needed(row, hits, wanted, total)
+            if needed + num_copies > spare:
+                # Copies are for those who read the blocks now; once they have ended, nothing need be copied.
+                self._admission.check_can_ever_hold(request, row, needed)
+                return None
 
         # What is still to be copied in must not be found: another request would read it too early.
-        registers = config.enable_caching and num_new_tokens > 0
-        asked: list[AskedKeys | None] = []
-        if registers:
-            asked = self._registrar.ask_for_keys(request, row, hits, total, min(end, request.num_tokens))
+        asked: list[AskedRun] = []
+        if self._caches and num_new_tokens > 0 and request.keys is not None:
+            asked = self._registrar.ask_for_runs(request, row, hits, total, end)
         emit = self._emit
         events: list[Event] = []
         if row is None:
@@ -198,11 +219,11 @@ class KVCacheAllocator(LedgerWriter):
         elif start < placed and self._copies.rolls_back_registered(row, written_from):
             events.append(emit(TokensPlaced((row,), (written_from,), (0,))))
         if hits is not None or (num_external_tokens and not start):
-            for group, kind in enumerate(config.groups):
-                # A window of one token hits blocks that its next token does not attend to, as external tokens may.
-                skipped = kind.num_skipped_tokens(total) // kind.block_size
+            for group, kind in enumerate(self.config.groups):
                 blocks = hits[group] if hits is not None else ()
-                if skipped:
+                if not self._never_skips:
+                    # A window of one token hits blocks that its next token does not attend to, as external tokens may.
+                    skipped = kind.num_skipped_tokens(total) // kind.block_size
                     blocks = (0,) * skipped + blocks[skipped:]
                 if blocks:
                     events.append(emit(PrefixAdopted(group, row, blocks)))
@@ -212,13 +233,13 @@ class KVCacheAllocator(LedgerWriter):
         rows = self._column_of[row]
         for group, table in enumerate(state.tables):
             blocks = ()
-            count = -(-num_slots // table.block_size) - table.count(row)
+            count = wanted[group] - len(table.rows[row])
             if count > 0:
                 blocks = state.pool.free_queue.peek(count)
                 events.append(emit(self._taking.event(group, rows, (count,), blocks)))
             taken.append(blocks)
-        if registers:
-            self._register(rows, asked, events)
+        for run in asked:
+            self._note_registered(self._registrar.decide_run(rows, run, request), events)
         if num_external_tokens:
             events.append(emit(TokensPlaced(rows, (written_from,), (num_external_tokens,))))
         if num_new_tokens:
@@ -452,14 +473,15 @@ class KVCacheAllocator(LedgerWriter):
     def free(self, request_id: str, reason: FreeReason = FreeReason.FINISHED) -> None:
         """Give back everything that a request holds, its last block first (rule 4)."""
         row = self.row_of(request_id)
-        self._checks.frees_all(reason)
+        if reason not in REASONS_TO_FREE_ALL:
+            self._checks.frees_all(reason)
         rows = self._column_of[row]
         events: list[Event] = []
         segments: list[tuple[int, tuple[int, ...]]] = []
         for group, table in enumerate(self.state.tables):
-            if table.count(row):
-                start = self.state.skipped[group][row]
-                segments.append((group, tuple(table.blocks(row, start)[::-1])))
+            blocks = table.rows[row]
+            if blocks:
+                segments.append((group, tuple(blocks[self.state.skipped[group][row] :][::-1])))
         if len(segments) > 1 and self.config.release == "deferred":
             segments.reverse()
             flat = tuple([block for _, blocks in segments for block in blocks])
@@ -517,15 +539,15 @@ class KVCacheAllocator(LedgerWriter):
         self._request_in_row[row] = request
         return row
 
-    def _register(self, rows: Sequence[int], asked: Sequence[AskedKeys | None], events: list[Event]) -> None:
+    def _register(self, rows: Sequence[int], asked: Sequence[AskedKeys], events: list[Event]) -> None:
         for group, keys in enumerate(asked):
-            if keys is None:
-                continue
-            event = self._registrar.decide(group, rows, keys, self._request_in_row)
-            if event is not None:
-                events.append(self._emit(event))
-                if self.config.orphans == "drop":
-                    self._links.note(event)
+            self._note_registered(self._registrar.decide(group, rows, keys, self._request_in_row), events)
+
+    def _note_registered(self, event: BlocksCached | None, events: list[Event]) -> None:
+        if event is not None:
+            events.append(self._emit(event))
+            if self._drops_orphans:
+                self._links.note(event)
 
 
 def _ceil_div(a: int, b: int) -> int:

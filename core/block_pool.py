@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from .errors import MisuseError
 from .events import Key
 from .eviction import EvictionOrder
-from .pool_state import PoolState, gather
+from .gather import gather
+from .pool_state import PoolState
 
 NULL_BLOCK = 0
 
@@ -100,6 +101,10 @@ class BlockPool(PoolState):
                 return keys
         return ()
 
+    def has_keys(self, blocks: Sequence[int]) -> bool:
+        """Whether any of these blocks has a key."""
+        return gather(self._key_of, blocks).count(None) < len(blocks)
+
     def groups_of(self, blocks: Sequence[int]) -> tuple[int, ...]:
         """The groups that the keys of these blocks belong to."""
         return gather(self._group_of, blocks) if self._group_of else (0,) * len(blocks)
@@ -117,8 +122,9 @@ class BlockPool(PoolState):
         Raises:
             MisuseError: a block is referenced, or is not a block.
         """
-        self.check_take(blocks)
-        self.apply_take(blocks)
+        lost_keys = self.keys_of(blocks)
+        self.check_take(blocks, lost_keys)
+        self.apply_take(blocks, lost_keys)
 
     def adopt(self, blocks: Sequence[int]) -> None:
         """Add one reference to each (non-null) block; unreferenced ones leave the free queue.
@@ -167,16 +173,19 @@ class BlockPool(PoolState):
 
     # -- checks at the edge ------------------------------------------------------------------------------------------
 
-    def check_take(self, blocks: Sequence[int]) -> None:
-        """That each of these blocks is queued, and named once."""
+    def check_take(self, blocks: Sequence[int], lost_keys: Sequence[Key | None]) -> None:
+        """That each of these blocks is queued, and named once, and that these are the keys that they lose."""
         self.check_ids(blocks, "take")
-        if not any(gather(self._ref_cnt, blocks)) and _are_distinct(blocks):
-            return
-        for block, times in Counter(blocks).items():
-            if self._ref_cnt[block]:
-                raise MisuseError(f"block {block} is taken while {self._ref_cnt[block]} references to it are live")
-            if times > 1:
-                raise MisuseError(f"block {block} is taken {times} times in one call")
+        if any(gather(self._ref_cnt, blocks)) or not _are_distinct(blocks):
+            for block, times in Counter(blocks).items():
+                if self._ref_cnt[block]:
+                    raise MisuseError(f"block {block} is taken while {self._ref_cnt[block]} references to it are live")
+                if times > 1:
+                    raise MisuseError(f"block {block} is taken {times} times in one call")
+        keys = gather(self._key_of, blocks)
+        said = tuple(lost_keys) or (None,) * len(blocks)
+        if keys != said:
+            raise MisuseError(f"blocks {tuple(blocks)} lose the keys {keys} by being taken, not {said}")
 
     def check_adopt(self, blocks: Sequence[int]) -> None:
         """That each of these is the null block, or a block that is referenced or has a key to be found by."""

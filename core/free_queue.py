@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from .errors import MisuseError
 from .events import Key
+from .gather import gather
 
 
 class FreeQueue:
@@ -108,8 +109,11 @@ class FreeQueue:
     def _settle(self, count: int) -> list[int]:
         """The next `count` live entries of the line, from whose head the outdated ones between them are dropped."""
         line, num_outdated = self._line, self._num_outdated
-        settled: list[int] = []
         at = self._head
+        settled = line[at : at + count]
+        if not any(gather(num_outdated, settled)):
+            return settled
+        settled = list[int]()
         while len(settled) < count and at < len(line):
             chunk = line[at : at + count - len(settled)]
             at += len(chunk)

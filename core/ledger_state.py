@@ -117,7 +117,7 @@ class LedgerState:
         """What a log says of blocks, before it is believed."""
         pool = self.pool
         if isinstance(event, BlocksAllocated):
-            pool.check_take(as_ints(event.blocks))
+            pool.check_take(as_ints(event.blocks), event.lost_keys)
         elif isinstance(event, BlocksCached):
             pool.check_cache(as_ints(event.blocks))
         elif isinstance(event, BlocksFreed):
@@ -125,7 +125,7 @@ class LedgerState:
         elif isinstance(event, PrefixAdopted | BlocksShared):
             pool.check_adopt(as_ints(event.blocks))
         elif isinstance(event, BlockCopied):
-            pool.check_take((event.target,))
+            pool.check_take((event.target,), (event.lost_key,))
             pool.check_release((event.source,))
         elif isinstance(event, BlocksUncached):
             pool.check_ids(as_ints(event.blocks), "drop the key of")
@@ -174,10 +174,10 @@ class LedgerState:
             self.skipped[group][row] = _num_leading_nulls(blocks)
 
     def _blocks_allocated(self, event: BlocksAllocated) -> None:
-        group, rows, counts, blocks, _, _ = event
+        group, rows, counts, blocks, lost_keys, _ = event
         if not isinstance(blocks, tuple):
             blocks = as_ints(blocks)
-        self.pool.apply_take(blocks)
+        self.pool.apply_take(blocks, lost_keys)
         table = self.tables[group]
         if len(rows) == 1:
             table.extend(int(rows[0]), blocks)
@@ -252,7 +252,7 @@ class LedgerState:
         self.guarded.update((parent, child))
 
     def _block_copied(self, event: BlockCopied) -> None:
-        self.pool.apply_take((event.target,))
+        self.pool.apply_take((event.target,), (event.lost_key,))
         self.pool.apply_release((event.source,))
         self.tables[event.group].replace(event.row, (event.index,), event.target)
 

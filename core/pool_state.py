@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from itertools import compress
-from operator import itemgetter, not_
-from typing import TypeVar
+from operator import not_
 
 from .events import IntColumn, Key, as_ints
 from .eviction import EvictionOrder
 from .free_queue import FreeQueue
-
-_T = TypeVar("_T")
+from .gather import gather
 
 
 class PoolState:
@@ -33,23 +31,28 @@ class PoolState:
         self._duplicates: list[dict[Key, list[int]]] = [{} for _ in range(num_groups)]
         self._num_keys_with_duplicates = 0
 
-    def apply_take(self, blocks: tuple[int, ...]) -> None:
-        """Hand out queued blocks for new content; each loses its key now, not when it was freed."""
+    def apply_take(self, blocks: tuple[int, ...], lost_keys: tuple[Key | None, ...]) -> None:
+        """Hand out queued blocks for new content; each loses its key now, not when it was freed.
+
+        `lost_keys` are the keys of the blocks, as `BlocksAllocated` holds them.
+        """
         self.free_queue.take(blocks)
-        ref_cnt, key_of, group_of, index = self._ref_cnt, self._key_of, self._group_of, self._index[0]
-        has_duplicates = self._num_keys_with_duplicates
+        ref_cnt, key_of = self._ref_cnt, self._key_of
         for block in blocks:
             ref_cnt[block] = 1
-            key = key_of[block]
-            if key is None:
-                continue
-            if has_duplicates:
-                self._forget(block)
-                continue
+        if not lost_keys:
+            return
+        if self._group_of or self._num_keys_with_duplicates:
+            for block in blocks:
+                if key_of[block] is not None:
+                    self._forget(block)
+            return
+        index = self._index[0]
+        for block in blocks:
             key_of[block] = None
-            if group_of:
-                index = self._index[group_of[block]]
-            del index[key]
+        for key in lost_keys:
+            if key is not None:
+                del index[key]
 
     def apply_adopt(self, blocks: Sequence[int]) -> None:
         """Add one reference to each block but the null block; unreferenced ones leave the free queue.
@@ -157,10 +160,3 @@ class PoolState:
         if not others:
             del duplicates[key]
             self._num_keys_with_duplicates -= 1
-
-
-def gather(values: Sequence[_T], blocks: Sequence[int]) -> tuple[_T, ...]:
-    """The values of several blocks, in a single call into C."""
-    if len(blocks) > 1:
-        return itemgetter(*blocks)(values)
-    return (values[blocks[0]],) if blocks else ()

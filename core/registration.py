@@ -1,6 +1,6 @@
 """Which complete blocks become findable: rule 21 of golden/ops."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -16,6 +16,8 @@ _NONE: NDArray[np.intp] = np.empty(0, dtype=np.intp)
 # For each row of a batch, a logical index and the keys of the blocks from there on: of those that are due, and of the
 # one before them, if there is one. No keys: nothing is due.
 AskedKeys: TypeAlias = tuple[Sequence[int], Sequence[Sequence[Key]]]
+# The same of one row in one group: (group, logical index, keys).
+AskedRun: TypeAlias = tuple[int, int, Sequence[Key]]
 
 
 class Registrar:
@@ -23,6 +25,7 @@ class Registrar:
 
     def __init__(self, config: AllocatorConfig, state: LedgerState, matcher: PrefixMatcher) -> None:
         self._config = config
+        self._unit = config.scheduler_block_size
         self._state = state
         self._matcher = matcher
         # Where every complete block is worth a key and none can be out of reach, whole ranges register at once.
@@ -50,29 +53,33 @@ class Registrar:
             behind = complete > done if behind is None else behind | (complete > done)
         return _NONE if behind is None else behind.nonzero()[0]
 
-    def ask_for_keys(
-        self, request: Request, row: int | None, hits: Sequence[Sequence[int]] | None, total: int, known_tokens: int
-    ) -> list[AskedKeys | None]:
-        """For each group the keys that `decide` will need; None where nothing is due.
+    def ask_for_runs(
+        self, request: Request, row: int | None, hits: Sequence[Sequence[int]] | None, total: int, end: int
+    ) -> list[AskedRun]:
+        """The keys that `decide_run` will need, of each group where something is due, for a request that goes on to
+        `end`.
 
         A source that fails, fails here, before any event.
         """
-        sure = self._sure(known_tokens)
-        asked: list[AskedKeys | None] = []
+        unit = self._unit
+        known = request.num_prompt_tokens + request.num_output_tokens
+        sure = (end if end < known else known) // unit * unit
+        asked: list[AskedRun] = []
         for group, kind in enumerate(self._config.groups):
             size = kind.block_size
+            start = 0
             if hits is not None:
                 start = len(hits[group])
-            elif row is None:
-                start = 0
-            else:
+            elif row is not None:
                 start = max(self._state.considered[group][row], 0)
                 if start * size > total:
                     start = total // size
             stop = sure // size
-            first = start - 1 if start else 0
-            keys = self._matcher.block_keys(request, kind, first, stop) if stop > start else None
-            asked.append(((first,), (keys,)) if keys else None)
+            if stop > start:
+                first = start - 1 if start else 0
+                keys = self._matcher.block_keys(request, kind, first, stop)
+                if keys:
+                    asked.append((group, first, keys))
         return asked
 
     def ask_for_keys_of_batch(
@@ -82,9 +89,9 @@ class Registrar:
         known_tokens: Sequence[int],
         requests: Sequence[Request | None],
     ) -> list[AskedKeys]:
-        """`ask_for_keys` for rows that are `due` and go on at `first_positions`."""
+        """`ask_for_runs` for rows that are `due` and go on at `first_positions`."""
         block_keys = self._matcher.block_keys
-        unit = self._config.scheduler_block_size
+        unit = self._unit
         asked: list[AskedKeys] = []
         for group, kind in enumerate(self._config.groups):
             size, considered = kind.block_size, self._state.considered[group]
@@ -103,8 +110,27 @@ class Registrar:
             asked.append((offsets, keys))
         return asked
 
-    def _sure(self, known_tokens: int) -> int:
-        return known_tokens // self._config.scheduler_block_size * self._config.scheduler_block_size
+    def decide_run(self, rows: tuple[int], run: AskedRun, request: Request) -> BlocksCached | None:
+        """What becomes findable of one row in one group, whose keys were asked for."""
+        group, offset, keys = run
+        row = rows[0]
+        if self._whole[group]:
+            start = self._state.considered[group][row]
+            if start < 0:
+                start = 0
+            stop = offset + len(keys)  # a source may withhold keys: those blocks are never found
+            if stop <= start:
+                return None
+            blocks = tuple(self._state.tables[group].rows[row][start:stop])
+            if not self._state.pool.has_keys(blocks):
+                parent = None
+                if start:
+                    parent, keys = keys[start - 1 - offset], keys[start - offset :]
+                indices = tuple(range(start, stop))
+                return BlocksCached(
+                    group, rows, (start,), (stop,), (stop - start,), indices, blocks, tuple(keys), (parent,)
+                )
+        return self._decide_each(group, rows, ((offset,), (keys,)), {row: request})
 
     def decide(
         self,
@@ -117,17 +143,22 @@ class Registrar:
 
         `requests` is by row: whose tokens they are.
         """
-        whole = self._whole[group]
-        shared = len(rows) > 1
-        if whole:
-            offsets, keys_of_each = asked
-            event = (
-                self._one_block_each(group, rows, offsets, keys_of_each)
-                if shared
-                else self._one_run(group, rows[0], offsets[0], keys_of_each[0])
-            )
+        if self._whole[group]:
+            event = self._one_block_each(group, rows, *asked)
             if event is not None:
                 return event
+        return self._decide_each(group, rows, asked, requests)
+
+    def _decide_each(
+        self,
+        group: int,
+        rows: Sequence[int],
+        asked: AskedKeys,
+        requests: Sequence[Request | None] | Mapping[int, Request],
+    ) -> BlocksCached | None:
+        """What `decide` says, row by row: the general case."""
+        whole = self._whole[group]
+        shared = len(rows) > 1
         table = self._state.tables[group]
         considered = self._state.considered[group]
         columns: tuple[list[int], ...] = ([], [], [], [])
@@ -179,22 +210,6 @@ class Registrar:
             tuple(blocks),
             tuple(keys),
             tuple(parents),
-        )
-
-    def _one_run(self, group: int, row: int, offset: int, keys: Sequence[Key]) -> BlocksCached | None:
-        """What `decide` says of one row whose due blocks nobody else registered. None where that is not so."""
-        start, stop = self._state.considered[group][row], offset + len(keys)
-        if start < 0:
-            start = 0
-        if stop <= start:
-            return None
-        blocks = tuple(self._state.tables[group].blocks(row, start, stop))
-        if self._state.pool.keys_of(blocks):
-            return None
-        parent = keys[start - 1 - offset] if start else None
-        new_keys = tuple(keys[start - offset :])
-        return BlocksCached(
-            group, (row,), (start,), (stop,), (stop - start,), tuple(range(start, stop)), blocks, new_keys, (parent,)
         )
 
     def _one_block_each(

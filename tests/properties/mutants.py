@@ -33,8 +33,8 @@ MUTANTS = (
     Mutant(
         "a taken block keeps its key",
         "core/pool_state.py",
-        "            if key is None:\n                continue",
-        "            if True:\n                continue",
+        "        if not lost_keys:",
+        "        if True:",
         ("B07", "B08"),
     ),
     Mutant(
@@ -186,14 +186,14 @@ MUTANTS = (
     Mutant(
         "the watermark is ignored",
         "core/allocator.py",
-        "spare = len(state.pool.free_queue) - reserved_blocks - (config.watermark_blocks if use_watermark else 0)",
-        "spare = len(state.pool.free_queue) - reserved_blocks",
+        "            spare -= self.config.watermark_blocks",
+        "            pass",
     ),
     Mutant(
         "reserved blocks are taken by an allocation",
         "core/allocator.py",
-        "spare = len(state.pool.free_queue) - reserved_blocks - (config.watermark_blocks if use_watermark else 0)",
-        "spare = len(state.pool.free_queue) - (config.watermark_blocks if use_watermark else 0)",
+        "spare = len(state.pool.free_queue) - reserved_blocks\n        if use_watermark",
+        "spare = len(state.pool.free_queue)\n        if use_watermark",
     ),
     Mutant(
         "reserved blocks are taken by a decode step",
@@ -217,14 +217,18 @@ MUTANTS = (
     Mutant(
         "an exact fit is refused",
         "core/allocator.py",
-        "if sum(needs) + copies > spare:",
-        "if sum(needs) + copies >= spare:",
+        "        if row is not None or sum(wanted) > spare:\n"
+        "            needed = self._admission.blocks_needed(row, hits, wanted, total)\n"
+        "            if needed + num_copies > spare:",
+        "        if True:\n"
+        "            needed = self._admission.blocks_needed(row, hits, wanted, total)\n"
+        "            if needed + num_copies >= spare:",
         ("B07", "B08", "B09", "C03", "C04"),
     ),
     Mutant(
         "what never fits waits for ever",
         "core/allocator.py",
-        "            self._admission.check_can_ever_hold(request, row, sum(needs))\n",
+        "                self._admission.check_can_ever_hold(request, row, needed)\n",
         "",
         ("B09", "C03"),
     ),
@@ -239,15 +243,15 @@ MUTANTS = (
     Mutant(
         "lookahead is ignored",
         "core/allocator.py",
-        "num_slots = min(end + num_lookahead_tokens, config.max_model_len) if num_lookahead_tokens else end",
+        "num_slots = min(end + num_lookahead_tokens, longest) if num_lookahead_tokens else end",
         "num_slots = end",
         ("D06",),
     ),
     Mutant(
         "a full last block brings another",
         "core/allocator.py",
-        "count = -(-num_slots // table.block_size) - table.count(row)",
-        "count = num_slots // table.block_size + 1 - table.count(row)",
+        "        wanted = [-(-num_slots // size) for size in self._block_sizes]",
+        "        wanted = [num_slots // size + 1 for size in self._block_sizes]",
         ("B07", "B08", "B09", "C03", "C04", "C05", "D06"),
     ),
     Mutant(
@@ -266,15 +270,15 @@ MUTANTS = (
     Mutant(
         "a request is freed head first",
         "core/allocator.py",
-        "segments.append((group, tuple(table.blocks(row, start)[::-1])))",
-        "segments.append((group, tuple(table.blocks(row, start))))",
+        "tuple(blocks[self.state.skipped[group][row] :][::-1])",
+        "tuple(blocks[self.state.skipped[group][row] :])",
         ("B07", "C02"),
     ),
     Mutant(
         "a request keeps its first block when it ends",
         "core/allocator.py",
-        "segments.append((group, tuple(table.blocks(row, start)[::-1])))",
-        "segments.append((group, tuple(table.blocks(row, start + 1)[::-1])))",
+        "tuple(blocks[self.state.skipped[group][row] :][::-1])",
+        "tuple(blocks[self.state.skipped[group][row] + 1 :][::-1])",
         ("B08", "B09", "B10", "C02", "C04", "C06"),
     ),
     # Copy on write
@@ -306,8 +310,8 @@ MUTANTS = (
     Mutant(
         "the last complete block is not registered",
         "core/registration.py",
-        "return known_tokens // self._config.scheduler_block_size * self._config.scheduler_block_size",
-        "return (known_tokens - 1) // self._config.scheduler_block_size * self._config.scheduler_block_size",
+        "sure = (end if end < known else known) // unit * unit",
+        "sure = ((end if end < known else known) - 1) // unit * unit",
         ("B01", "B08", "B09", "C04"),
     ),
     Mutant(
@@ -430,9 +434,9 @@ MUTANTS = (
     Mutant(
         "a hit is adopted where the next token does not attend to it",
         "core/allocator.py",
-        "skipped = kind.num_skipped_tokens(total) // kind.block_size\n                blocks",
+        "skipped = kind.num_skipped_tokens(total) // kind.block_size\n                    blocks",
         "skipped = kind.num_skipped_tokens(total) // kind.block_size if num_external_tokens else 0\n"
-        "                blocks",
+        "                    blocks",
     ),
     # What no history met, or no promise was about, when these were tried first
     Mutant(
@@ -480,8 +484,8 @@ MUTANTS = (
     Mutant(
         "what is still to be copied in is found",
         "core/allocator.py",
-        "config.enable_caching and num_new_tokens > 0",
-        "config.enable_caching",
+        "if self._caches and num_new_tokens > 0 and",
+        "if self._caches and",
     ),
     Mutant(
         "one block is registered for two requests of a step",
