@@ -1,7 +1,9 @@
 """Latencies, occupancy and throughput of a simulated run, in constant memory."""
 
-from collections import Counter
 from collections.abc import Callable
+from itertools import accumulate
+from operator import mul
+from typing import Any
 
 import attrs
 import numpy as np
@@ -11,9 +13,10 @@ from ..core.events import Commit, RowsAssigned, RowsReleased, as_ints
 from ..core.reductions import largest, smallest
 from ..core.scheduler import Scheduler, StepOutcome
 from ..core.types import Request, ScheduledStep, StepResult
+from .latency_samples import LatencySamples
 from .quantile_sketch import QuantileSketch
 from .request_record import RequestRecord
-from .run_histograms import NANOSECONDS, RunHistograms
+from .run_histograms import NANOSECONDS, FinishedRequest, RunHistograms
 from .time_series import TimeSeries
 
 _NO_TOKEN = -1
@@ -57,12 +60,8 @@ class Recorder:
             on_finished: given the record of each request as it finishes; nothing of it is kept here.
         """
         self._now_ns = now_ns
-        self.histograms = histograms
         self._on_finished = on_finished
-        self.ttft_ns = QuantileSketch()
-        self.itl_ns = QuantileSketch()
-        self.tpot_ns = QuantileSketch()
-        self.e2e_ns = QuantileSketch()
+        self._samples = LatencySamples(histograms)
         self.series = TimeSeries(SERIES)
         self.num_steps = 0
         self.num_output_tokens = 0
@@ -74,10 +73,40 @@ class Recorder:
         # Times of requests that are not in a row: arrival only, or (arrival, first admission, first token, last token).
         self._arrival_ns: dict[str, int] = {}
         self._away: dict[str, tuple[int, int, int, int]] = {}
-        self._arrival_in = np.zeros(num_rows, dtype=np.int64)
-        self._admitted_in = np.zeros(num_rows, dtype=np.int64)
-        self._first_in = np.full(num_rows, _NO_TOKEN, dtype=np.int64)
+        # Times of those that are in one. Who gets a token is told by the batch, so the last ones are an array.
+        self._arrival_in = [0] * num_rows
+        self._admitted_in = [0] * num_rows
+        self._first_in = [_NO_TOKEN] * num_rows
         self._last_in = np.full(num_rows, _NO_TOKEN, dtype=np.int64)
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            RowsAssigned: self._rows_assigned,
+            RowsReleased: self._rows_released,
+        }
+
+    @property
+    def histograms(self) -> RunHistograms | None:
+        """Those that were given, up to now."""
+        return self._samples.histograms
+
+    @property
+    def ttft_ns(self) -> QuantileSketch:
+        """From arrival to the first token."""
+        return self._samples.ttft_ns
+
+    @property
+    def itl_ns(self) -> QuantileSketch:
+        """Between successive tokens of a request."""
+        return self._samples.itl_ns
+
+    @property
+    def tpot_ns(self) -> QuantileSketch:
+        """Per output token after the first, a sample a request."""
+        return self._samples.tpot_ns
+
+    @property
+    def e2e_ns(self) -> QuantileSketch:
+        """From arrival to the last token."""
+        return self._samples.e2e_ns
 
     def submitted(self, request: Request) -> None:
         """A request was accepted; its `arrival` (seconds) starts its clock, unless that runs already."""
@@ -91,31 +120,36 @@ class Recorder:
 
     def apply(self, commit: Commit) -> None:
         """Follow requests into and out of rows; a preempted one keeps its times."""
-        for event in commit.events:
-            if type(event) is RowsAssigned:
-                for request_id, row in zip(event.requests, as_ints(event.rows), strict=True):
-                    times = self._away.pop(request_id, None)
-                    if times is None:
-                        now = self._now_ns()
-                        times = (self._arrival_ns.pop(request_id, now), now, _NO_TOKEN, _NO_TOKEN)
-                    self._arrival_in[row], self._admitted_in[row], self._first_in[row], self._last_in[row] = times
-            elif type(event) is RowsReleased:
-                for request_id, row in zip(event.requests, as_ints(event.rows), strict=True):
-                    self._away[request_id] = (
-                        self._arrival_in.item(row),
-                        self._admitted_in.item(row),
-                        self._first_in.item(row),
-                        self._last_in.item(row),
-                    )
+        for event, handler in zip(commit.events, map(self._handlers.get, map(type, commit.events)), strict=True):
+            if handler is not None:
+                handler(event)
+
+    def _rows_assigned(self, event: RowsAssigned) -> None:
+        for request_id, row in zip(event.requests, as_ints(event.rows), strict=True):
+            times = self._away.pop(request_id, None)
+            if times is None:
+                now = self._now_ns()
+                times = (self._arrival_ns.pop(request_id, now), now, _NO_TOKEN, _NO_TOKEN)
+            self._arrival_in[row], self._admitted_in[row], self._first_in[row], self._last_in[row] = times
+
+    def _rows_released(self, event: RowsReleased) -> None:
+        for request_id, row in zip(event.requests, as_ints(event.rows), strict=True):
+            self._away[request_id] = self._times_in(row)
+
+    def _times_in(self, row: int) -> tuple[int, int, int, int]:
+        return self._arrival_in[row], self._admitted_in[row], self._first_in[row], self._last_in.item(row)
 
     def scheduled(self, scheduler: Scheduler) -> None:
         """A step starts now, or the engine begins to wait: blocks are held as they are from here on."""
         now = self._now_ns()
+        pool = scheduler.allocator.pool
         self._held_block_ns += self._held_blocks * (now - self._held_since_ns)
-        self._held_blocks, self._held_since_ns = scheduler.allocator.pool.num_held_blocks, now
-        self.max_held_blocks = max(self.max_held_blocks, self._held_blocks)
-        usage = scheduler.allocator.pool.usage
-        self.series.add(now / 1e9, (usage, scheduler.num_running, scheduler.num_waiting))
+        self._held_blocks = held = pool.num_held_blocks
+        self._held_since_ns = now
+        if held > self.max_held_blocks:
+            self.max_held_blocks = held
+        if not self.series.passes_over():
+            self.series.add(now / 1e9, (pool.usage, scheduler.num_running, scheduler.num_waiting))
 
     def observe(self, step: ScheduledStep, result: StepResult, outcome: StepOutcome) -> None:
         """Account for one completed step, at the time the clock shows."""
@@ -123,8 +157,7 @@ class Recorder:
         durations = result.nanoseconds
         self.num_steps += step.num_steps
         self.busy_ns += sum(durations)
-        if self.histograms is not None:
-            self.histograms.step_tokens.add(step.load.num_tokens, step.num_steps)
+        self._samples.steps[step.load.num_tokens] += step.num_steps
         rows = outcome.sampled
         if len(rows):
             later = durations[1:]
@@ -137,9 +170,10 @@ class Recorder:
                 at_once = int(outcome.produced.sum()) - len(rows)
                 self.num_output_tokens += at_once
                 if at_once:
-                    self._gap(0, at_once)
+                    self._samples.gaps[0] += at_once
         for row, request in zip(outcome.finished.tolist(), outcome.finished_requests, strict=True):
             self._finished(row, request, now)
+        self._samples.count_when_many()
 
     @property
     def held_block_ns(self) -> int:
@@ -157,45 +191,50 @@ class Recorder:
         earliest, latest = smallest(last), largest(last)
         if earliest == _NO_TOKEN:
             fresh = last == _NO_TOKEN
-            first_rows = rows[fresh]
-            self._first_in[first_rows] = now
-            for arrival in self._arrival_in[first_rows].tolist():
-                self.ttft_ns.add(now - arrival)
-                if self.histograms is not None:
-                    self.histograms.ttft_ns.add(now - arrival)
+            for row in rows[fresh].tolist():
+                self._first_in[row] = now
+                self._samples.first_token(now - self._arrival_in[row])
             last = last[~fresh]
             if not len(last):
                 return
             earliest, latest = smallest(last), largest(last)
         # Nearly always the whole batch waited for the same step.
         if earliest == latest:
-            self._gap(now - latest, len(last))
+            self._samples.gaps[now - latest] += len(last)
         else:
             values, counts = np.unique(last, return_counts=True)
             for value, count in zip(values.tolist(), counts.tolist(), strict=True):
-                self._gap(now - value, count)
+                self._samples.gaps[now - value] += count
 
     def _repeated(self, rows: NDArray[np.int64], durations: tuple[int, ...], now: int) -> None:
         """The tokens of the later steps of a macro-step: every request waited for each step in full."""
         self.num_output_tokens += len(rows) * len(durations)
         self._last_in[rows] = now
-        for nanoseconds, times in Counter(durations).items():
-            self._gap(nanoseconds, times * len(rows))
-
-    def _gap(self, nanoseconds: int, count: int) -> None:
-        self.itl_ns.add(nanoseconds, count)
-        if self.histograms is not None:
-            self.histograms.itl_ns.add(nanoseconds, count)
+        first = durations[0]
+        if durations.count(first) == len(durations):
+            self._samples.gaps[first] += len(durations) * len(rows)
+            return
+        for nanoseconds in durations:
+            self._samples.gaps[nanoseconds] += len(rows)
 
     def _finished(self, row: int, request: Request, now: int) -> None:
         self._away.pop(request.request_id, None)
-        arrival, admitted, first = (times.item(row) for times in (self._arrival_in, self._admitted_in, self._first_in))
+        arrival, admitted, first, _ = self._times_in(row)
         tpot = (now - first) / (request.num_output_tokens - 1) if request.num_output_tokens > 1 else None
-        self.e2e_ns.add(now - arrival)
-        if tpot is not None:
-            self.tpot_ns.add(tpot)
-        if self.histograms is not None:
-            self.histograms.finished(request, arrival, admitted, first, now, tpot)
+        num_cached_tokens = request.num_cached_tokens or 0
+        self._samples.finished(
+            FinishedRequest(
+                arrival,
+                admitted,
+                first,
+                now,
+                tpot,
+                request.num_prompt_tokens,
+                request.num_output_tokens,
+                num_cached_tokens,
+                request.num_preemptions,
+            )
+        )
         if self._on_finished is not None:
             self._on_finished(
                 RequestRecord(
@@ -207,7 +246,7 @@ class Recorder:
                     e2e_s=(now - arrival) / NANOSECONDS,
                     num_prompt_tokens=request.num_prompt_tokens,
                     num_output_tokens=request.num_output_tokens,
-                    num_cached_tokens=request.num_cached_tokens or 0,
+                    num_cached_tokens=num_cached_tokens,
                     num_preemptions=request.num_preemptions,
                 )
             )
@@ -215,9 +254,4 @@ class Recorder:
 
 def _block_ns_not_yet_held(blocks_taken_at: tuple[int, ...], durations: tuple[int, ...]) -> int:
     """What a macro-step's blocks were charged for the steps before the one in which they are first used."""
-    elapsed = 0
-    total = 0
-    for taken, nanoseconds in zip(blocks_taken_at, durations, strict=False):
-        elapsed += nanoseconds
-        total += taken * elapsed
-    return total
+    return sum(map(mul, blocks_taken_at, accumulate(durations)))

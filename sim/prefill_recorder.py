@@ -62,5 +62,4 @@ class PrefillRecorder(Recorder):
             super()._finished(row, request, now)
             return
         self._gone_on.add(request.request_id)
-        times = (self._arrival_in, self._admitted_in, self._first_in, self._last_in)
-        self._hand_over(request, RequestTimes(*(column.item(row) for column in times)))
+        self._hand_over(request, RequestTimes(*self._times_in(row)))

@@ -1,5 +1,8 @@
 """The histograms of a simulated run, with the boundaries of vLLM's metrics of the same meaning."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from ..backends.sinks.vllm_boundaries import (
     FIRST_TOKEN_MS,
     PREEMPTIONS,
@@ -8,7 +11,6 @@ from ..backends.sinks.vllm_boundaries import (
     TOKEN_MS,
     token_boundaries,
 )
-from ..core.types import Request
 from .histogram import Histogram
 
 NANOSECONDS = 1_000_000_000
@@ -16,6 +18,32 @@ NANOSECONDS = 1_000_000_000
 
 def _of_ms(boundaries_ms: tuple[int, ...]) -> Histogram:
     return Histogram([boundary * 1_000_000 for boundary in boundaries_ms])
+
+
+class FinishedRequest(NamedTuple):
+    """What is counted of a finished request.
+
+    Attributes:
+        arrival_ns: when it was sent, from the start of the run.
+        admitted_ns: when it was first admitted.
+        first_ns: when it got its first token.
+        last_ns: when it got its last token.
+        tpot_ns: nanoseconds per output token after the first; None for a single token.
+        num_prompt_tokens: of the prompt, cached ones included.
+        num_output_tokens: produced.
+        num_cached_tokens: of the prompt, found at the first admission.
+        num_preemptions: how often it lost its blocks.
+    """
+
+    arrival_ns: int
+    admitted_ns: int
+    first_ns: int
+    last_ns: int
+    tpot_ns: float | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
 
 
 class RunHistograms:
@@ -40,18 +68,15 @@ class RunHistograms:
         self.preemptions = Histogram(PREEMPTIONS)
         self.step_tokens = Histogram(STEP_TOKENS)
 
-    def finished(
-        self, request: Request, arrival_ns: int, admitted_ns: int, first_ns: int, last_ns: int, tpot_ns: float | None
-    ) -> None:
-        """Count a finished request: sent, first admitted, and given its first and its last token at these times."""
-        self.e2e_ns.add(last_ns - arrival_ns)
-        self.queue_ns.add(admitted_ns - arrival_ns)
-        self.prefill_ns.add(first_ns - admitted_ns)
-        self.decode_ns.add(last_ns - first_ns)
-        self.inference_ns.add(last_ns - admitted_ns)
-        if tpot_ns is not None:
-            self.tpot_ns.add(tpot_ns)
-        self.prompt_tokens.add(request.num_prompt_tokens)
-        self.output_tokens.add(request.num_output_tokens)
-        self.prefill_computed_tokens.add(request.num_prompt_tokens - (request.num_cached_tokens or 0))
-        self.preemptions.add(request.num_preemptions)
+    def count_finished(self, finished: Sequence[FinishedRequest]) -> None:
+        """Count requests that ended."""
+        self.e2e_ns.add_all([one.last_ns - one.arrival_ns for one in finished])
+        self.queue_ns.add_all([one.admitted_ns - one.arrival_ns for one in finished])
+        self.prefill_ns.add_all([one.first_ns - one.admitted_ns for one in finished])
+        self.decode_ns.add_all([one.last_ns - one.first_ns for one in finished])
+        self.inference_ns.add_all([one.last_ns - one.admitted_ns for one in finished])
+        self.tpot_ns.add_all([one.tpot_ns for one in finished if one.tpot_ns is not None])
+        self.prompt_tokens.add_all([one.num_prompt_tokens for one in finished])
+        self.output_tokens.add_all([one.num_output_tokens for one in finished])
+        self.prefill_computed_tokens.add_all([one.num_prompt_tokens - one.num_cached_tokens for one in finished])
+        self.preemptions.add_all([one.num_preemptions for one in finished])

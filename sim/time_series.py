@@ -17,6 +17,12 @@ class TimeSeries:
         self._stride = 1
         self._seen = 0
 
+    def passes_over(self) -> bool:
+        """Whether the next sample would be dropped; it counts as offered then, and need not be made."""
+        is_dropped = self._seen % self._stride != 0
+        self._seen += is_dropped
+        return is_dropped
+
     def add(self, time_s: float, values: Sequence[float]) -> None:
         """Offer a sample; one in `stride` is kept."""
         if len(values) != len(self.names):
