@@ -22,7 +22,7 @@ def is_live(reader: LogReader) -> bool:
 
 
 class LiveTrace:
-    """A `Trace` of the requests that a live engine noted, in the order in which its scheduler got them.
+    """A `Trace` of the requests that a live engine noted, in the order of their arrival.
 
     Attributes:
         info: the tally of the latest pass.
@@ -35,16 +35,14 @@ class LiveTrace:
         self.info = self._new_info()
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """The requests, one at a time; the lengths of their outputs are looked up first."""
+        """The requests, one at a time; all that was noted of them is read first."""
         self.info = info = self._new_info()
         outputs = self._outputs()
         numbers: dict[bytes, int] = {}
-        place, first_s = 0, 0.0
-        for logged in self._reader.notes():
-            note = logged.note
-            if not isinstance(note, RequestArrived):
-                continue
-            place += 1
+        first_s = 0.0
+        arrived = [logged.note for logged in self._reader.notes() if isinstance(logged.note, RequestArrived)]
+        # The samples of a prompt reach the scheduler later than they arrived.
+        for place, note in enumerate(sorted(arrived, key=lambda note: note.arrival_s), start=1):
             if place == 1:
                 first_s = info.window.start_s = note.arrival_s
                 info.window.first_place = 1

@@ -24,6 +24,18 @@ def logits_of(token_ids):
     return np.random.default_rng(int.from_bytes(digest, "little")).normal(0, 2, VOCAB_SIZE).astype(np.float32)
 
 
+class Context:
+    """The model over one sequence of its own, by its definition."""
+
+    def __init__(self):
+        self.token_ids = []
+
+    def forward(self, token_ids):
+        """What it answers behind these tokens too."""
+        self.token_ids += token_ids
+        return logits_of(self.token_ids)
+
+
 class CacheReader:
     """Writes token ids as keys and values, and answers from what it reads back through the block tables."""
 

@@ -50,6 +50,7 @@ SUBMISSIONS = st.tuples(
     st.sampled_from([0.0, 1.0]),
     st.sampled_from([None, None, "a"]),
     st.integers(-1, 1),
+    st.sampled_from([1, 1, 1, 2, 3]),
 )
 
 
@@ -96,20 +97,24 @@ class LiveHistories(RuleBasedStateMachine):
 
     @rule(several=st.lists(SUBMISSIONS, min_size=1, max_size=5))
     def submit(self, several):
-        for start, length, max_tokens, temperature, salt, priority in several:
-            self._submit(list(range(start, start + length)), max_tokens, temperature, salt, priority)
+        for start, length, max_tokens, temperature, salt, priority, num_samples in several:
+            self._submit(list(range(start, start + length)), max_tokens, temperature, salt, priority, num_samples)
 
-    def _submit(self, prompt, max_tokens, temperature, salt, priority):
-        each = SamplingSettings(
-            max_tokens=max_tokens, temperature=temperature, seed=len(self.requests), stop_token_ids=[STOP_TOKEN]
-        )
+    def _submit(self, prompt, max_tokens, temperature, salt, priority, num_samples):
+        settings = [
+            SamplingSettings(
+                max_tokens=max_tokens, temperature=temperature, seed=len(self.requests) + sample,
+                stop_token_ids=[STOP_TOKEN],
+            )
+            for sample in range(num_samples)
+        ]  # fmt: skip
         if self.engine.scheduler.config.policy == "fcfs":
             priority = 0
         try:
-            request = self.engine.submit(prompt, each, cache_salt=salt, priority=priority)
+            requests = self.engine.submit_samples(prompt, settings, cache_salt=salt, priority=priority)
         except QueueFullError:
             waiting = [each for each, *_ in self.requests if each.started_ns is None and not each.has_ended]
-            assert len(waiting) == MAX_QUEUED
+            assert len(waiting) + num_samples > MAX_QUEUED
         except EngineFailedError:
             assert self.failed
         except EngineStoppedError:
@@ -118,7 +123,7 @@ class LiveHistories(RuleBasedStateMachine):
             assert len(prompt) + max_tokens - 1 > self.engine.allocator.max_fitting_tokens()
         else:
             assert not self.stopped and not self.failed
-            self.requests.append((request, prompt, each))
+            self.requests += [(*each, prompt) for each in zip(requests, settings, strict=True)]
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -180,7 +185,7 @@ class LiveHistories(RuleBasedStateMachine):
         assert self.engine.allocator.pool.num_held_blocks == 0 and not state.row_of
         assert not self.engine._driver._generations and not self.engine.scheduler.has_unfinished
         assert self.log.replay().snapshot() == state.snapshot()
-        for request, prompt, each in self.requests:
+        for request, each, prompt in self.requests:
             self._ended_right(request, prompt, each)
 
     def _ended_right(self, request, prompt, each):

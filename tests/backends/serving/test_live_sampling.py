@@ -92,6 +92,17 @@ def test_a_preempted_request_goes_on_with_its_counts(engine, family):
     assert max(request.stats.num_preemptions for request in requests) > 0
 
 
+def test_samples_of_one_prompt_share_its_blocks_and_are_each_what_they_are_alone(engine, family):
+    model = tiny_model(family)
+    settings = [attrs.evolve(FIFTEEN, seed=seed, **KINDS[-1]) for seed in range(4)]
+    prompts = [prompt(13, seed=80), prompt(22, seed=81)]
+    samples = [engine.submit_samples(each, settings) for each in prompts]
+    for prompt_ids, requests in zip(prompts, samples, strict=True):
+        for request, each in zip(requests, settings, strict=True):
+            assert_is_as_defined(model, request, prompt_ids, each)
+    assert engine.stats.scheduler.num_preemptions > 0 or family.startswith("mistral")
+
+
 def test_a_captured_decode_step_freezes_nothing_of_it():
     kernels = RecordedKernels(TorchKernels())
     with tight_engine(
@@ -99,6 +110,8 @@ def test_a_captured_decode_step_freezes_nothing_of_it():
     ) as engine:
         work = work_of(seed=90)
         requests = [engine.submit(*each) for each in work]
+        work += [(prompt(9, seed=91), attrs.evolve(FIFTEEN, seed=seed, **KINDS[-1])) for seed in range(3)]
+        requests += engine.submit_samples(work[-1][0], [settings for _, settings in work[-3:]])
         for request, each in zip(requests, work, strict=True):
             assert_is_as_defined(tiny_model("llama"), request, *each)
         assert engine.graphs.num_replays > 20

@@ -7,23 +7,12 @@ pytest.importorskip("openai", reason="these tests are the openai client's")
 import attrs
 from kvledger.backends.serving import SamplingSettings
 
-from tests.backends.serving.cache_reader import logits_of
+from tests.backends.serving.cache_reader import Context
 from tests.backends.serving.plain_sampling import log_probabilities, outputs_alone
 
 END = 60
 PROMPT = "Once upon a time"
 HELLO = [{"role": "user", "content": "hello"}]
-
-
-class Context:
-    """The honest model over one growing sequence."""
-
-    def __init__(self):
-        self.token_ids = []
-
-    def forward(self, token_ids):
-        self.token_ids += token_ids
-        return logits_of(self.token_ids)
 
 
 def defined(prompt_ids, settings):
