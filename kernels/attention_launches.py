@@ -113,6 +113,7 @@ def attention_launch(
             "VALUE_TILE": value_tile,
             "VALUE_REST_TILE": value_rest_tile,
             "MIN_SPLIT_KEYS": MIN_SPLIT_KEYS if is_split else 0,
+            "EARLY_VALUES": query.element_size() == 2,
             "QUERY_VEC": query_vec,
             "QUERY_VEC_BYTES": query_vec * query.element_size(),
             "KEY_VEC": key_side.vec,

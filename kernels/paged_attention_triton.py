@@ -102,6 +102,7 @@ def paged_attention_kernel(
     VALUE_TILE: tl.constexpr,
     VALUE_REST_TILE: tl.constexpr,
     MIN_SPLIT_KEYS: tl.constexpr,
+    EARLY_VALUES: tl.constexpr,
     QUERY_VEC: tl.constexpr,
     QUERY_VEC_BYTES: tl.constexpr,
     KEY_VEC: tl.constexpr,
@@ -121,7 +122,8 @@ def paged_attention_kernel(
     MIN_SPLIT_KEYS: the fewest keys of a split, or 0 where nothing is split. Where there are splits, output is float32
     `[num_splits, num_tokens, heads, V_HEAD_SIZE]`, and lse (log of the sum of exponentials) the same without the last
     axis, -inf for a split without keys. KEY_TILES: of a head; where there are several, queries are read again for each
-    step, as no thread could hold them. VALUE_REST_TILE: the part of a value behind the first tile, or 0.
+    step, as no thread could hold them. VALUE_REST_TILE: the part of a value behind the first tile, or 0. EARLY_VALUES:
+    whether a step asks for its values together with its keys, or, where shared memory has no room for both, later.
     """
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -179,6 +181,19 @@ def paged_attention_kernel(
             kernel_blocks = slots // BLOCK_SIZE
             offsets = slots % BLOCK_SIZE
             key_rows = (kernel_blocks * key_block_stride + offsets * key_slot_stride) * KEY_VEC
+            value_rows = (kernel_blocks * value_block_stride + offsets * value_slot_stride) * VALUE_VEC
+            if EARLY_VALUES:  # on their way while the scores are worked out
+                value = load_vectors(
+                    head_value_ptr,
+                    value_rows,
+                    is_stored,
+                    v_dims,
+                    V_HEAD_SIZE,
+                    v_scale_ptr,
+                    element_type,
+                    CONVERTS,
+                    HAS_V_SCALE,
+                )
             scores = tl.zeros([QUERY_TILE * GROUP_TILE, KEYS_TILE], tl.float32)
             for tile in tl.static_range(KEY_TILES):
                 tile_dims = tile * KEY_TILE + dims
@@ -212,18 +227,18 @@ def paged_attention_kernel(
             weights = tl.exp(scores - safe_peak[:, None])
             decay = tl.exp(peak - safe_peak)
             total = total * decay + tl.sum(weights, 1)
-            value_rows = (kernel_blocks * value_block_stride + offsets * value_slot_stride) * VALUE_VEC
-            value = load_vectors(
-                head_value_ptr,
-                value_rows,
-                is_stored,
-                v_dims,
-                V_HEAD_SIZE,
-                v_scale_ptr,
-                element_type,
-                CONVERTS,
-                HAS_V_SCALE,
-            )
+            if not EARLY_VALUES:
+                value = load_vectors(
+                    head_value_ptr,
+                    value_rows,
+                    is_stored,
+                    v_dims,
+                    V_HEAD_SIZE,
+                    v_scale_ptr,
+                    element_type,
+                    CONVERTS,
+                    HAS_V_SCALE,
+                )
             mixed = mixed * decay[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
             if VALUE_REST_TILE > 0:
                 value_rest = load_vectors(

@@ -36,6 +36,7 @@ class MachineCode:
         local_bytes: thread-local memory of a thread, stack included.
         registers: of a thread.
         wide_divisions: places where 64 bits are divided, a subroutine on NVIDIA's cards; not read in AMD's assembly.
+        loads_before_product: how many of the loads of 16 bytes stand before the first product of matrices; the same.
 
     Scalar loads of AMD's kernels (a slot, a scale) go another way and are not counted; nor are its scalar registers
     that spill into lanes of vector registers, which is no memory.
@@ -47,6 +48,7 @@ class MachineCode:
     local_bytes: int
     registers: int
     wide_divisions: int
+    loads_before_product: int
 
 
 def read_cubins(cubins: Sequence[Path], architecture: str, tools: Path) -> list[MachineCode]:
@@ -92,6 +94,8 @@ def parse_sass(text: str) -> MachineCode:
     loads: Counter[int] = Counter()
     stores: Counter[int] = Counter()
     local = 0
+    product = text.find("HMMA.")
+    before_product = 0
     for match in _SASS.finditer(text):
         opcode, modifiers = match.group(1), match.group(2).split(".")
         if opcode in ("LDL", "STL"):
@@ -99,11 +103,12 @@ def parse_sass(text: str) -> MachineCode:
             continue
         num_bytes = next((_SASS_BYTES[name] for name in modifiers if name in _SASS_BYTES), 4)
         (stores if opcode in ("STG", "ST") else loads)[num_bytes] += 1
+        before_product += num_bytes == 16 and opcode == "LDG" and match.start() < product
     usage = {name: int(value) for name, value in _USAGE.findall(text)}
     if "REG" not in usage:
         raise ValueError(f"no resource usage among {len(text)} characters of disassembly")
     local_bytes, divisions = usage["STACK"] + usage["LOCAL"], len(_WIDE_DIVISION.findall(text))
-    return MachineCode(dict(loads), dict(stores), local, local_bytes, usage["REG"], divisions)
+    return MachineCode(dict(loads), dict(stores), local, local_bytes, usage["REG"], divisions, before_product)
 
 
 def parse_amdgcn(text: str) -> MachineCode:
@@ -125,5 +130,6 @@ def parse_amdgcn(text: str) -> MachineCode:
         local + private["vgpr_spill_count"],
         private["private_segment_fixed_size"],
         int(registers.group(1)),
+        0,
         0,
     )

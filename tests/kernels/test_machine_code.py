@@ -196,6 +196,13 @@ def test_attention_reads_the_cache_16_bytes_at_a_time(compiled: Any, target: str
     assert not not_wide("attention", compiled(target)["attend flash 32/8x128"])
 
 
+@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize("call", ["attend flash 32/8x128", "attend flash 32/8x128, split"])
+def test_a_step_of_attention_asks_for_keys_and_values_at_once(compiled: Any, target: str, call: str) -> None:
+    launch = compiled(target)[call]["launches"][0]
+    assert launch["loads_before_product"] == launch["loads"]["16"]
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_slots_are_stored_whole(compiled: Any, target: str) -> None:
     _, stores = widths(compiled(target)["slot mapping"])
@@ -234,6 +241,7 @@ SASS = """
         /*0070*/              @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;   /* 0x0004060402048981 */
         /*0080*/                   LDG.E.U16.CONSTANT R8, desc[UR4][R2.64] ;
         /*0090*/               @P1 LDGSTS.E.BYPASS.128 [R0], desc[UR4][R2.64] ;
+        /*0098*/                   HMMA.16816.F32.BF16 R36, R36, R28, RZ ;
         /*00a0*/                   LDG.E R9, desc[UR4][R2.64] ;
         /*00b0*/                   LDL.64 R9, [R1] ;
         /*00c0*/                   LDS.128 R9, [R1] ;
@@ -257,7 +265,7 @@ AMD = """
 
 def test_sass_is_read_by_opcode_and_width() -> None:
     code = parse_sass(SASS)
-    assert code.loads == {16: 2, 2: 1, 4: 1}
+    assert (code.loads, code.loads_before_product) == ({16: 2, 2: 1, 4: 1}, 1)
     assert code.stores == {8: 1}
     assert (code.local_accesses, code.local_bytes, code.registers, code.wide_divisions) == (1, 12, 40, 1)
 
