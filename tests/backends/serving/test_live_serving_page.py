@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "live_serving.md"
 def test_the_program_of_the_page_runs_and_prints_the_lines_that_it_shows(capsys) -> None:
     page = PAGE.read_text().partition("## 7.")[0]
     blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     exec(compile("\n".join(blocks), str(PAGE), "exec"), {"__name__": "page"})
     printed = capsys.readouterr().out.splitlines()
     start = page.index("    Available KV cache memory:")
