@@ -156,5 +156,6 @@ def _logprobs(
         if each.logprobs:
             values, places = of_all.topk(min(each.logprobs, len(of_all)))
             top = torch.stack([values.to(torch.float64), places.to(torch.float64)])
-        found[row] = of_all[token_ids[row]], top
+        # A single element as an index would be read on the host, which waits for it.
+        found[row] = of_all.index_select(0, token_ids[row : row + 1]), top
     return found

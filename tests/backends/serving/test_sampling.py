@@ -1,5 +1,6 @@
 """The next token: refused settings, the distribution that draws follow, and what a draw does not depend on."""
 
+import attrs
 import numpy as np
 import pytest
 
@@ -7,11 +8,13 @@ torch = pytest.importorskip("torch", reason="live serving needs torch")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from kvledger.backends.serving import SamplingSettings  # noqa: E402
-from kvledger.backends.serving.logit_adjustments import LogitAdjuster  # noqa: E402
+from kvledger.backends.serving import SamplingSettings, logit_adjustments  # noqa: E402
+from kvledger.backends.serving.logit_adjustments import LogitAdjuster, adjusted_logits  # noqa: E402
 from kvledger.backends.serving.sampling import NextToken, choose_tokens, seed_of_request, uniform  # noqa: E402
 from kvledger.backends.serving.sampling_settings import MAX_TOP_K  # noqa: E402
 from kvledger.core import InputError  # noqa: E402
+
+from tests.backends.serving.recorded_graphs import CaptureError, Recording  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -177,6 +180,42 @@ def test_log_probabilities_are_the_models_before_temperature_and_truncation() ->
     assert bare.logprob == pytest.approx(of_all[bare.token_id]) and bare.top_logprobs == ()
     (none,) = choose([row], SamplingSettings(max_tokens=1))
     assert none.logprob is None
+
+
+def test_choosing_asks_the_device_for_no_value_before_it_is_waited_for() -> None:
+    every = SamplingSettings(
+        max_tokens=9, min_tokens=9, top_p=0.9, top_k=5, min_p=0.1, presence_penalty=1, frequency_penalty=1,
+        repetition_penalty=1.2, logit_bias={3: 1}, logprobs=2,
+    )  # fmt: skip
+    settings = [every, attrs.evolve(every, temperature=0), SamplingSettings(max_tokens=9), every]
+    wanted = [NextToken(each, 0.5, adjuster_of(each).next(len(OUTPUT))) for each in settings]
+    logits = torch.randn(4, 37, generator=torch.Generator().manual_seed(0))
+    with Recording(sends_values=True) as recording:
+        chosen = choose_tokens(logits, wanted)
+    assert len(recording.operations) > 30
+    assert [token.token_id for token in chosen.wait()] == [
+        token.token_id for token in choose_tokens(logits, wanted).wait()
+    ]
+    with pytest.raises(CaptureError, match="waits for the device"), Recording(sends_values=True):
+        choose_tokens(logits, wanted).wait()
+
+
+def test_any_number_of_seen_tokens_is_penalized_in_parts(monkeypatch) -> None:
+    each = SamplingSettings(max_tokens=9, temperature=0, repetition_penalty=2, logit_bias={1: 3, 2: 4}, min_tokens=5)
+    logits = torch.randn(6, 37, generator=torch.Generator().manual_seed(0))
+    adjustments = [adjuster_of(each).next(len(OUTPUT)) if row % 3 else None for row in range(6)]
+    whole = adjusted_logits(logits, adjustments)
+    monkeypatch.setattr(logit_adjustments, "MAX_ENTRIES", 1)
+    assert torch.equal(adjusted_logits(logits, adjustments), whole)
+    assert torch.equal(whole[[0, 3]], logits[[0, 3]].double()) and not torch.equal(whole[1], logits[1].double())
+
+
+def test_logits_stay_as_they_are() -> None:
+    each = SamplingSettings(max_tokens=9, repetition_penalty=2, logit_bias={1: 3}, min_tokens=5)
+    logits = torch.randn(2, 37, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    before = logits.clone()
+    adjusted_logits(logits, [adjuster_of(each).next(0), None])
+    assert torch.equal(logits, before)
 
 
 def test_a_step_that_samples_nobody_chooses_nothing() -> None:
