@@ -16,16 +16,18 @@ import torch
 
 from ..core.allocator_config import AllocatorConfig
 from ..core.errors import InputError, MisuseError
-from ..core.events import Commit, PoolCreated
+from ..core.events import Commit
 from ..core.kv_cache_config import KVCacheConfig
 from ..core.types import ScheduledStep, StepResult, TokenBatch
 from ..kernels.kernel_set import Kernels
 from .attention_packages import AttentionPackage
 from .cache_arrangement import CacheArrangement
-from .cache_layout import LayerCache, bind_layers, layer_caches
+from .cache_layout import LayerCache
+from .cache_memory import CacheMemory
 from .context_rank import ContextRank
-from .device_pool import DevicePool, check_pool
+from .device_pool import DevicePool
 from .flashinfer_tables import FlashInferTables, flashinfer_tables
+from .followed_pool import FollowedPool
 from .layer_access import KVScales, LayerAccess
 from .step_runner import FinishStep, StepOutputs, StepRunner, StepTimer
 from .step_staging import BatchInputs
@@ -89,18 +91,11 @@ class CudaBackend:
         self.context = ContextRank() if context is None else context
         self.runner = runner
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._arrangement = arrangement
-        self._kernel_block_sizes = kernel_block_sizes
+        self._memory = CacheMemory(self.device, arrangement, kernel_block_sizes)
         scales = dict(kv_scales or {})
         self._access = LayerAccess(self.kernels, self.device, model_dtype, scales, checked, attention_packages)
+        self._followed = FollowedPool(self._memory, self.device, self.context, max_num_batched_tokens)
         self._checked = checked
-        self._config: KVCacheConfig | None = None
-        self._raw: torch.Tensor | None = None
-        self._caches: list[LayerCache] = []
-        self._layers: dict[str, LayerCache] = {}
-        self._known_pool: DevicePool | None = None
-        self._follows_a_pool = False
-        self._next_sequence = 0
         self._prepared_batch: TokenBatch | None = None
         self._mapped_batch: TokenBatch | None = None
         self._in_flight: tuple[FinishStep, StepTimer] | None = None
@@ -116,25 +111,17 @@ class CudaBackend:
             InputError: the arrangement does not fit the plan's layout or specs, or a kernel block size does not divide.
             MisuseError: it was initialized before.
         """
-        if self._config is not None:
-            raise MisuseError("this backend has its memory already; make another one for another plan")
-        raw = torch.zeros(config.size_bytes, dtype=torch.int8, device=self.device)
-        caches = layer_caches(raw, config, self._arrangement, self._kernel_block_sizes)
-        self._access.add(caches)
-        self._raw, self._caches, self._config = raw, caches, config
-        self._layers = {cache.name: cache for cache in caches}
+        self._memory.allocate(config, self._access.add)
 
     @property
     def raw(self) -> torch.Tensor:
         """The buffer: int8 `[size_bytes]`."""
-        if self._raw is None:
-            raise MisuseError("the backend has no memory yet; call initialize first")
-        return self._raw
+        return self._memory.raw
 
     @property
     def layers(self) -> Mapping[str, LayerCache]:
         """Layer name -> its cache."""
-        return self._layers
+        return self._memory.layers
 
     def bind(
         self, layer_names: Sequence[str], shared_layers: dict[str, str] | None = None
@@ -143,9 +130,7 @@ class CudaBackend:
 
         Layers that share another one's cache can be written and read under their own names from here on.
         """
-        in_order, by_name = bind_layers(self._caches, layer_names, shared_layers)
-        self._layers = by_name
-        return in_order, by_name
+        return self._memory.bind(layer_names, shared_layers)
 
     # -- what the events say -----------------------------------------------------------------------------------------
 
@@ -156,16 +141,10 @@ class CudaBackend:
             MisuseError: a commit is missing or comes twice, or there is no memory yet.
             InputError: the pool is not the one that was planned.
         """
-        if commit.sequence != self._next_sequence:
-            raise MisuseError(
-                f"commit {commit.sequence} came where {self._next_sequence} is next; commits come in order"
-            )
-        for event in commit.events:
-            if isinstance(event, PoolCreated):
-                self._follow(event)
-            else:
-                self._pool.events.apply(event)
-        self._next_sequence += 1
+        is_first = not self._followed.has_tables
+        self._followed.apply(commit)
+        if is_first:
+            self._warm_up_on_gpu()
 
     def create_tables(self, pool: AllocatorConfig) -> None:
         """Make the tables, slots and batch buffers that the pool of this allocator will use, before it is created.
@@ -176,46 +155,14 @@ class CudaBackend:
             MisuseError: there is no memory yet, or there are tables already.
             InputError: the pool is not the one that was planned.
         """
-        if self._known_pool is not None:
-            raise MisuseError("this backend has its tables already; a backend serves one pool")
-        self._make_tables(pool)
-
-    def _make_tables(self, pool: PoolCreated | AllocatorConfig) -> None:
-        self._known_pool = DevicePool.of(
-            pool,
-            self._planned(pool),
-            self._caches,
-            device=self.device,
-            context=self.context,
-            max_num_batched_tokens=self._max_num_batched_tokens,
-        )
-        if self.device.type == "cuda":  # on a CPU nothing is compiled
-            self.warm_up()
-
-    def _follow(self, event: PoolCreated) -> None:
-        if self._follows_a_pool:
-            raise MisuseError("a second pool was created; a backend serves one")
-        if self._known_pool is None:
-            self._make_tables(event)
-        else:
-            self._planned(event)
-            self._known_pool.check_serves(event)
-        self._follows_a_pool = True
-
-    def _planned(self, pool: PoolCreated | AllocatorConfig) -> KVCacheConfig:
-        """The plan, which this pool must be of."""
-        if self._config is None:
-            raise MisuseError("the backend has no memory for a pool yet; call initialize first")
-        check_pool(pool, self._config, self.context)
-        return self._config
+        self._followed.create_tables(pool)
+        self._warm_up_on_gpu()
 
     # -- slots -------------------------------------------------------------------------------------------------------
 
     @property
     def _pool(self) -> DevicePool:
-        if self._known_pool is None:
-            raise MisuseError("no pool yet: give the backend to the allocator as a sink")
-        return self._known_pool
+        return self._followed.pool
 
     @property
     def block_tables(self) -> list[torch.Tensor]:
@@ -319,9 +266,7 @@ class CudaBackend:
     def flashinfer_tables(self, batch: TokenBatch, group: int = 0) -> FlashInferTables:
         """A prepared batch's block tables as FlashInfer takes them, in pages of the group's kernel block size."""
         pool = self._pool
-        cache = next((cache for cache in self._caches if cache.group == group), None)
-        if cache is None:
-            raise InputError(f"group {group} has no layer on this rank, so nothing reads its tables here")
+        cache = self._memory.of_group(group)
         context = self.context if pool.holds_tokens[group] else ContextRank()
         rows = self.inputs.rows[: len(batch.rows)]
         return flashinfer_tables(
@@ -343,7 +288,7 @@ class CudaBackend:
             InputError: no such layer, or one that has neither keys and values nor a latent.
             KernelInputError: shapes, strides or dtypes that do not fit the layer's cache.
         """
-        cache = self._layer(layer)
+        cache = self._memory.layer(layer)
         self._access.write(cache, key, value, self.slots[cache.group, : len(key)])
 
     def gather(
@@ -367,7 +312,7 @@ class CudaBackend:
             Keys and values, each dense `[sum(num_tokens), num_kv_heads, head_size]`; for a latent cache one tensor
             `[sum(num_tokens), kv_lora_rank + qk_rope_head_dim]`.
         """
-        cache, pool = self._layer(layer), self._pool
+        cache, pool = self._memory.layer(layer), self._pool
         if self.context.size > 1 and pool.holds_tokens[cache.group]:
             raise MisuseError(
                 "a rank of decode context parallelism holds only some tokens of a request; it gathers none"
@@ -401,7 +346,7 @@ class CudaBackend:
         Returns:
             `[num_tokens, num_q_heads, head_size_v]`.
         """
-        cache, pool = self._layer(layer), self._pool
+        cache, pool = self._memory.layer(layer), self._pool
         if self.context.size > 1:
             raise MisuseError(
                 "attention over a part of the tokens must be merged over the ranks; use a kernel that does"
@@ -414,11 +359,9 @@ class CudaBackend:
         """Layer -> who computed its attention last: a package's name, or "own kernel" and why no package did."""
         return self._access.attention.by_layer
 
-    def _layer(self, name: str) -> LayerCache:
-        cache = self._layers.get(name)
-        if cache is None:
-            raise InputError(f"no layer {name!r} on this rank; it has {', '.join(self._layers) or 'none'}")
-        return cache
+    def _warm_up_on_gpu(self) -> None:
+        if self.device.type == "cuda":  # on a CPU nothing is compiled
+            self.warm_up()
 
     def warm_up(self) -> None:
         """Run every kernel once in each size class that it is compiled for; nothing that requests see changes.
@@ -434,7 +377,7 @@ class CudaBackend:
         for regions in pool.tables.regions:
             if regions is not None:
                 self.kernels.copy_blocks(caches=regions, sources=skipped, targets=skipped)
-        for cache in self._access.one_of_each(self._caches):
+        for cache in self._access.one_of_each(self._memory.caches):
             self._access.warm_up(cache, pool.tables.tables[cache.group], pool.block_sizes[cache.group], pool.slots)
 
     # -- steps -------------------------------------------------------------------------------------------------------

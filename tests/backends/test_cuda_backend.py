@@ -430,6 +430,16 @@ def test_f05_quantised_bytes_with_different_scales() -> None:
     assert values.flatten().tolist() == [1.0, 144.0, 288.0, -288.0]
 
 
+def test_memory_that_was_refused_is_not_there_and_can_still_be_made() -> None:
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4, dtype="fp8")
+    backend = CudaBackend(device="cpu", max_num_batched_tokens=64)
+    with pytest.raises(InputError, match="give model_dtype"):
+        backend.initialize(plan(spec))
+    assert not backend.layers
+    backend.initialize(plan())
+    assert backend.raw.numel() == plan().size_bytes
+
+
 def test_a_quantised_cache_needs_the_models_dtype_and_warns_of_missing_scales() -> None:
     spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4, dtype="fp8")
     with pytest.raises(InputError, match="layers a, b are quantised; give model_dtype"):
