@@ -1,7 +1,7 @@
 """Simulated memory: block tables and slot mappings in NumPy, rebuilt from the events alone."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -166,27 +166,29 @@ class SimBackend:
             self._slots.append(GroupSlots(table, kind.block_size, context))
             self.num_blocks_per_row.append(np.zeros(event.max_num_reqs, dtype=np.int32))
 
-    def _append(self, group: int, row: int, blocks: tuple[int, ...]) -> None:
+    def _append(self, group: int, row: int, blocks: Sequence[int]) -> None:
         counts = self.num_blocks_per_row[group]
         start = counts.item(row)
-        self.block_tables[group][row, start : start + len(blocks)] = blocks
-        counts[row] = start + len(blocks)
+        counts[row] = end = start + len(blocks)
+        self.block_tables[group][row, start:end] = blocks
 
     def _prefix_adopted(self, event: PrefixAdopted) -> None:
         self._append(event.group, event.row, as_ints(event.blocks))
 
     def _blocks_allocated(self, event: BlocksAllocated) -> None:
-        blocks = as_ints(event.blocks)
-        rows = as_ints(event.rows)
-        if len(rows) == len(blocks) > 1:
-            index = np.array(rows)
-            counts = self.num_blocks_per_row[event.group]
-            self.block_tables[event.group][index, counts[index]] = blocks
+        group, rows, blocks = event.group, as_ints(event.rows), as_ints(event.blocks)
+        if len(rows) == 1:
+            self._append(group, rows[0], blocks)
+            return
+        if len(rows) == len(blocks):
+            index = np.array(rows, dtype=np.intp)
+            counts = self.num_blocks_per_row[group]
+            self.block_tables[group][index, counts[index]] = blocks
             counts[index] += 1
             return
         start = 0
         for row, count in zip(rows, as_ints(event.counts), strict=True):
-            self._append(event.group, row, blocks[start : start + count])
+            self._append(group, row, blocks[start : start + count])
             start += count
 
     def _blocks_shared(self, event: BlocksShared) -> None:
@@ -199,11 +201,12 @@ class SimBackend:
         start = 0
         for group, row, count in zip(as_ints(event.groups), as_ints(event.rows), as_ints(event.counts), strict=True):
             table, counts = self.block_tables[group], self.num_blocks_per_row[group]
-            indices = list(as_ints(event.indices)[start : start + count])
             if event.reason is FreeReason.OUT_OF_WINDOW:
-                table[row, indices] = 0
+                table[row, list(as_ints(event.indices)[start : start + count])] = 0
             else:
-                keep = min(indices) if event.reason is FreeReason.TRUNCATED else 0
+                keep = 0
+                if event.reason is FreeReason.TRUNCATED:
+                    keep = min(as_ints(event.indices)[start : start + count])
                 table[row, keep : counts.item(row)] = 0
                 counts[row] = keep
             start += count

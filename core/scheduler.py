@@ -1,8 +1,8 @@
 """Which requests compute how many tokens in the next step: continuous batching as vLLM V1 does it. Knows no clock."""
 
 from collections.abc import Callable, Collection
+from typing import NamedTuple
 
-import attrs
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,8 +22,7 @@ from .waiting_queue import WaitingQueue, make_waiting_queue
 _NO_ROWS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
-@attrs.frozen(eq=False)
-class StepOutcome:
+class StepOutcome(NamedTuple):
     """What a completed step changed, by row: int64 arrays.
 
     Attributes:
@@ -298,25 +297,24 @@ class Scheduler:
         self.stats.computed_tokens += step.load.num_tokens * step.num_steps
         places = self._sampled_places(step)
         sampled = rows[places]
+        remaining = running.remaining[sampled]
         produced = np.empty(len(sampled), dtype=np.int64)
         produced.fill(step.num_steps)
-        remaining = running.remaining[sampled]
         if step.num_draft_tokens is not None:
             produced += self._accepted(step.num_draft_tokens, num_accepted_tokens)[places]
             produced = np.minimum(produced, remaining)
-        running.remaining[sampled] = remaining - produced
-        running.known[sampled] += produced
-        if step.num_draft_tokens is not None:
             # Rejected drafts are taken back: all known tokens but the newest are computed.
-            running.computed[sampled] = running.known[sampled] - 1
+            running.computed[sampled] = running.known[sampled] + produced - 1
+        running.known[sampled] += produced
+        running.remaining[sampled] = remaining - produced
         if self._is_whole and len(sampled) == len(rows):
             running.all_decode = True
         if self._preempted.protected:
             self._preempted.produced(sampled.tolist())
-        if self._fewest_remaining > step.num_steps and not stopped:
-            return StepOutcome(sampled, produced, sampled[:0], ())
         if stopped:
             running.remaining[list(stopped)] = 0
+        elif self._fewest_remaining > step.num_steps:
+            return StepOutcome(sampled, produced, sampled[:0], ())
         finished = sampled[running.remaining[sampled] == 0]
         if not len(finished):
             return StepOutcome(sampled, produced, finished, ())

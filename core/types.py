@@ -119,8 +119,7 @@ class StepLoad(NamedTuple):
         return StepLoad(0, self.num_decode_tokens, 0, context, self.num_sampled)
 
 
-@attrs.frozen(eq=False)
-class ScheduledStep:
+class ScheduledStep(NamedTuple):
     """What is computed next: one engine step, or a macro-step of several identical decode steps.
 
     Attributes:
@@ -139,8 +138,7 @@ class ScheduledStep:
     blocks_taken_at: tuple[int, ...] = ()
 
 
-@attrs.frozen(eq=False)
-class StepResult:
+class StepResult(NamedTuple):
     """What a backend reports of a step: how long it took and what it produced.
 
     Attributes:

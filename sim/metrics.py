@@ -13,7 +13,7 @@ from ..core.events import Commit, RowsAssigned, RowsReleased, as_ints
 from ..core.reductions import largest, smallest
 from ..core.scheduler import Scheduler, StepOutcome
 from ..core.types import Request, ScheduledStep, StepResult
-from .latency_samples import LatencySamples
+from .latency_samples import MAX_PENDING, LatencySamples
 from .quantile_sketch import QuantileSketch
 from .request_record import RequestRecord
 from .run_histograms import NANOSECONDS, FinishedRequest, RunHistograms
@@ -120,7 +120,9 @@ class Recorder:
 
     def apply(self, commit: Commit) -> None:
         """Follow requests into and out of rows; a preempted one keeps its times."""
-        for event, handler in zip(commit.events, map(self._handlers.get, map(type, commit.events)), strict=True):
+        handlers = self._handlers
+        for event in commit.events:
+            handler = handlers.get(type(event))
             if handler is not None:
                 handler(event)
 
@@ -171,9 +173,11 @@ class Recorder:
                 self.num_output_tokens += at_once
                 if at_once:
                     self._samples.gaps[0] += at_once
-        for row, request in zip(outcome.finished.tolist(), outcome.finished_requests, strict=True):
-            self._finished(row, request, now)
-        self._samples.count_when_many()
+        if outcome.finished_requests:
+            for row, request in zip(outcome.finished.tolist(), outcome.finished_requests, strict=True):
+                self._finished(row, request, now)
+        if outcome.finished_requests or len(self._samples.gaps) > MAX_PENDING:
+            self._samples.count_when_many()
 
     @property
     def held_block_ns(self) -> int:

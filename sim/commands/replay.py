@@ -270,7 +270,7 @@ def replay(
             listeners=[*exports.listeners, *([] if recorder is None else [recorder])],
             on_finished=exports.on_finished,
             macro_steps=exports.macro_steps,
-            on_progress=lambda count: bar.update(task, completed=count),
+            on_progress=None if bar.disable else lambda count: bar.update(task, completed=count),
         )
         report.assumptions = {**pool.facts, **report.assumptions}
         exports.publish(report)

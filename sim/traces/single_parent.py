@@ -1,6 +1,7 @@
 """Every block id has one parent: the same id is the same tokens after the same prefix, everywhere in a trace."""
 
 from array import array
+from collections import deque
 from collections.abc import Sequence
 
 from .bad_rows import RowError
@@ -34,13 +35,7 @@ class SingleParentCheck:
         fresh = hash_ids[num_seen:]
         if known[:num_seen] != parents[:num_seen] or len(set(fresh)) < len(fresh):
             self._check_each(hash_ids, known)
-        dense, size = self._dense, len(self._dense)
-        for hash_id, parent in zip(fresh, parents[num_seen:], strict=True):
-            if hash_id < size:
-                dense[hash_id] = parent
-            else:
-                self._sparse[hash_id] = parent
-        self._num_seen += len(fresh)
+        self._remember(fresh, parents[num_seen:])
 
     def _known_parents(self, hash_ids: Sequence[int]) -> list[int]:
         """The parent that each was first seen under."""
@@ -52,6 +47,18 @@ class SingleParentCheck:
             sparse.get(hash_id, _UNSEEN) if parent == _UNSEEN else parent
             for hash_id, parent in zip(hash_ids, known, strict=True)
         ]
+
+    def _remember(self, hash_ids: Sequence[int], parents: Sequence[int]) -> None:
+        dense, size = self._dense, len(self._dense)
+        self._num_seen += len(hash_ids)
+        if hash_ids and max(hash_ids) < size:
+            deque(map(dense.__setitem__, hash_ids, parents), maxlen=0)
+            return
+        for hash_id, parent in zip(hash_ids, parents, strict=True):
+            if hash_id < size:
+                dense[hash_id] = parent
+            else:
+                self._sparse[hash_id] = parent
 
     def _check_each(self, hash_ids: Sequence[int], known: Sequence[int]) -> None:
         """Raise `RowError` at the first id that follows another one than before, on an earlier line or on this one."""

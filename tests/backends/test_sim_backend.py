@@ -3,7 +3,6 @@
 import math
 import tracemalloc
 
-import attrs
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -101,7 +100,7 @@ def test_a_run_of_decodes_that_take_the_same_time_is_foreseen_as_if_each_were_as
     def foreseen(latency) -> tuple[int, tuple[int, ...]]:
         backend = SimBackend(latency)
         repeats = backend.repeats_before(step, limit, horizon_ns)
-        backend.submit(attrs.evolve(step, num_steps=1 + repeats))
+        backend.submit(step._replace(num_steps=1 + repeats))
         return repeats, backend.collect().nanoseconds
 
     linear = LinearLatency()
