@@ -19,6 +19,7 @@ from ..sinks.vllm_boundaries import (
 )
 from .live_engine import LiveEngine
 from .live_request import LiveRequest, RequestStats
+from .step_sampler import Output
 
 # The last ends of requests that the wait for a free place is estimated from, and its bounds in whole seconds.
 NUM_ENDS = 32
@@ -96,10 +97,11 @@ class ServingMetrics:
         """Whose gauges are read."""
         self._engine = engine
 
-    def step(self, step: ScheduledStep, _result: StepResult, outcome: StepOutcome) -> None:
+    def step(self, step: ScheduledStep, result: StepResult, _outcome: StepOutcome) -> None:
         """A step was computed."""
+        outputs: list[Output] = result.outputs
         self._step_tokens.observe(step.batch.num_tokens)
-        self._generation_tokens.inc(int(outcome.produced.sum()))
+        self._generation_tokens.inc(sum(1 + len(output.samples) for output in outputs))
 
     def ended(self, live: LiveRequest) -> None:
         """A request has ended, for whatever reason."""

@@ -293,7 +293,7 @@ def test_a_fault_of_the_server_shows_no_stack_trace(make_server, monkeypatch):
     def broken(*_args, **_options):
         raise RuntimeError("a secret of the server")
 
-    monkeypatch.setattr(running.engine, "submit", broken)
+    monkeypatch.setattr(running.engine, "submit_samples", broken)
     for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HELLO, "stream": True})):
         error = error_of(running.post(path, body), 500)
         assert error["type"] == "server_error" and "secret" not in error["message"]

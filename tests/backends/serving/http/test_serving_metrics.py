@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("prometheus_client", reason="metrics need prometheus_client")
 
 from kvledger.backends.serving.live_request import RequestStats
-from kvledger.backends.serving.sampling import SamplingSettings
+from kvledger.backends.serving.sampling_settings import SamplingSettings
 from kvledger.backends.serving.serving_metrics import ServingMetrics
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -57,6 +57,18 @@ def test_requests_are_counted_by_tokens_reason_and_time(make_server, wait_for):
     assert found["vllm:iteration_tokens_total_bucket", (("le", "+Inf"),)] == 8
     info = [dict(labels) for name, labels in found if name == "vllm:cache_config_info"]
     assert info == [{"block_size": "4", "enable_prefix_caching": "True", "num_gpu_blocks": "40"}]
+
+
+def test_every_token_of_every_choice_is_counted_and_a_shared_prompt_is_computed_once(make_server, wait_for):
+    running = make_server()
+    ask = {"prompt": "Once upon a time", "n": 3, "max_tokens": 4, "ignore_eos": True}
+    assert running.post("/v1/completions", ask)[0] == 200
+    wait_for(lambda: scraped(running).get(("vllm:request_success_total", (("finished_reason", "length"),))) == 3)
+    found = scraped(running)
+    assert found["vllm:generation_tokens_total", ()] == 12
+    assert found["vllm:request_prefill_kv_computed_tokens_sum", ()] == 16
+    assert found["vllm:iteration_tokens_total_sum", ()] == 16 + 3 * 3
+    assert found["vllm:num_requests_waiting", ()] == 0
 
 
 def test_errors_are_counted_by_status(make_server):
