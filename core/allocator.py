@@ -308,7 +308,8 @@ class KVCacheAllocator(LedgerWriter):
         due_rows: list[int] = []
         asked: list[AskedKeys] = []
         if self.config.enable_caching:
-            known = end - num_draft_tokens
+            has_drafts = not isinstance(num_draft_tokens, int) or num_draft_tokens > 0
+            known = end - num_draft_tokens if has_drafts else end
             due = self._registrar.due(rows, known, first if may_roll_back else None)
             if len(due):
                 due_rows = rows[due].tolist()
@@ -325,7 +326,10 @@ class KVCacheAllocator(LedgerWriter):
         if due_rows:
             self._register(due_rows, asked, events)
         counts = end - first
-        events.append(self._emit(TokensPlaced(_own(rows), _own(first), frozen_column(counts))))
+        # The caller goes on using its arrays; what was read out of the state for this command is its own.
+        own_first = first.copy() if may_roll_back else first
+        placed = TokensPlaced(frozen_column(rows.copy()), frozen_column(own_first), frozen_column(counts))
+        events.append(self._emit(placed))
         self._commit(events)
 
     @property
@@ -552,8 +556,3 @@ class KVCacheAllocator(LedgerWriter):
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def _own(column: Rows) -> NDArray[np.integer]:
-    """A read-only copy: the caller goes on using its array."""
-    return frozen_column(column.copy())

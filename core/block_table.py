@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from .errors import MisuseError
 
+_NO_BLOCKS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
 
 class BlockTable:
     """The block tables of one group: rows of at most `max_num_blocks_per_req` entries.
@@ -61,6 +63,8 @@ class BlockTable:
         """Which places of a batch need more blocks for `num_slots` slots, and how many each."""
         short = num_slots - self.num_blocks_per_row[rows] * self.block_size
         which = (short > 0).nonzero()[0]
+        if not len(which):
+            return which, _NO_BLOCKS
         return which, -(-short[which] // self.block_size)
 
     def extend(self, row: int, blocks: Sequence[int]) -> None:
