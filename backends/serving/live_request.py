@@ -19,7 +19,7 @@ class RequestStats:
     Attributes:
         num_prompt_tokens: tokens of its prompt.
         num_output_tokens: tokens that it has produced.
-        num_cached_tokens: prompt tokens that its first admission found in the cache.
+        num_cached_tokens: prompt tokens that its first admission found in the cache; of a sample that forked, all.
         num_preemptions: how often it lost its blocks.
         queue_time_s: from its arrival to the start of its first step.
         ttft_s: from its arrival to its first token (TTFT).

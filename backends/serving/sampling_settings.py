@@ -4,8 +4,10 @@ Names and meanings are OpenAI's (`presence_penalty`, `frequency_penalty`, `logit
 `repetition_penalty`, `min_p`, `min_tokens`, `stop_token_ids`, `ignore_eos`).
 """
 
+import operator
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from typing import SupportsIndex
 
 import attrs
 
@@ -25,12 +27,19 @@ def _texts(value: "str | Sequence[str]") -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def _ids(value: Sequence[int]) -> tuple[int, ...]:
-    return tuple(value)
+def _token_id(value: SupportsIndex, setting: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise SettingError(setting, f"{setting} holds {value!r}; token ids are whole numbers") from None
+
+
+def _ids(value: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    return tuple([_token_id(each, "stop_token_ids") for each in value])
 
 
 def _biases(value: "Mapping[int, float] | Iterable[tuple[int, float]]") -> tuple[tuple[int, float], ...]:
-    return tuple(sorted(dict(value).items()))
+    return tuple(sorted((_token_id(token_id, "logit_bias"), bias) for token_id, bias in dict(value).items()))
 
 
 @attrs.frozen(kw_only=True)

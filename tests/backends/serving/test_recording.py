@@ -24,6 +24,7 @@ from kvledger.backends.sinks import (
     StepComputed,
 )
 from kvledger.core import InputError, TokenBatch
+from kvledger.core.events import BlocksShared, TokensPlaced
 from kvledger.sim.cli import main
 from kvledger.sim.live_rerun import run_live_again
 from kvledger.sim.log_verification import verify_log
@@ -70,7 +71,8 @@ def serve_some(engine, num_requests=40, seed=0):
     for place in range(num_requests):
         prompt = shared[: random.integers(1, 20)] + random.integers(0, 60, random.integers(1, 10)).tolist()
         settings = SamplingSettings(max_tokens=int(random.integers(1, 20)), stop_token_ids=[1, 2, 3], seed=place)
-        requests.append(engine.submit(prompt, settings, cache_salt=[None, "a"][place % 2]))
+        samples = [attrs.evolve(settings, seed=100 * place + sample) for sample in range(1 + place % 4 // 2)]
+        requests += engine.submit_samples(prompt, samples, cache_salt=[None, "a"][place % 2])
         for _ in range(random.integers(0, 6)):
             engine.advance()
         if place % 5 == 0:
@@ -113,11 +115,14 @@ def test_a_live_run_decided_again_gives_the_same_commits_tables_and_slots(record
                 counts = np.array([each for event in placed for each in np.asarray(event.counts).tolist()])
                 batch = TokenBatch(rows, firsts, counts)
                 groups = range(len(simulated.block_tables))
-                assert [simulated.slot_mapping(batch, group).tolist() for group in groups] == next(steps)
+                # In any order: where blocks are scarce, they are taken in the order of priorities, not of the batch.
+                found_slots = [sorted(simulated.slot_mapping(batch, group).tolist()) for group in groups]
+                assert found_slots == [sorted(slots) for slots in next(steps)]
                 placed = []
             continue
         simulated.apply(record.commit)
-        placed += [event for event in record.commit.events if type(event).__name__ == "TokensPlaced"]
+        if not any(isinstance(event, BlocksShared) for event in record.commit.events):  # a fork computes nothing
+            placed += [event for event in record.commit.events if isinstance(event, TokensPlaced)]
     assert next(steps, None) is None
 
 
@@ -299,7 +304,7 @@ def test_log_replay_of_a_live_run_under_other_options_is_a_simulation_of_its_req
     options = ["--num-gpu-blocks-override", 50, "--block-size", 4, "--latency", "linear", "--json"]
     code, out = kvledger("log", "replay", directory, *options)
     document = json.loads(out)
-    assert code == 0 and document["requests"]["finished"] == 12
+    assert code == 0 and document["requests"]["finished"] == len(requests)
     assert document["trace"]["input_tokens"] == sum(request.stats.num_prompt_tokens for request in requests)
     assert document["trace"]["output_tokens"] == sum(request.stats.num_output_tokens for request in requests)
     assert document["prefix_cache"]["hits_tokens"] > 0

@@ -47,6 +47,8 @@ pytestmark = pytest.mark.torch
         ({"repetition_penalty": 1001}, "repetition_penalty is 1001"),
         ({"logit_bias": {3: 1, 7: 100.5}}, "logit_bias of token 7 is 100.5; it must be -100 to 100"),
         ({"logit_bias": {3: float("nan")}}, "logit_bias of token 3 is nan"),
+        ({"logit_bias": {3.5: 1}}, "logit_bias holds 3.5; token ids are whole numbers"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids holds 'a'; token ids are whole numbers"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_with_the_value(wrong, message) -> None:
