@@ -48,6 +48,51 @@ def as_stored(values, scale_ptr, element_type: tl.constexpr, LARGEST: tl.constex
     return stored
 
 
+@triton.jit
+def are_neighbours(slots_ptr, token, slot, RUN: tl.constexpr):
+    """Whether the slots from the multiple of RUN at or below this one, RUN of them, are those of as many tokens in a
+    row, this one among them.
+    """
+    numbers = tl.arange(0, RUN)
+    tokens = token - slot % RUN + numbers
+    is_token = (tokens >= 0) & (tokens < tl.num_programs(0))
+    slots = tl.load(slots_ptr + tokens, mask=is_token, other=-1)
+    return tl.min((slots == slot - slot % RUN + numbers).to(tl.int32), 0) == 1
+
+
+@triton.jit
+def store_run(
+    rows_ptr,
+    first_token,
+    token_stride,
+    head_stride,
+    first_head,
+    run_ptr,
+    cache_head_stride,
+    dim_stride,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    ROW_VEC: tl.constexpr,
+    ROW_VEC_BYTES: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """Values of RUN tokens that lie side by side in a classic cache, transposed, so that one access stores all of them:
+    16 bytes, from run_ptr on.
+    """
+    dims = tl.arange(0, TILE)
+    tokens = first_token + tl.arange(0, RUN)
+    token_ptrs = tl.multiple_of(rows_ptr + tokens * token_stride * ROW_VEC, ROW_VEC_BYTES)
+    dim_offsets = tl.multiple_of(dims * dim_stride, RUN)
+    for number in tl.static_range(HEADS_TILE):
+        head = first_head + number
+        mask = (head < NUM_HEADS) & (dims < HEAD_SIZE)
+        rows = tl.load(token_ptrs[:, None] + head * head_stride * ROW_VEC + dims[None, :], mask=mask[None, :])
+        head_ptr = tl.multiple_of(run_ptr + head * cache_head_stride, 16)
+        tl.store(head_ptr + dim_offsets[:, None] + tl.arange(0, RUN)[None, :], tl.trans(rows), mask=mask[:, None])
+
+
 @triton.jit(
     do_not_specialize=[
         "key_token_stride",
@@ -96,6 +141,7 @@ def reshape_and_cache_kernel(
     V_HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CLASSIC_X: tl.constexpr,
+    RUN: tl.constexpr,
     HEADS_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
@@ -109,24 +155,30 @@ def reshape_and_cache_kernel(
     HAS_K_SCALE: tl.constexpr,
     HAS_V_SCALE: tl.constexpr,
 ):
-    """Program (token, head tile). CLASSIC_X: a key's elements that lie together in the classic layout, or 0."""
+    """Program (token, head tile). CLASSIC_X: a key's elements that lie together in the classic layout, or 0.
+
+    RUN: how many tokens' values fill an access of 16 bytes in the classic layout, where neighbours in a block lie side
+    by side. Of so many that are neighbours the first one's program stores the values of all. 1: each token's program
+    stores its own.
+    """
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1).to(tl.int64) * HEADS_TILE + tl.arange(0, HEADS_TILE)
     key = load_row(
         key_ptr, token, key_token_stride, key_head_stride, heads, NUM_HEADS, HEAD_SIZE, KEY_TILE, ROW_VEC, ROW_VEC_BYTES
     )
-    value = load_row(
-        value_ptr,
-        token,
-        value_token_stride,
-        value_head_stride,
-        heads,
-        NUM_HEADS,
-        V_HEAD_SIZE,
-        VALUE_TILE,
-        ROW_VEC,
-        ROW_VEC_BYTES,
-    )
+    if RUN == 1:
+        value = load_row(
+            value_ptr,
+            token,
+            value_token_stride,
+            value_head_stride,
+            heads,
+            NUM_HEADS,
+            V_HEAD_SIZE,
+            VALUE_TILE,
+            ROW_VEC,
+            ROW_VEC_BYTES,
+        )
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if (slot >= 0) & (slot < num_slots):
         block = slot // BLOCK_SIZE
@@ -150,8 +202,43 @@ def reshape_and_cache_kernel(
             as_stored(key, k_scale_ptr, key_cache_ptr.dtype.element_ty, LARGEST, HAS_K_SCALE),
             mask=(heads[:, None] < NUM_HEADS) & (dims[None, :] < HEAD_SIZE),
         )
-        tl.store(
-            value_slot_ptr + heads[:, None] * value_cache_head_stride * VALUE_VEC + value_dims[None, :],
-            as_stored(value, v_scale_ptr, value_cache_ptr.dtype.element_ty, LARGEST, HAS_V_SCALE),
-            mask=(heads[:, None] < NUM_HEADS) & (v_dims[None, :] < V_HEAD_SIZE),
-        )
+        is_in_run = False
+        if RUN > 1:
+            is_in_run = are_neighbours(slots_ptr, token, slot, RUN)
+            if is_in_run & (slot % RUN == 0):
+                store_run(
+                    value_ptr,
+                    token,
+                    value_token_stride,
+                    value_head_stride,
+                    tl.program_id(1).to(tl.int64) * HEADS_TILE,
+                    value_slot_ptr,
+                    value_cache_head_stride * VALUE_VEC,
+                    value_dim_stride * VALUE_VEC,
+                    NUM_HEADS,
+                    V_HEAD_SIZE,
+                    HEADS_TILE,
+                    VALUE_TILE,
+                    ROW_VEC,
+                    ROW_VEC_BYTES,
+                    RUN,
+                )
+        if not is_in_run:
+            if RUN > 1:
+                value = load_row(
+                    value_ptr,
+                    token,
+                    value_token_stride,
+                    value_head_stride,
+                    heads,
+                    NUM_HEADS,
+                    V_HEAD_SIZE,
+                    VALUE_TILE,
+                    ROW_VEC,
+                    ROW_VEC_BYTES,
+                )
+            tl.store(
+                value_slot_ptr + heads[:, None] * value_cache_head_stride * VALUE_VEC + value_dims[None, :],
+                as_stored(value, v_scale_ptr, value_cache_ptr.dtype.element_ty, LARGEST, HAS_V_SCALE),
+                mask=(heads[:, None] < NUM_HEADS) & (v_dims[None, :] < V_HEAD_SIZE),
+            )

@@ -15,7 +15,7 @@ from .errors import KernelInputError
 from .fp8 import LARGEST
 from .gather_cache import BlockTableRows
 from .gather_cache_triton import gather_cache_kernel
-from .launch import WARP_SIZE, Launch, next_power_of_2, num_warps_for, vector_elements
+from .launch import MAX_ACCESS_BYTES, WARP_SIZE, Launch, next_power_of_2, num_warps_for, vector_elements
 from .reshape_and_cache import CachePair
 from .reshape_and_cache_triton import reshape_and_cache_kernel
 from .slot_mapping import NUM_COLUMNS, SlotTables
@@ -107,6 +107,18 @@ def _classic_vector(cache: Tensor, x: int) -> int:
     return math.gcd(16, cache.data_ptr(), x * item, *(stride * item for stride in strides)) // item
 
 
+def run_tokens(value: Tensor, is_quantized: bool) -> int:
+    """Tokens of one block whose values fill an access of 16 bytes in a classic cache, where they lie so; else 1.
+
+    A quantised cache has 16 of them: more rows than the threads of a program have registers for.
+    """
+    item = value.element_size()
+    places = (value.data_ptr(), *(stride * item for stride in (value.stride(0), *value.stride()[2:])))
+    run = MAX_ACCESS_BYTES // item
+    is_aligned = math.gcd(MAX_ACCESS_BYTES, *places) == MAX_ACCESS_BYTES and value.shape[1] % run == 0
+    return run if is_aligned and value.stride(1) == 1 and not is_quantized else 1
+
+
 def write_launch(pair: CachePair, key: Tensor, value: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> Launch:
     """One program a token and `HEADS_TILE` heads; the classic layout differs in the cache's addresses alone."""
     num_heads, head_size, v_head_size = key.shape[1], key.shape[2], value.shape[2]
@@ -127,6 +139,7 @@ def write_launch(pair: CachePair, key: Tensor, value: Tensor, k_scale: Tensor | 
             "V_HEAD_SIZE": v_head_size,
             "BLOCK_SIZE": pair.key.shape[1],
             "CLASSIC_X": x,
+            "RUN": run_tokens(pair.value, is_quantized) if is_classic else 1,
             "HEADS_TILE": heads_tile,
             "KEY_TILE": key_tile,
             "VALUE_TILE": value_tile,

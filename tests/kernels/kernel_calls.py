@@ -243,6 +243,7 @@ EVERYWHERE: dict[str, Call] = {
     "write flash 8x128": write(flash),
     "write packed 8x128": write(packed),
     "write classic 8x128": write(classic),
+    "write classic 8x128, page 20": write(classic, page=20),
     "write flash 8x128 to e4m3": write(flash, cache_dtype=E4M3),
     "write flash 8x128 to e5m2": write(flash, cache_dtype=E5M2),
     "write MLA 512+64": write_mla(BF16),

@@ -238,3 +238,46 @@ def test_a_missing_scale_is_said_and_is_one(kernels: Any) -> None:
     ):
         kernels.reshape_and_cache(key=key, value=value, **cache.views(), slot_mapping=longs(3, 4))
     assert torch.equal(cache.key[0, 3:5].float(), stored(key, cache.key, torch.ones(1, device=device())).float())
+
+
+def prompt_slots(*chunks: tuple[int, int], block_size: int, num_blocks: int) -> list[int]:
+    """Slots of one chunk after the other: (first position, tokens) each, in blocks of its own, in falling order."""
+    slots: list[int] = []
+    block = num_blocks
+    for first, count in chunks:
+        blocks = -(-(first + count) // block_size)
+        block -= blocks
+        last = block + blocks - 1
+        positions = range(first, first + count)
+        slots += [(last - position // block_size) * block_size + position % block_size for position in positions]
+    return slots
+
+
+# Neighbours from a block's start, from its middle, behind a chunk of an odd length; chunks too short for any; a token
+# of padding, and a stranger's token, among neighbours; neighbours in falling order, and ones that do not begin at a
+# multiple of what an access holds.
+RUNS = {
+    "chunks": prompt_slots((0, 19), (5, 20), (16, 9), (3, 2), (0, 33), block_size=16, num_blocks=12),
+    "one chunk of whole blocks": prompt_slots((0, 32), block_size=16, num_blocks=12),
+    "decodes": [16 * block + 5 for block in range(12)],
+    "padding among them": [*range(16, 20), -1, *range(21, 32), -1],
+    "a stranger among them": [*range(16, 20), 77, *range(21, 32)],
+    "falling": [*range(31, 15, -1)],
+    "off by one": [*range(17, 25), *range(33, 47)],
+    "past the end": [*range(184, 200)],
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(("dtype", "num_heads", "head_size"), [(torch.bfloat16, 3, 64), (torch.float32, 1, 80)])
+def test_values_of_neighbours_in_a_classic_block_are_stored_where_each_alone_would_be(
+    kernels: Any, name: str, dtype: Any, num_heads: int, head_size: int
+) -> None:
+    slots, shape = RUNS[name], (12, 16, num_heads, head_size)
+    key, value = rows_of(len(slots) + 3, num_heads, head_size, dtype)
+    cache = written(kernels, paged_cache("classic", *shape, dtype), key, value, longs(*slots))
+    expected = paged_cache("classic", *shape, dtype)
+    inside = [slot if slot < 12 * 16 else -1 for slot in slots]
+    for rows, part in zip((key, value), expected.logical(), strict=True):
+        written_by_indexing(part, rows, inside)
+    assert torch.equal(cache.bytes(), expected.bytes())
