@@ -36,6 +36,10 @@ class RunningRequests:
         """Their rows in the order of their admission: int64 `[num_running]`, a view until one enters or leaves."""
         return self._rows[: self._count]
 
+    def holds(self, row: int) -> bool:
+        """Whether a running request holds the row."""
+        return self._request_in[row] is not None
+
     def request_in(self, row: int) -> Request:
         """The request in a row.
 

@@ -315,12 +315,13 @@ class Scheduler:
             running.remaining[list(stopped)] = 0
         elif self._fewest_remaining > step.num_steps:
             return StepOutcome(sampled, produced, sampled[:0], ())
-        finished = sampled[running.remaining[sampled] == 0]
-        if not len(finished):
-            return StepOutcome(sampled, produced, finished, ())
-        requests = tuple([self._finish(row) for row in finished.tolist()])
-        self._leave(finished.tolist())
-        return StepOutcome(sampled, produced, finished, requests)
+        ended = sampled[running.remaining[sampled] == 0].tolist()
+        # A request that was aborted while the step ran has left already.
+        finished = [row for row in ended if running.holds(row)]
+        requests = tuple([self._finish(row) for row in finished])
+        if finished:
+            self._leave(finished)
+        return StepOutcome(sampled, produced, np.array(finished, dtype=np.int64), requests)
 
     def _sampled_places(self, step: ScheduledStep) -> slice | NDArray[np.bool_]:
         """Where in the batch the requests stand that produce output: a chunk that is not the last one does not."""

@@ -151,6 +151,21 @@ def test_c06_abort_gives_everything_back_in_every_state_and_is_idempotent() -> N
     assert scheduler.stats.num_aborted == 3
 
 
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_c06_a_request_aborted_while_its_step_runs_ends_once_and_the_others_go_on(max_tokens) -> None:
+    scheduler = make()
+    scheduler.submit(Request("aborted", 10, max_tokens))
+    scheduler.submit(Request("other", 10, max_tokens))
+    step = scheduler.schedule()
+    assert scheduler.abort("aborted")
+    outcome = scheduler.complete(step)
+    assert [request.request_id for request in outcome.finished_requests] == ["other"][: 2 - max_tokens]
+    while (step := scheduler.schedule()) is not None:
+        scheduler.complete(step)
+    assert (scheduler.stats.num_aborted, scheduler.stats.num_finished) == (1, 1)
+    assert scheduler.allocator.pool.num_held_blocks == 0
+
+
 def test_an_aborted_request_may_come_back_under_its_name() -> None:
     scheduler = make()
     scheduler.submit(Request("a", 10, 5))
