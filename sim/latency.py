@@ -3,6 +3,8 @@
 Any object with `step_seconds(load)` and `assumptions()` is a latency model (`core.types.LatencyModel`):
 
     class Constant:
+        ignores_context = True
+
         def step_seconds(self, load: StepLoad) -> float:
             return 0.010
 
