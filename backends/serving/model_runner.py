@@ -33,6 +33,17 @@ from .served_model import served_layers, transformers_geometry
 _PADDING_CHECK = "warn_if_padding_and_no_attention_mask"
 
 
+# Tokens of a chunk that one program of attention can take at once, whatever the heads are.
+QUERY_TILES = (1, 2, 4, 8, 16)
+
+
+def _num_reqs_of_most_programs(num_tokens: int, max_num_reqs: int, tile: int) -> int:
+    """Among how many requests tokens are shared out so that attention needs the most programs, of `tile` tokens each:
+    every request has as many as the mean one fills.
+    """
+    return max(range(1, max_num_reqs + 1), key=lambda num_reqs: num_reqs * -(-num_tokens // (num_reqs * tile)))
+
+
 def _find_no_padding(_input_ids: torch.Tensor, _attention_mask: torch.Tensor | None) -> None:
     return None
 
@@ -192,15 +203,18 @@ class ModelRunner:
         """Run the model over padding, so that the first request finds every kernel compiled, that of attention too.
 
         Kernels are compiled for the model's heads, windows, softcaps and dtypes, and attention once with splits along
-        the sequence and once without: the step of fewest tokens splits if any does, and the largest ones do not if any
-        does not. For a GPU: elsewhere nothing is compiled, and it takes as long as the largest step. The backend's
-        tables must exist (`create_tables`), and no step may be in flight. The cache stays as it is.
+        the sequence and once without: the step of fewest tokens splits if any does, and those of the most programs do
+        not if any does not. For a GPU: elsewhere nothing is compiled, and it takes as long as several of the largest
+        steps. The backend's tables must exist (`create_tables`), and no step may be in flight. The cache stays as it
+        is.
         """
-        max_num_reqs, max_num_tokens = len(self.backend.inputs.rows), self.backend.slots.shape[1]
-        most = min(max_num_reqs, max_num_tokens)
+        max_num_tokens = self.backend.slots.shape[1]
+        most = min(len(self.backend.inputs.rows), max_num_tokens)
+        shapes = {(1, 1), (most, most)}
+        shapes |= {(max_num_tokens, _num_reqs_of_most_programs(max_num_tokens, most, tile)) for tile in QUERY_TILES}
         nothing = np.zeros(0, dtype=np.int64)
         self.backend.slot_mapping(TokenBatch(nothing, nothing, nothing))
-        for num_tokens, num_reqs in ((1, 1), (most, most), (max_num_tokens, 1), (max_num_tokens, most)):
+        for num_tokens, num_reqs in sorted(shapes):
             padding = self._to_device(np.zeros(num_tokens, dtype=np.int64))
             self._forward(padding, padding, num_reqs, logits_to_keep=padding[:1])
 

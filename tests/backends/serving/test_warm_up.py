@@ -75,6 +75,19 @@ def test_no_step_compiles_what_the_warm_up_has_not(triton, family):
     assert variants(triton) == warm
 
 
+def test_attention_without_splits_is_warm_even_if_only_a_step_of_some_requests_has_none(triton, monkeypatch):
+    """64 tokens are 14 programs a key head for 7 requests of at most 8, fewer for any other number, and 42 fill."""
+    monkeypatch.setattr(attention_launches, "FILLING_PROGRAMS", 42)
+    pool = Pool(tiny_model("llama"), kernels=triton, max_num_batched_tokens=64, max_num_reqs=8)
+    pool.backend.warm_up()
+    pool.runner.warm_up()
+    warm = variants(triton)
+    pool.forward({str(place): prompt(9 if place < 6 else 10, seed=place) for place in range(7)})
+    assert variants(triton) == warm
+    splits = {dict(constants)["MIN_SPLIT_KEYS"] for name, constants, *_ in warm if name == "paged_attention_kernel"}
+    assert splits == {0, 32}
+
+
 def test_the_count_sees_what_the_backend_alone_leaves_cold(triton):
     pool = Pool(tiny_model("gemma2-windowed"), kernels=triton)
     pool.backend.warm_up()
