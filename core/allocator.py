@@ -34,6 +34,7 @@ from .orphans import ChainLinks
 from .prefix_match import PrefixMatch, PrefixMatcher
 from .reductions import sum_of
 from .registration import AskedKeys, AskedRun, Registrar
+from .short_columns import ShortColumns
 from .types import EventSink, Request
 
 
@@ -84,8 +85,7 @@ class KVCacheAllocator(LedgerWriter):
         self._taking = BlockTaking(self.state)
         self._links = ChainLinks(config.groups)
         self._request_in_row: list[Request | None] = [None] * config.max_num_reqs
-        # The column of one row, made once: most commands are about one, and a log keeps what it is given.
-        self._column_of = [(row,) for row in range(config.max_num_reqs)]
+        self._column_of = ShortColumns()
         # What every command asks, at hand.
         self._block_sizes = [kind.block_size for kind in config.groups]
         self._max_model_len = config.max_model_len
@@ -236,7 +236,7 @@ class KVCacheAllocator(LedgerWriter):
             count = wanted[group] - len(table.rows[row])
             if count > 0:
                 blocks = state.pool.free_queue.peek(count)
-                events.append(emit(self._taking.event(group, rows, (count,), blocks)))
+                events.append(emit(self._taking.event(group, rows, self._column_of[count], blocks)))
             taken.append(blocks)
         for run in asked:
             self._note_registered(self._registrar.decide_run(rows, run, request), events)
@@ -493,7 +493,8 @@ class KVCacheAllocator(LedgerWriter):
             events.append(self._emit(BlocksFreed(reason, groups, rows * len(groups), counts, flat)))
         else:
             for group, blocks in segments:
-                events.append(self._emit(BlocksFreed(reason, (group,), rows, (len(blocks),), blocks)))
+                counts = self._column_of[len(blocks)]
+                events.append(self._emit(BlocksFreed(reason, self._column_of[group], rows, counts, blocks)))
         events.append(self._emit(RowsReleased((request_id,), rows)))
         self._request_in_row[row] = None
         self._commit(events)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from .errors import MisuseError
 from .events import Key
 from .eviction import EvictionOrder
-from .gather import gather
 from .pool_state import PoolState
 
 NULL_BLOCK = 0
@@ -95,24 +94,22 @@ class BlockPool(PoolState):
 
     def keys_of(self, blocks: Sequence[int]) -> tuple[Key | None, ...]:
         """The keys of several blocks; empty when none of them has one."""
-        keys = gather(self._key_of, blocks)
+        key_of = self._key_of
+        keys = tuple([key_of[block] for block in blocks])
         for key in keys:
             if key is not None:
                 return keys
         return ()
 
-    def has_keys(self, blocks: Sequence[int]) -> bool:
-        """Whether any of these blocks has a key."""
-        return gather(self._key_of, blocks).count(None) < len(blocks)
-
     def groups_of(self, blocks: Sequence[int]) -> tuple[int, ...]:
         """The groups that the keys of these blocks belong to."""
-        return gather(self._group_of, blocks) if self._group_of else (0,) * len(blocks)
+        return tuple([self._group_of[block] for block in blocks]) if self._group_of else (0,) * len(blocks)
 
     def num_free_among(self, blocks: Sequence[int]) -> int:
         """How many of these (non-null) blocks are unreferenced: adopting them takes that many from the free queue."""
         # Nothing ever references the null block.
-        return gather(self._ref_cnt, blocks).count(0) - blocks.count(NULL_BLOCK)
+        ref_cnt = self._ref_cnt
+        return [ref_cnt[block] for block in blocks].count(0) - blocks.count(NULL_BLOCK)
 
     # -- transitions, checked ----------------------------------------------------------------------------------------
 
@@ -176,13 +173,14 @@ class BlockPool(PoolState):
     def check_take(self, blocks: Sequence[int], lost_keys: Sequence[Key | None]) -> None:
         """That each of these blocks is queued, and named once, and that these are the keys that they lose."""
         self.check_ids(blocks, "take")
-        if any(gather(self._ref_cnt, blocks)) or not _are_distinct(blocks):
+        ref_cnt = self._ref_cnt
+        if any(ref_cnt[block] for block in blocks) or not _are_distinct(blocks):
             for block, times in Counter(blocks).items():
-                if self._ref_cnt[block]:
-                    raise MisuseError(f"block {block} is taken while {self._ref_cnt[block]} references to it are live")
+                if ref_cnt[block]:
+                    raise MisuseError(f"block {block} is taken while {ref_cnt[block]} references to it are live")
                 if times > 1:
                     raise MisuseError(f"block {block} is taken {times} times in one call")
-        keys = gather(self._key_of, blocks)
+        keys = tuple([self._key_of[block] for block in blocks])
         said = tuple(lost_keys) or (None,) * len(blocks)
         if keys != said:
             raise MisuseError(f"blocks {tuple(blocks)} lose the keys {keys} by being taken, not {said}")
@@ -198,20 +196,21 @@ class BlockPool(PoolState):
     def check_release(self, blocks: Sequence[int]) -> None:
         """That each of these blocks is held at least as often as it is named."""
         self.check_ids(blocks, "release")
-        if all(gather(self._ref_cnt, blocks)) and _are_distinct(blocks):
+        ref_cnt = self._ref_cnt
+        if all(ref_cnt[block] for block in blocks) and _are_distinct(blocks):
             return
         for block, times in Counter(blocks).items():
-            if times > self._ref_cnt[block]:
+            if times > ref_cnt[block]:
                 raise MisuseError(
                     f"double free: block {block} is released {times} time(s) in one call but held "
-                    f"{self._ref_cnt[block]} time(s); nothing was released"
+                    f"{ref_cnt[block]} time(s); nothing was released"
                 )
 
     def check_cache(self, blocks: Sequence[int]) -> None:
         """That each of these blocks is referenced, has no key yet, and is named once."""
         self.check_ids(blocks, "register")
-        is_new = not self.keys_of(blocks) and all(gather(self._ref_cnt, blocks))
-        if is_new and _are_distinct(blocks):
+        is_held = all(self._ref_cnt[block] for block in blocks)
+        if is_held and not self.keys_of(blocks) and _are_distinct(blocks):
             return
         for block, times in Counter(blocks).items():
             if self._key_of[block] is not None or not self._ref_cnt[block] or times > 1:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from .errors import MisuseError
 from .events import Key
-from .gather import gather
 
 
 class FreeQueue:
@@ -111,7 +110,10 @@ class FreeQueue:
         line, num_outdated = self._line, self._num_outdated
         at = self._head
         settled = line[at : at + count]
-        if not any(gather(num_outdated, settled)):
+        for block in settled:
+            if num_outdated[block]:
+                break
+        else:
             return settled
         settled = list[int]()
         while len(settled) < count and at < len(line):

@@ -1,21 +1,18 @@
 """What each block is doing: reference counts, keys and the free queue, and the transitions that events make of them."""
 
 from collections.abc import Sequence
-from itertools import compress
-from operator import not_
 
 from .events import IntColumn, Key, as_ints
 from .eviction import EvictionOrder
 from .free_queue import FreeQueue
-from .gather import gather
 
 
 class PoolState:
     """Blocks `0 .. num_blocks - 1`, each referenced (ref_cnt > 0) or queued for reuse, each with at most one key.
 
     The transitions trust what they are given: a decision of the allocator, or what `BlockPool` has checked. In a
-    ledger they are called by one code path only, `LedgerState.apply`. Their loops are few and bare, because a batch of
-    usual size costs a pass over it more than the work in it.
+    ledger they are called by one code path only, `LedgerState.apply`. Their loops are bare: for a batch of usual size
+    the interpreter reads and writes lists in a loop of its own faster than any call into C for each block.
     """
 
     def __init__(self, num_blocks: int, num_groups: int, eviction: EvictionOrder | None) -> None:
@@ -77,33 +74,42 @@ class PoolState:
 
         Those that reach 0 go to the free queue: without a key to its front, with one to its back.
         """
-        ref_cnt = self._ref_cnt
+        ref_cnt, key_of = self._ref_cnt, self._key_of
         freed: Sequence[int] = blocks
-        if gather(ref_cnt, blocks).count(1) == len(blocks):
+        for block in blocks:
+            if ref_cnt[block] != 1:
+                freed = self._freed_of_shared(blocks)
+                break
+        else:
             for block in blocks:
                 ref_cnt[block] = 0
-        else:
-            freed = unreferenced = list[int]()
-            for block in blocks:
-                left = ref_cnt[block] - 1
-                ref_cnt[block] = left
-                if not left:
-                    unreferenced.append(block)
-        keys = gather(self._key_of, freed)
         # A request's last blocks, which it gives back first, are the ones without a key.
         num_unkeyed = 0
-        for key in keys:
-            if key is not None:
+        for block in freed:
+            if key_of[block] is not None:
                 break
             num_unkeyed += 1
         unkeyed, keyed = freed[:num_unkeyed], freed[num_unkeyed:]
-        if None in keys[num_unkeyed:]:
-            is_unkeyed = [key is None for key in keys]
-            unkeyed, keyed = list(compress(freed, is_unkeyed)), list(compress(freed, map(not_, is_unkeyed)))
+        for block in keyed:
+            if key_of[block] is None:
+                unkeyed = [block for block in freed if key_of[block] is None]
+                keyed = [block for block in freed if key_of[block] is not None]
+                break
         if unkeyed:
             self.free_queue.prepend(unkeyed)
         if keyed:
             self.free_queue.append(keyed)
+
+    def _freed_of_shared(self, blocks: Sequence[int]) -> list[int]:
+        """Drop one reference to each block; those that reach 0, in the order in which they do."""
+        ref_cnt = self._ref_cnt
+        freed: list[int] = []
+        for block in blocks:
+            left = ref_cnt[block] - 1
+            ref_cnt[block] = left
+            if not left:
+                freed.append(block)
+        return freed
 
     def apply_cache(self, group: int, blocks: Sequence[int], keys: Sequence[Key], indices: IntColumn) -> None:
         """Make referenced blocks findable. A key that is indexed already keeps its older block in front."""

@@ -10,6 +10,7 @@ from .allocator_config import DENSE, AllocatorConfig
 from .events import BlocksCached, Key
 from .ledger_state import LedgerState
 from .prefix_match import PrefixMatcher
+from .short_columns import ShortColumns
 from .types import Request
 
 _NONE: NDArray[np.intp] = np.empty(0, dtype=np.intp)
@@ -28,6 +29,7 @@ class Registrar:
         self._unit = config.scheduler_block_size
         self._state = state
         self._matcher = matcher
+        self._column_of = ShortColumns()
         # Where every complete block is worth a key and none can be out of reach, whole ranges register at once.
         self._whole = [kind.needs_whole_prefix and config.orphans == "keep" for kind in config.groups]
 
@@ -122,13 +124,21 @@ class Registrar:
             if stop <= start:
                 return None
             blocks = tuple(self._state.tables[group].rows[row][start:stop])
-            if not self._state.pool.has_keys(blocks):
+            if not self._state.pool.keys_of(blocks):
                 parent = None
                 if start:
                     parent, keys = keys[start - 1 - offset], keys[start - offset :]
-                indices = tuple(range(start, stop))
+                column_of = self._column_of
                 return BlocksCached(
-                    group, rows, (start,), (stop,), (stop - start,), indices, blocks, tuple(keys), (parent,)
+                    group,
+                    rows,
+                    column_of[start],
+                    column_of[stop],
+                    column_of[stop - start],
+                    tuple(range(start, stop)),
+                    blocks,
+                    tuple(keys),
+                    (parent,),
                 )
         return self._decide_each(group, rows, ((offset,), (keys,)), {row: request})
 

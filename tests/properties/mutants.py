@@ -26,8 +26,8 @@ MUTANTS = (
     Mutant(
         "a key is dropped when its block is freed",
         "core/pool_state.py",
-        "        keys = gather(self._key_of, freed)",
-        "        self.apply_uncache(freed)\n        keys = gather(self._key_of, freed)",
+        "        num_unkeyed = 0",
+        "        self.apply_uncache(freed)\n        num_unkeyed = 0",
         ("B01", "B02", "B03", "B07", "B08", "B09", "C04"),
     ),
     Mutant(
@@ -104,14 +104,14 @@ MUTANTS = (
     Mutant(
         "blocks with and without a key that come back mixed are told apart by the first",
         "core/pool_state.py",
-        "        if None in keys[num_unkeyed:]:",
-        "        if False:",
+        "            if key_of[block] is None:\n                unkeyed",
+        "            if False:\n                unkeyed",
     ),
     Mutant(
         "the reference that is given back last of several frees nothing",
         "core/pool_state.py",
-        "                if not left:\n                    unreferenced",
-        "                if left < 0:\n                    unreferenced",
+        "            if not left:\n                freed.append(block)",
+        "            if left < 0:\n                freed.append(block)",
     ),
     Mutant(
         "a share of the head stays in front",
@@ -257,8 +257,8 @@ MUTANTS = (
     Mutant(
         "a decode step that fills a block finds it missing",
         "core/block_table.py",
-        "which = (short > 0).nonzero()[0]\n        return which, -(-short[which] // self.block_size)",
-        "which = (short >= 0).nonzero()[0]\n        return which, short[which] // self.block_size + 1",
+        "short = num_slots - self.num_blocks_per_row[rows] * self.block_size",
+        "short = num_slots + 1 - self.num_blocks_per_row[rows] * self.block_size",
         ("C05", "D06"),
     ),
     Mutant(
