@@ -77,20 +77,22 @@ def store_run(
     ROW_VEC: tl.constexpr,
     ROW_VEC_BYTES: tl.constexpr,
     RUN: tl.constexpr,
+    STEP_HEADS: tl.constexpr,
 ):
     """Values of RUN tokens that lie side by side in a classic cache, transposed, so that one access stores all of them:
-    16 bytes, from run_ptr on.
+    16 bytes, from run_ptr on. STEP_HEADS at a time, as many as give each thread one such access.
     """
-    dims = tl.arange(0, TILE)
+    numbers = tl.arange(0, STEP_HEADS * TILE)
+    dims = numbers % TILE
     tokens = first_token + tl.arange(0, RUN)
     token_ptrs = tl.multiple_of(rows_ptr + tokens * token_stride * ROW_VEC, ROW_VEC_BYTES)
-    dim_offsets = tl.multiple_of(dims * dim_stride, RUN)
-    for number in tl.static_range(HEADS_TILE):
-        head = first_head + number
-        mask = (head < NUM_HEADS) & (dims < HEAD_SIZE)
-        rows = tl.load(token_ptrs[:, None] + head * head_stride * ROW_VEC + dims[None, :], mask=mask[None, :])
-        head_ptr = tl.multiple_of(run_ptr + head * cache_head_stride, 16)
-        tl.store(head_ptr + dim_offsets[:, None] + tl.arange(0, RUN)[None, :], tl.trans(rows), mask=mask[:, None])
+    for step in tl.static_range(HEADS_TILE // STEP_HEADS):
+        heads = first_head + step * STEP_HEADS + numbers // TILE
+        mask = (heads < NUM_HEADS) & (dims < HEAD_SIZE)
+        row_offsets = heads * head_stride * ROW_VEC + dims
+        rows = tl.load(token_ptrs[:, None] + row_offsets[None, :], mask=mask[None, :])
+        dim_ptrs = tl.multiple_of(run_ptr + (heads * cache_head_stride + dims * dim_stride), 16)
+        tl.store(dim_ptrs[:, None] + tl.arange(0, RUN)[None, :], tl.trans(rows), mask=mask[:, None])
 
 
 @triton.jit(
@@ -142,6 +144,7 @@ def reshape_and_cache_kernel(
     BLOCK_SIZE: tl.constexpr,
     CLASSIC_X: tl.constexpr,
     RUN: tl.constexpr,
+    RUN_STEP_HEADS: tl.constexpr,
     HEADS_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
@@ -222,6 +225,7 @@ def reshape_and_cache_kernel(
                     ROW_VEC,
                     ROW_VEC_BYTES,
                     RUN,
+                    RUN_STEP_HEADS,
                 )
         if not is_in_run:
             if RUN > 1:

@@ -23,6 +23,8 @@ from .slot_mapping_triton import slot_mapping_kernel
 
 # Elements of one tile of heads x dimensions: more of them would spill.
 MAX_TILE_ELEMENTS = 2048
+# Beyond it the rows of neighbours spill when they are transposed.
+MAX_RUN_HEAD_SIZE = 512
 SLOT_TILE = 1024
 MAX_INT32 = (1 << 31) - 1
 COPY_TILE_WORDS = 2048
@@ -110,13 +112,14 @@ def _classic_vector(cache: Tensor, x: int) -> int:
 def run_tokens(value: Tensor, is_quantized: bool) -> int:
     """Tokens of one block whose values fill an access of 16 bytes in a classic cache, where they lie so; else 1.
 
-    A quantised cache has 16 of them: more rows than the threads of a program have registers for.
+    A quantised cache has 16 of them, and a large head long rows: more than the threads of a program have registers for.
     """
     item = value.element_size()
     places = (value.data_ptr(), *(stride * item for stride in (value.stride(0), *value.stride()[2:])))
     run = MAX_ACCESS_BYTES // item
     is_aligned = math.gcd(MAX_ACCESS_BYTES, *places) == MAX_ACCESS_BYTES and value.shape[1] % run == 0
-    return run if is_aligned and value.stride(1) == 1 and not is_quantized else 1
+    fits = not is_quantized and value.shape[3] <= MAX_RUN_HEAD_SIZE
+    return run if is_aligned and value.stride(1) == 1 and fits else 1
 
 
 def write_launch(pair: CachePair, key: Tensor, value: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> Launch:
@@ -130,6 +133,7 @@ def write_launch(pair: CachePair, key: Tensor, value: Tensor, k_scale: Tensor | 
     key_side, value_side = CacheSide(pair.key, x), CacheSide(pair.value, int(is_classic))
     is_quantized = key.dtype != pair.key.dtype
     row_strides = [stride // row_vec for rows in (key, value) for stride in rows.stride()[:2]]
+    num_warps = num_warps_for(heads_tile * max(key_tile, value_tile), pair.key.element_size(), warp_size())
     return Launch(
         reshape_and_cache_kernel,
         (*row_strides, *key_side.strides, *value_side.strides, pair.num_slots),
@@ -140,6 +144,7 @@ def write_launch(pair: CachePair, key: Tensor, value: Tensor, k_scale: Tensor | 
             "BLOCK_SIZE": pair.key.shape[1],
             "CLASSIC_X": x,
             "RUN": run_tokens(pair.value, is_quantized) if is_classic else 1,
+            "RUN_STEP_HEADS": min(max(num_warps * warp_size() // value_tile, 1), heads_tile),
             "HEADS_TILE": heads_tile,
             "KEY_TILE": key_tile,
             "VALUE_TILE": value_tile,
@@ -153,7 +158,7 @@ def write_launch(pair: CachePair, key: Tensor, value: Tensor, k_scale: Tensor | 
             "HAS_K_SCALE": k_scale is not None,
             "HAS_V_SCALE": v_scale is not None,
         },
-        num_warps_for(heads_tile * max(key_tile, value_tile), pair.key.element_size(), warp_size()),
+        num_warps,
     )
 
 

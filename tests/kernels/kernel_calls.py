@@ -263,6 +263,7 @@ ON_SM_90: dict[str, Call] = {
     "write interleaved 8x128": write(interleaved),
     "write qkv slices 8x128": write(flash, rows_of=qkv_slice),
     "write rows 8 bytes off 8x128": write(flash, rows_of=rows_8_bytes_off),
+    "write classic 32x64": write(classic, heads=32, size=64),
     "write flash 8x128, page 17": write(flash, page=17),
     "write flash 8x64": write(flash, size=64),
     "write flash 8x80": write(flash, size=80),

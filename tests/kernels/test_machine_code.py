@@ -193,6 +193,15 @@ def test_a_classic_cache_gets_wide_keys_and_wide_values_of_neighbours(compiled: 
     assert launch["stores"]["16"] >= 9
 
 
+def test_values_of_neighbours_are_stored_by_as_many_heads_at_a_time_as_give_every_thread_16_bytes(
+    compiled: Any,
+) -> None:
+    (launch,) = compiled("sm_90")["write classic 32x64"]["launches"]
+    assert launch["num_warps"] == 8
+    assert set(launch["stores"]) == {"2", "16"}
+    assert launch["stores"]["16"] == 1 + 32 * 64 * 8 * 2 // (8 * 32 * 16)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_classic_cache_in_which_neighbours_are_not_aligned_gets_narrow_values(compiled: Any, target: str) -> None:
     # On AMD's cards even aligned ones do: their compiler takes no hint on a computed address.
