@@ -33,13 +33,13 @@ def slot_mapping_kernel(
     POSITION_TYPE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program (group, request, lane) takes turns at a request's tiles; request num_reqs is the tail.
+    """Program (request, group, lane) takes turns at a request's tiles; request num_reqs is the tail.
 
     POSITION_TYPE: holds every position that a table has room for. A division of 64 bits is a subroutine of a hundred
     instructions, called for each of a thread's tokens.
     """
-    group = tl.program_id(0).to(tl.int64)
-    request = tl.program_id(1).to(tl.int64)
+    request = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1).to(tl.int64)
     lane = tl.program_id(2).to(tl.int64)
     lanes = tl.arange(0, TILE)
     out_ptr = slots_ptr + group * slot_stride

@@ -66,7 +66,7 @@ class TritonKernels:
         if slot_mapping.shape[1]:
             num_lanes = num_lanes_for(slot_mapping.shape[1], SLOT_TILE)
             pointers = (tables.descriptors, rows, query_start_loc, first_positions, slot_mapping)
-            launch((len(tables.block_tables), len(rows) + 1, num_lanes), pointers, len(rows))
+            launch((len(rows) + 1, len(tables.block_tables), num_lanes), pointers, len(rows))
 
     def reshape_and_cache(
         self,

@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="kernels need torch")
 
 from kvledger.kernels import KernelInputError, SlotTables  # noqa: E402
+from kvledger.kernels.launch import MAX_GRID, Launch  # noqa: E402
 
 from tests.kernels.cache_layouts import integers, longs  # noqa: E402
 from tests.kernels.kernel_sets import device  # noqa: E402
@@ -196,3 +197,20 @@ def test_a_position_past_the_table_has_no_slot_however_far_past_it_is(kernels: A
     tables = SlotTables.of([integers(3, 4).view(1, 2)], [16])
     firsts = (31, (1 << 32) - 1, (1 << 32) + 15, (1 << 62) - 1)
     assert slots_of(kernels, tables, [(0, first, 2) for first in firsts], 8) == [[79, *[-1] * 7]]
+
+
+def test_more_requests_than_the_short_axes_of_a_grid_hold_are_one_launch(
+    triton_kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grids: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(Launch, "__call__", lambda self, grid, pointers, *numbers: grids.append(grid))
+    num_reqs = MAX_GRID + 10
+    tables = SlotTables.of(block_tables(2, [4, 4]), [16, 16])
+    type(triton_kernels)().compute_slot_mapping(
+        tables=tables,
+        rows=torch.zeros(num_reqs, dtype=torch.int32, device=device()),
+        query_start_loc=torch.zeros(num_reqs + 1, dtype=torch.int32, device=device()),
+        first_positions=torch.zeros(num_reqs, dtype=torch.int64, device=device()),
+        slot_mapping=torch.zeros(2, 8192, dtype=torch.int64, device=device()),
+    )
+    assert grids == [(num_reqs + 1, 2, 8)]
