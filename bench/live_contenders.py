@@ -145,22 +145,26 @@ class TransformersBatching:
         fields = inspect.signature(ContinuousBatchingConfig).parameters
         page_size = {"page_size" if "page_size" in fields else "block_size": TRANSFORMERS_PAGE_SIZE}
         self._model, self._own_attention = model, model.config._attn_implementation
-        self._manager = model.init_continuous_batching(
-            generation_config=GenerationConfig(do_sample=False, max_new_tokens=max_model_len, eos_token_id=NO_TOKEN),
-            continuous_batching_config=ContinuousBatchingConfig(
-                **page_size,
-                num_blocks=max_num_seqs * pages_per_request + 1,
-                max_batch_tokens=MAX_BATCHED_TOKENS,
-                max_requests_per_batch=max_num_seqs,
-                allow_block_sharing=False,
-            ),
-        )
-        self._attention: str = model.config._attn_implementation
-        self.name = f"transformers' continuous batching ({self._attention})"
-        with torch.no_grad():
-            self._manager.warmup()
-        self._manager.start()
-        model.set_attn_implementation(self._own_attention)
+        try:
+            self._manager = model.init_continuous_batching(
+                generation_config=GenerationConfig(
+                    do_sample=False, max_new_tokens=max_model_len, eos_token_id=NO_TOKEN
+                ),
+                continuous_batching_config=ContinuousBatchingConfig(
+                    **page_size,
+                    num_blocks=max_num_seqs * pages_per_request + 1,
+                    max_batch_tokens=MAX_BATCHED_TOKENS,
+                    max_requests_per_batch=max_num_seqs,
+                    allow_block_sharing=False,
+                ),
+            )
+            self._attention: str = model.config._attn_implementation
+            self.name = f"transformers' continuous batching ({self._attention})"
+            with torch.no_grad():
+                self._manager.warmup()
+            self._manager.start()
+        finally:  # also where it cannot start: the others attend as before
+            model.set_attn_implementation(self._own_attention)
 
     def generate(self, prompts: Prompts, num_tokens: int) -> list[list[int]]:
         """See `Contender`."""
@@ -180,9 +184,11 @@ class TransformersBatching:
 
     def close(self) -> None:
         """See `Contender`."""
-        self._manager.stop(block=True, timeout=TRANSFORMERS_PATIENCE_S)
-        self._manager.destroy()
-        self._model.set_attn_implementation(self._own_attention)
+        try:
+            self._manager.stop(block=True, timeout=TRANSFORMERS_PATIENCE_S)
+            self._manager.destroy()
+        finally:
+            self._model.set_attn_implementation(self._own_attention)
 
 
 class PlainGenerate:

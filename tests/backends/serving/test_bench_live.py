@@ -140,6 +140,15 @@ def test_a_contender_that_fails_is_named_and_the_others_are_measured(monkeypatch
     ]
 
 
+def test_a_contender_that_cannot_start_leaves_the_model_attending_as_before(served, monkeypatch) -> None:
+    from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+    monkeypatch.setattr(ContinuousBatchingManager, "warmup", lambda self: refuse())
+    with pytest.raises(OSError, match="no kernel to be had"):
+        live_contenders.TransformersBatching(served.model, max_num_seqs=1, max_model_len=8)
+    assert served.model.config._attn_implementation == "sdpa"
+
+
 def test_a_bench_whose_contender_fails_tells_the_others_figures_and_fails(served, monkeypatch) -> None:
     monkeypatch.setattr(live_contenders, "TransformersBatching", lambda *_, **__: refuse())
     with pytest.raises(AssertionError, match="no kernel to be had"):
