@@ -138,3 +138,7 @@ def test_no_stop_text_ends_an_answer_before_its_least_tokens(make_server, letter
     assert client.completions.create(**ask, stop=stops).choices[0].text == whole[:1]
     ask["extra_body"] = {"ignore_eos": True, "min_tokens": 4}
     assert client.completions.create(**ask, stop=stops).choices[0].text == whole[:7]
+    # A token is a letter here: the text of the fourth one is before the end of the least tokens, and no stop text.
+    assert client.completions.create(**ask, stop=whole[3]).choices[0].text == whole[:4] + whole[4:].split(whole[3])[0]
+    ask["extra_body"]["min_tokens"] = 3
+    assert client.completions.create(**ask, stop=whole[3]).choices[0].text == whole[:3] + whole[3:].split(whole[3])[0]
