@@ -27,6 +27,7 @@ class BlockTable:
 
     def __init__(self, max_num_reqs: int, max_num_blocks_per_req: int, block_size: int) -> None:
         self.block_size = block_size
+        self._block_size: NDArray[np.int64] = np.array(block_size, dtype=np.int64)
         self._width = max_num_blocks_per_req
         self.rows: list[list[int]] = [[] for _ in range(max_num_reqs)]
         # One buffer, two faces: array.array reads and writes a single count faster, NumPy those of a batch.
@@ -61,7 +62,7 @@ class BlockTable:
         self, rows: NDArray[np.int64], num_slots: NDArray[np.int64]
     ) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
         """Which places of a batch need more blocks for `num_slots` slots, and how many each."""
-        short = num_slots - self.num_blocks_per_row[rows] * self.block_size
+        short = num_slots - self.num_blocks_per_row[rows] * self._block_size
         which = (short > 0).nonzero()[0]
         if not len(which):
             return which, _NO_BLOCKS

@@ -37,9 +37,9 @@ class CommandChecks:
         if len(times) != self._config.max_num_reqs:
             row = int(rows.min()) if int(rows.min()) < 0 else int(rows.max())
             raise MisuseError(f"no row {row}: rows are 0 to {self._config.max_num_reqs - 1}")
-        wrong = times > self._state.row_is_held
-        if np.count_nonzero(wrong):  # `any` takes four times as long
-            row = int(wrong.argmax())
+        held = self._state.row_is_held[rows]
+        if len(rows) and not (held.item(held.argmin()) and times.item(times.argmax()) == 1):
+            row = int((times > self._state.row_is_held).argmax())
             if self._state.row_is_held[row]:
                 raise MisuseError(f"row {row} is named {int(times[row])} times in one batch; name each request once")
             raise MisuseError(f"row {row} is held by no request: it was never allocated, or freed already")

@@ -66,8 +66,8 @@ class LedgerState:
         self.row_is_held: NDArray[np.bool_] = np.frombuffer(self._held, dtype=np.bool_)
         # Logical blocks of each row that registration has considered, by group; -1 while the row is not tracked (a
         # row is tracked from its first hit or registration on, which fixes how vLLM counts what it still needs).
-        self.considered = [array("i", [-1]) * rows for _ in created.groups]
-        self.num_considered: list[NDArray[np.int32]] = [np.frombuffer(c, dtype=np.int32) for c in self.considered]
+        self.considered = [array("q", [-1]) * rows for _ in created.groups]
+        self.num_considered: list[NDArray[np.int64]] = [np.frombuffer(c, dtype=np.int64) for c in self.considered]
         # Leading null blocks of each row, by group: what went out of window or was skipped by a hit.
         self.skipped = [array("i", bytes(4 * rows)) for _ in created.groups]
         self.num_skipped: list[NDArray[np.int32]] = [np.frombuffer(s, dtype=np.int32) for s in self.skipped]

@@ -257,8 +257,8 @@ MUTANTS = (
     Mutant(
         "a decode step that fills a block finds it missing",
         "core/block_table.py",
-        "short = num_slots - self.num_blocks_per_row[rows] * self.block_size",
-        "short = num_slots + 1 - self.num_blocks_per_row[rows] * self.block_size",
+        "short = num_slots - self.num_blocks_per_row[rows] * self._block_size",
+        "short = num_slots + 1 - self.num_blocks_per_row[rows] * self._block_size",
         ("C05", "D06"),
     ),
     Mutant(
@@ -380,7 +380,7 @@ MUTANTS = (
     Mutant(
         "lookahead goes beyond the longest request",
         "core/allocator.py",
-        "num_slots = np.minimum(end + num_lookahead_tokens, self.config.max_model_len) if num",
+        "num_slots = np.minimum(end + num_lookahead_tokens, self._longest) if num",
         "num_slots = end + num_lookahead_tokens if num",
     ),
     Mutant(
@@ -454,8 +454,8 @@ MUTANTS = (
     Mutant(
         "a request may be named twice in one step",
         "core/command_checks.py",
-        "wrong = times > self._state.row_is_held",
-        "wrong = (times > 0) > self._state.row_is_held",
+        "if len(rows) and not (held.item(held.argmin()) and times.item(times.argmax()) == 1):",
+        "if len(rows) and not held.item(held.argmin()):",
     ),
     Mutant(
         "a fork may hit a request that runs",
