@@ -345,10 +345,14 @@ class KVCacheAllocator(LedgerWriter):
 
     def could_append(self, rows: Rows, num_new_tokens: int) -> bool:
         """Whether the free blocks suffice for `num_new_tokens` further tokens of every row."""
-        at_most = len(rows) * sum([num_new_tokens // table.block_size + 1 for table in self.state.tables])
-        if at_most <= len(self.state.pool.free_queue) and not self.state.guarded:
-            return True  # even if every row stood at the end of a block, and none has to copy one
-        return self.num_appendable(rows, num_new_tokens) == len(rows)
+        state = self.state
+        if state.guarded:
+            return self.num_appendable(rows, num_new_tokens) == len(rows)
+        num_free = len(state.pool.free_queue)
+        if len(rows) * sum([num_new_tokens // size + 1 for size in self._block_sizes]) <= num_free:
+            return True  # even if every row stood at the end of a block
+        num_slots = np.minimum(state.num_placed[rows] + num_new_tokens, self._longest)
+        return sum([sum_of(table.shortfall(rows, num_slots)[1]) for table in state.tables]) <= num_free
 
     def append_steps(self, rows: Rows, num_steps: int) -> tuple[int, ...]:
         """`append` one token to every row, `num_steps` times over, as one commit with the same block ids.

@@ -10,6 +10,7 @@ from .errors import InputError, MisuseError
 from .events import FreeReason
 from .ledger_state import LedgerState
 from .prefix_match import PrefixMatch
+from .reductions import smallest
 from .types import Request
 
 Rows: TypeAlias = NDArray[np.int64]
@@ -46,15 +47,9 @@ class CommandChecks:
 
     def counts(self, new: IntOrEach, drafts: IntOrEach = 0, lookahead: int = 0, reserved: int = 0) -> None:
         """At least one new token each, and nothing below 0."""
-        if (
-            isinstance(new, int)
-            and isinstance(drafts, int)
-            and 0 <= drafts <= new
-            and new >= 1
-            and lookahead >= 0
-            and reserved >= 0
-        ):
-            return  # one request, which is worth not asking NumPy
+        fewest_new = new if isinstance(new, int) else smallest(new) if len(new) else 1
+        if isinstance(drafts, int) and 0 <= drafts <= fewest_new >= 1 and lookahead >= 0 and reserved >= 0:
+            return
         if np.count_nonzero(np.less(new, 1)):
             raise InputError(f"num_new_tokens must be at least 1, not {int(np.min(new))}")
         if np.count_nonzero(np.less(drafts, 0)) or np.count_nonzero(np.greater(drafts, new)):
