@@ -197,7 +197,7 @@ MUTANTS = (
     ),
     Mutant(
         "reserved blocks are taken by a decode step",
-        "core/allocator.py",
+        "core/batch_commands.py",
         "if total_short > len(state.pool.free_queue) - reserved_blocks:",
         "if total_short > len(state.pool.free_queue):",
     ),
@@ -335,7 +335,7 @@ MUTANTS = (
     # What only events, orders and lookups show
     Mutant(
         "what falls out of a window is released head first",
-        "core/allocator.py",
+        "core/batch_commands.py",
         "range(stop - 1, start - 1, -1))\n"
         "                blocks = tuple(self.state.tables[group].blocks(row, start, stop)[::-1])",
         "range(start, stop))\n                blocks = tuple(self.state.tables[group].blocks(row, start, stop))",
@@ -379,7 +379,7 @@ MUTANTS = (
     ),
     Mutant(
         "lookahead goes beyond the longest request",
-        "core/allocator.py",
+        "core/batch_commands.py",
         "num_slots = np.minimum(end + num_lookahead_tokens, self._longest) if num",
         "num_slots = end + num_lookahead_tokens if num",
     ),
