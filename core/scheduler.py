@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .allocator import KVCacheAllocator, Rows
+from .allocator import KVCacheAllocator
+from .command_checks import Rows
 from .errors import DoesNotFitError, InputError, MisuseError
 from .preempted_requests import PreemptedRequests
 from .reductions import smallest
