@@ -172,16 +172,18 @@ class KVCacheAllocator(BatchCommands):
         for group, _, index, copy in private:
             events.append(emit(self._copies.event(group, row, index, copy)))
         taken: list[tuple[int, ...]] = []
+        num_held: list[int] = []
         rows = self._column_of[row]
         for group, table in enumerate(state.tables):
             blocks = ()
-            count = wanted[group] - len(table.rows[row])
+            num_held.append(len(table.rows[row]))
+            count = wanted[group] - num_held[group]
             if count > 0:
                 blocks = state.pool.free_queue.peek(count)
                 events.append(emit(self._taking.event(group, rows, self._column_of[count], blocks)))
             taken.append(blocks)
         for run in asked:
-            self._note_registered(self._registrar.decide_run(rows, run, request), events)
+            self._note_registered(self._registrar.decide_run(rows, run, request, num_held[run[0]]), events)
         if num_external_tokens:
             events.append(emit(TokensPlaced(rows, (written_from,), (num_external_tokens,))))
         if num_new_tokens:

@@ -25,12 +25,14 @@ class _Shape:
         classes: of the events, in order.
         widths: how many columns each of them has; 0 for an event that is not a tuple and is kept as it is (rare).
         reasons: where in the kept tuple the reasons of `BlocksFreed` are, objects that the collector would follow.
+        is_bare: whether the columns are kept as they are.
     """
 
     number: int
     classes: tuple[type[Event], ...]
     widths: tuple[int, ...]
     reasons: tuple[int, ...]
+    is_bare: bool
 
 
 class EventLog:
@@ -75,11 +77,11 @@ class EventLog:
         classes = tuple(map(type, events))
         shape = self._shape_of.get(classes) or self._new_shape(classes)
         columns: Iterable[Iterable[Any]] = cast(tuple[tuple[Any, ...], ...], events)
-        if 0 in shape.widths:
-            columns = [event if isinstance(event, tuple) else (event,) for event in events]
-        if not shape.reasons:
+        if shape.is_bare:
             self._kept.append((sequence, shape.number, *chain.from_iterable(columns)))
             return
+        if 0 in shape.widths:
+            columns = [event if isinstance(event, tuple) else (event,) for event in events]
         kept: list[Any] = [sequence, shape.number, *chain.from_iterable(columns)]
         for place in shape.reasons:
             kept[place] = str(kept[place])
@@ -104,7 +106,7 @@ class EventLog:
         widths = tuple([len(cls._fields) if issubclass(cls, tuple) else 0 for cls in classes])
         starts = [2 + sum([width or 1 for width in widths[:place]]) for place in range(len(widths))]
         reasons = tuple([start for start, cls in zip(starts, classes, strict=True) if cls is BlocksFreed])
-        shape = _Shape(len(self._shapes), classes, widths, reasons)
+        shape = _Shape(len(self._shapes), classes, widths, reasons, is_bare=0 not in widths and not reasons)
         self._shapes.append(shape)
         self._shape_of[classes] = shape
         return shape

@@ -35,21 +35,21 @@ class PoolState:
         """
         self.free_queue.take(blocks)
         ref_cnt, key_of = self._ref_cnt, self._key_of
-        for block in blocks:
-            ref_cnt[block] = 1
         if not lost_keys:
-            return
-        if self._group_of or self._num_keys_with_duplicates:
             for block in blocks:
-                if key_of[block] is not None:
-                    self._forget(block)
+                ref_cnt[block] = 1
             return
         index = self._index[0]
-        for block in blocks:
-            key_of[block] = None
-        for key in lost_keys:
-            if key is not None:
+        is_plain = not (self._group_of or self._num_keys_with_duplicates)
+        for block, key in zip(blocks, lost_keys, strict=True):
+            ref_cnt[block] = 1
+            if key is None:
+                continue
+            if is_plain:
+                key_of[block] = None
                 del index[key]
+            else:
+                self._forget(block)
 
     def apply_adopt(self, blocks: Sequence[int]) -> None:
         """Add one reference to each block but the null block; unreferenced ones leave the free queue.
@@ -76,13 +76,13 @@ class PoolState:
         """
         ref_cnt, key_of = self._ref_cnt, self._key_of
         freed: Sequence[int] = blocks
-        for block in blocks:
+        to_come = iter(blocks)
+        for block in to_come:
             if ref_cnt[block] != 1:
-                freed = self._freed_of_shared(blocks)
+                shared = (block, *to_come)
+                freed = [*blocks[: -len(shared)], *self._freed_of_shared(shared)]
                 break
-        else:
-            for block in blocks:
-                ref_cnt[block] = 0
+            ref_cnt[block] = 0
         # A request's last blocks, which it gives back first, are the ones without a key.
         num_unkeyed = 0
         for block in freed:

@@ -115,8 +115,11 @@ class Registrar:
             asked.append((offsets, keys))
         return asked
 
-    def decide_run(self, rows: tuple[int], run: AskedRun, request: Request) -> BlocksCached | None:
-        """What becomes findable of one row in one group, whose keys were asked for."""
+    def decide_run(self, rows: tuple[int], run: AskedRun, request: Request, num_held: int) -> BlocksCached | None:
+        """What becomes findable of one row in one group, whose keys were asked for.
+
+        The row's blocks behind the first `num_held` were just taken, so that none of them has a key.
+        """
         group, offset, keys = run
         row = rows[0]
         if self._whole[group]:
@@ -126,8 +129,8 @@ class Registrar:
             stop = offset + len(keys)  # a source may withhold keys: those blocks are never found
             if stop <= start:
                 return None
-            blocks = tuple(self._state.tables[group].rows[row][start:stop])
-            if not self._state.pool.keys_of(blocks):
+            held = self._state.tables[group].rows[row]
+            if start >= num_held or not self._state.pool.keys_of(held[start:num_held]):
                 parent = None
                 if start:
                     parent, keys = keys[start - 1 - offset], keys[start - offset :]
@@ -139,7 +142,7 @@ class Registrar:
                     column_of[stop],
                     column_of[stop - start],
                     tuple(range(start, stop)),
-                    blocks,
+                    tuple(held[start:stop]),
                     tuple(keys),
                     (parent,),
                 )
