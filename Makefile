@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := torch==2.13.0
 
-.PHONY: study test test-core test-slow lint types gpu clean
+.PHONY: study test test-core test-slow lint types gpu gpu-kernels gpu-live gpu-tests clean
 
 # An 8B model on four H100s carries the built-in hour of traffic. Blocks of 64 rather than 16 tokens halve the time that
 # the replay takes and change the figures by less than a percent.
@@ -37,16 +37,29 @@ types: $(VENV)/.test-installed
 	$(BIN)/pyright
 
 # The interpreter that is there, no network, nothing installed: conftest.py puts the folders on the import path, and the
-# options of pyproject.toml that need plugins are replaced. The kernels' own tests run the real kernels on a card; a warning
-# of that machine's libraries stops nothing.
-GPU_TESTS := $(wildcard tests/*/test_gpu_*.py tests/*/*/test_gpu_*.py bench/test_gpu_*.py)
-GPU_TESTS += $(addprefix tests/backends/serving/test_,model_runner.py live_models.py decode_graphs.py sizing.py transformers_cache.py)
-GPU_PYTEST = $(PYTHON) -m pytest -q -s -o addopts="--import-mode=importlib --strict-markers -p no:cacheprovider" \
-	-W default -W ignore::pytest.PytestConfigWarning
+# options of pyproject.toml that need plugins are replaced. What is judged comes first; each part takes minutes, runs by
+# itself, and runs whatever became of those before it. A warning of that machine's libraries stops nothing.
+GPU_PYTEST = $(PYTHON) -m pytest -q -p no:kvledger -W default -W ignore::pytest.PytestConfigWarning \
+	-o addopts="--import-mode=importlib --strict-markers -p no:cacheprovider"
+# Compiling takes most of the tests' time, so they run side by side where pytest-xdist is there.
+GPU_WORKERS = $(shell $(PYTHON) -c "import xdist" 2>/dev/null && echo --numprocesses=8)
+
 gpu:
-	$(GPU_PYTEST) -m gpu $(GPU_TESTS)
+	$(MAKE) --keep-going gpu-kernels gpu-live gpu-tests
+
+gpu-kernels:
+	$(GPU_PYTEST) -s -m gpu bench/test_gpu_kernels.py tests/kernels/test_gpu_graphs.py
+
+gpu-live:
+	$(GPU_PYTEST) -s -m gpu bench/test_gpu_live.py tests/backends/test_gpu_memory_profiler.py \
+		tests/backends/serving/test_sizing.py
+
+# On a card the kernels' own tests run the real kernels; what is compiled for other cards needs none.
+gpu-tests:
+	$(GPU_PYTEST) $(GPU_WORKERS) -m gpu tests/backends/test_gpu_cuda_backend.py tests/backends/serving \
+		--ignore=tests/backends/serving/test_sizing.py
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-		$(GPU_PYTEST) -m "not slow" tests/kernels tests/field/test_f0*.py; \
+		$(GPU_PYTEST) $(GPU_WORKERS) -m "not slow" --ignore=tests/kernels/test_machine_code.py tests/kernels tests/field/test_f0*.py; \
 	else echo "There is no GPU here: the kernels' tests were not run on one, and nothing was measured."; fi
 
 clean:
