@@ -183,7 +183,9 @@ class KVCacheAllocator(BatchCommands):
                 events.append(emit(self._taking.event(group, rows, self._column_of[count], blocks)))
             taken.append(blocks)
         for run in asked:
-            self._note_registered(self._registrar.decide_run(rows, run, request, num_held[run[0]]), events)
+            cached = self._registrar.decide_run(rows, run, request, num_held[run[0]])
+            if cached is not None:
+                self._note_registered(cached, events)
         if num_external_tokens:
             events.append(emit(TokensPlaced(rows, (written_from,), (num_external_tokens,))))
         if num_new_tokens:
@@ -228,7 +230,9 @@ class KVCacheAllocator(BatchCommands):
 
     def free(self, request_id: str, reason: FreeReason = FreeReason.FINISHED) -> None:
         """Give back everything that a request holds, its last block first (rule 4)."""
-        row = self.row_of(request_id)
+        row = self.state.row_of.get(request_id)
+        if row is None:
+            row = self.row_of(request_id)  # which says what is wrong
         if reason not in REASONS_TO_FREE_ALL:
             self._checks.frees_all(reason)
         rows = self._column_of[row]

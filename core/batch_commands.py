@@ -281,10 +281,11 @@ class BatchCommands(LedgerWriter):
 
     def _register(self, rows: Sequence[int], asked: Sequence[AskedKeys], events: list[Event]) -> None:
         for group, keys in enumerate(asked):
-            self._note_registered(self._registrar.decide(group, rows, keys, self._request_in_row), events)
+            cached = self._registrar.decide(group, rows, keys, self._request_in_row)
+            if cached is not None:
+                self._note_registered(cached, events)
 
-    def _note_registered(self, event: BlocksCached | None, events: list[Event]) -> None:
-        if event is not None:
-            events.append(self._emit(event))
-            if self._drops_orphans:
-                self._links.note(event)
+    def _note_registered(self, cached: BlocksCached, events: list[Event]) -> None:
+        events.append(self._emit(cached))
+        if self._drops_orphans:
+            self._links.note(cached)

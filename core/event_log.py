@@ -58,10 +58,15 @@ class EventLog:
 
     def apply(self, commit: Commit) -> None:
         """Append one commit; its sequence number must be the next one."""
+        sequence, events = commit
         kept = self._kept
-        if kept and commit[0] != kept[-1][0] + 1:
-            raise CorruptLedgerError(f"commit {commit.sequence} follows commit {kept[-1][0]}")
-        self._keep(commit)
+        if kept and sequence != kept[-1][0] + 1:
+            raise CorruptLedgerError(f"commit {sequence} follows commit {kept[-1][0]}")
+        shape = self._shape_of.get(tuple(map(type, events)))
+        if shape is not None and shape.is_bare:  # most commits, and worth no further call
+            kept.append((sequence, shape.number, *chain.from_iterable(cast(tuple[tuple[Any, ...], ...], events))))
+        else:
+            self._keep(commit)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -77,9 +82,6 @@ class EventLog:
         classes = tuple(map(type, events))
         shape = self._shape_of.get(classes) or self._new_shape(classes)
         columns: Iterable[Iterable[Any]] = cast(tuple[tuple[Any, ...], ...], events)
-        if shape.is_bare:
-            self._kept.append((sequence, shape.number, *chain.from_iterable(columns)))
-            return
         if 0 in shape.widths:
             columns = [event if isinstance(event, tuple) else (event,) for event in events]
         kept: list[Any] = [sequence, shape.number, *chain.from_iterable(columns)]

@@ -77,7 +77,7 @@ class PrefixMatcher:
 
     def match(self, request: Request, pool: BlockPool, sequence: int) -> PrefixMatch:
         """The longest hit of at most `num_tokens - 1` tokens, so that at least one token is computed (rule 10)."""
-        max_length = request.num_tokens - 1
+        max_length = request.num_prompt_tokens + request.num_output_tokens - 1
         if self._single is not None:
             return self._match_one_group(self._single, request, pool, sequence, max_length)
         length = max_length
@@ -115,7 +115,11 @@ class PrefixMatcher:
         self, kind: CacheKind, request: Request, pool: BlockPool, sequence: int, max_length: int
     ) -> PrefixMatch:
         size = kind.block_size
-        keys = self.block_keys(request, kind, 0, max_length // size)
+        source = request.keys
+        if size != self._hash_block_size or source is None:
+            keys = self.block_keys(request, kind, 0, max_length // size)
+        else:
+            keys = source.keys(0, max_length // size)
         (blocks,) = kind.find_hit(keys, (pool.index(0),), self._alignment, self._use_eagle)
         count = len(blocks)
         return PrefixMatch(request.request_id, count * size, (tuple(blocks),), (tuple(keys[:count]),), 0, sequence)

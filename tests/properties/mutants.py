@@ -123,8 +123,8 @@ MUTANTS = (
     Mutant(
         "a whole prompt may hit",
         "core/prefix_match.py",
-        "        max_length = request.num_tokens - 1",
-        "        max_length = request.num_tokens",
+        "        max_length = request.num_prompt_tokens + request.num_output_tokens - 1",
+        "        max_length = request.num_prompt_tokens + request.num_output_tokens",
         ("B01", "B03"),
     ),
     Mutant(
