@@ -90,7 +90,7 @@ def decode_steps(num_reqs: int = 256, prompt: int = 1024, num_steps: int = 64) -
 def take_and_release(num_blocks: int = 20_001, batch: int = 16, num_batches: int = 2_000) -> float:
     """Seconds a block: taken from a pool full of cached content, so that each take evicts a key, and released.
 
-    Both events are made, as a command would make them.
+    Both events are made and applied, as a command makes and applies them.
     """
     pool = BlockPool(num_blocks)
     blocks = pool.free_queue.peek(num_blocks - 1)
@@ -104,14 +104,15 @@ def take_and_release(num_blocks: int = 20_001, batch: int = 16, num_batches: int
         started = clock()
         taken = pool.free_queue.peek(batch)
         event = BlocksAllocated(0, rows, counts, taken, pool.keys_of(taken))
-        pool.take(event.blocks)
+        pool.apply_take(taken, event.lost_keys)
         spent += clock() - started
         assert len(event.lost_keys) == batch and None not in event.lost_keys
         pool.cache(0, taken, [(serial + i).to_bytes(36, "big") for i in range(batch)], range(batch))
         serial += batch
         started = clock()
-        freed = BlocksFreed(FreeReason.FINISHED, groups, rows, counts, taken[::-1])
-        pool.release(freed.blocks)
+        blocks = taken[::-1]
+        freed = BlocksFreed(FreeReason.FINISHED, groups, rows, counts, blocks)
+        pool.apply_release(blocks)
         spent += clock() - started
     return spent / (num_batches * batch)
 
