@@ -21,7 +21,7 @@ class BlockPool(PoolState):
 
     `take`, `adopt`, `release` and `cache` check first and raise `MisuseError` before anything has changed; so does a
     ledger that replays a log, by the `check_...` methods. A ledger that decides knows that its decisions are sound
-    and calls the transitions of `PoolState`. 62 bytes a block, plus the keys.
+    and calls the transitions of `PoolState`. 64 bytes a block, plus the keys.
     """
 
     def __init__(self, num_blocks: int, num_groups: int = 1, eviction: EvictionOrder | None = None) -> None:
