@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from ..core.types import TokenBatch
 from .context_rank import ContextRank
+from .device_values import on_device
 
 
 @attrs.frozen(eq=False)
@@ -60,7 +61,7 @@ def flashinfer_tables(
     last_page_len = (lengths - np.maximum(num_pages - 1, 0) * page_size).astype(np.int32)
     total = int(indptr[-1])
     device = table.device
-    staged = _to_device(np.concatenate([indptr, num_pages]), device)
+    staged = on_device(np.concatenate([indptr, num_pages]), device)
     starts, counts = staged[: len(indptr)], staged[len(indptr) :]
     # With its length given, repeat_interleave does not have to ask the device for it.
     requests = torch.repeat_interleave(torch.arange(len(counts), device=device), counts.clone(), output_size=total)
@@ -68,10 +69,5 @@ def flashinfer_tables(
     blocks = table[rows.long()[requests], page // pages_per_block]
     indices = (blocks * pages_per_block + page % pages_per_block).to(torch.int32)
     return FlashInferTables(
-        starts.to(torch.int32), indices, _to_device(last_page_len, device), indptr.astype(np.int32), last_page_len
+        starts.to(torch.int32), indices, on_device(last_page_len, device), indptr.astype(np.int32), last_page_len
     )
-
-
-def _to_device(values: NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -6,7 +6,6 @@ from typing import TypedDict
 import attrs
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..core.errors import InputError
 from ..core.kv_cache_spec import AttentionSpec
@@ -17,6 +16,7 @@ from ..kernels.scales import kv_scale
 from .attention_packages import AttentionCall, AttentionChoices, AttentionPackage
 from .cache_arrangement import CacheArrangement
 from .cache_layout import LayerCache
+from .device_values import on_device
 from .step_staging import BatchInputs
 
 QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -138,9 +138,9 @@ class LayerAccess:
         starts = np.cumsum([0, *num_tokens]).astype(np.int32)
         tokens: _TokensToRead = {
             "block_table": table,
-            "rows": self._to_device(np.array(rows, dtype=np.int32)),
-            "cu_seqlens": self._to_device(starts),
-            "first_positions": self._to_device(np.array(first_positions, dtype=np.int64)),
+            "rows": on_device(np.array(rows, dtype=np.int32), self._device),
+            "cu_seqlens": on_device(starts, self._device),
+            "first_positions": on_device(np.array(first_positions, dtype=np.int64), self._device),
             "num_tokens": int(starts[-1]),
             "block_size": block_size,
             "dtype": self._dtype_of(cache) if dtype is None else dtype,
@@ -261,7 +261,3 @@ class LayerAccess:
                 f"layer {cache.name} is a {cache.spec.kind} cache, which the model writes itself through its view"
             )
         return cache.key
-
-    def _to_device(self, values: NDArray[np.generic]) -> torch.Tensor:
-        tensor = torch.from_numpy(values)
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .device_values import on_device
+from ..device_values import on_device
 from .sampling_settings import SamplingSettings
 from .seen_tokens import SeenTokens
 

@@ -21,9 +21,9 @@ from ...core.model_geometry import ModelGeometry
 from ...core.types import ScheduledStep, TokenBatch
 from ..cuda_backend import CudaBackend
 from ..cuda_graphs import GraphCapturer
+from ..device_values import on_device
 from ..step_runner import FinishStep
 from .decode_graphs import DecodeGraphs, checked_capture_sizes
-from .device_values import on_device
 from .length_limit import LengthLimit, length_limit
 from .registered_attention import BATCH_KEYWORD, PagedBatch, register_paged_attention
 from .served_model import served_layers, transformers_geometry

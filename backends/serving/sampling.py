@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 import torch
 
-from .device_values import on_device
+from ..device_values import on_device
 from .logit_adjustments import LogitAdjustment, adjusted_logits
 from .sampling_settings import SamplingSettings
 

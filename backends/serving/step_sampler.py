@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from ...core.types import ScheduledStep
+from ..device_values import on_device
 from ..step_runner import FinishStep, StepOutputs
-from .device_values import on_device
 from .generation import Generation
 from .model_runner import StepTokens
 from .sampling import ChosenTokens, choose_tokens
