@@ -89,7 +89,7 @@ class SimBackend:
             overwrites it.
 
         Raises:
-            InputError: more tokens than the padded length, or positions beyond the tables.
+            InputError: more tokens than the padded length, or a row or a position beyond the tables.
         """
         return self._slots[group].of(batch, num_padded_tokens)
 

@@ -64,7 +64,7 @@ class GroupSlots:
 
     def _one_by_one(self, rows: NDArray[np.int64], positions: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
         size = self._block_size
-        np.multiply(self._table[rows, positions // size], size, out=slots)
+        np.multiply(self._blocks_of(rows, positions), size, out=slots)
         slots += positions % size
 
     def _dealt_out(self, rows: NDArray[np.int64], positions: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
@@ -73,8 +73,23 @@ class GroupSlots:
         offsets = positions % size
         local = offsets // (stripe * ranks) * stripe + offsets % stripe
         is_here = offsets // stripe % ranks == self._context.rank
-        blocks = self._table[rows, positions // size].astype(np.int64)
+        blocks = self._blocks_of(rows, positions).astype(np.int64)
         slots[:] = np.where(is_here, blocks * (size // ranks) + local, PADDING_SLOT)
+
+    def _blocks_of(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int32]:
+        try:
+            return self._table[rows, positions // self._block_size]
+        except IndexError:
+            raise self._not_there(largest(rows), largest(positions)) from None
+
+    def _not_there(self, row: int, position: int) -> InputError:
+        """Of a batch with this largest row and this largest position, one of them beyond the table."""
+        num_rows, width = self._table.shape
+        if row >= num_rows:
+            return InputError(f"no row {row}: the block tables have rows 0 to {num_rows - 1}")
+        return InputError(
+            f"position {position} lies beyond a block table of {width} blocks of {self._block_size} tokens"
+        )
 
     def _run_by_run(self, batch: TokenBatch, slots: NDArray[np.int64]) -> None:
         """Slots run on inside a block: along such a run they stand equally far from the tokens' places in the batch.
@@ -86,12 +101,8 @@ class GroupSlots:
         ends_at = firsts + counts
         first_index = firsts // size
         end_index = (ends_at + (size - 1)) // size
-        if largest(batch.rows) >= len(self._table):
-            raise InputError(f"no row {largest(batch.rows)}: the block tables have rows 0 to {len(self._table) - 1}")
-        if largest(end_index) > width:
-            raise InputError(
-                f"position {largest(ends_at) - 1} lies beyond a block table of {width} blocks of {size} tokens"
-            )
+        if largest(batch.rows) >= len(self._table) or largest(end_index) > width:
+            raise self._not_there(largest(batch.rows), largest(ends_at) - 1)
         num_runs = end_index - first_index
         ends = np.add.accumulate(num_runs)
         total = ends.item(-1)

@@ -25,8 +25,8 @@ from kvledger.core import (
 from kvledger.sim.latency import LinearLatency
 
 
-def make(groups=None) -> tuple[KVCacheAllocator, SimBackend]:
-    backend = SimBackend()
+def make(groups=None, context=None) -> tuple[KVCacheAllocator, SimBackend]:
+    backend = SimBackend(context=context)
     config = AllocatorConfig(
         num_blocks=60, groups=groups or [FullAttention(4)], max_model_len=120, max_num_reqs=6, retention_interval=0
     )
@@ -247,17 +247,20 @@ def test_slots_of_long_chunks_are_those_of_each_token_alone(data, block_size: in
     assert backend.slot_mapping(batch(*chunks)).tolist() == expected
 
 
-def test_a_chunk_that_leaves_its_table_is_refused() -> None:
-    allocator, backend = make()
-    allocator.allocate(Request("a", 9), 9)
+@pytest.mark.parametrize("context", [ContextRank(), ContextRank(rank=1, size=2)])
+@pytest.mark.parametrize("requests", [[(0, 100, 21)], [(0, 120, 1)], [(0, 119, 2)], [(0, 119, 1), (1, 120, 1)]])
+def test_a_chunk_that_leaves_its_table_is_refused(context, requests) -> None:
+    _, backend = make(context=context)
     with pytest.raises(InputError, match="position 120 lies beyond a block table of 30 blocks of 4"):
-        backend.slot_mapping(batch((allocator.row_of("a"), 100, 21)))
+        backend.slot_mapping(batch(*requests))
 
 
-def test_a_row_that_no_table_has_is_refused() -> None:
-    _, backend = make()
+@pytest.mark.parametrize("context", [ContextRank(), ContextRank(rank=1, size=2)])
+@pytest.mark.parametrize("num_tokens", [1, 2, 9])
+def test_a_row_that_no_table_has_is_refused(context, num_tokens) -> None:
+    _, backend = make(context=context)
     with pytest.raises(InputError, match="no row 6: the block tables have rows 0 to 5"):
-        backend.slot_mapping(batch((6, 0, 9)))
+        backend.slot_mapping(batch((6, 0, num_tokens)))
 
 
 def test_slots_are_overwritten_by_the_next_batch_of_their_group_alone_and_by_nobody_else() -> None:
