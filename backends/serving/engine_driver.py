@@ -70,7 +70,7 @@ class EngineDriver:
         self._recorder = recorder
         self._on_ended = on_ended
         self._generations: dict[str, Generation] = {}
-        self.sampler = StepSampler(self._generation_in, now_ns)
+        self.sampler = StepSampler(self._generation_in, now_ns, scheduler.config.max_num_seqs)
         self._loop = engine_loop(scheduler, [self._hand_out, *observers, self._between_steps])
         self._move: ScheduledStep | Wait = next(self._loop)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 
 import attrs
 import numpy as np
@@ -34,15 +35,19 @@ class Output:
 class StepSampler:
     """`RequestTokens` over the generations of an engine."""
 
-    def __init__(self, generation_in: Callable[[int], Generation], now_ns: Callable[[], int]) -> None:
+    def __init__(
+        self, generation_in: Callable[[int], Generation], now_ns: Callable[[], int], max_num_seqs: int
+    ) -> None:
         """Start.
 
         Args:
             generation_in: the running generation in a row.
-            now_ns: the engine's clock.
+            now_ns: the engine's clock, in nanoseconds.
+            max_num_seqs: requests of a step at most.
         """
         self._generation_in = generation_in
         self._now_ns = now_ns
+        self._max_num_seqs = max_num_seqs
 
     def step_tokens(self, step: ScheduledStep) -> StepTokens:
         """The tokens of a step's batch; a request whose last known token is among them gets a next one."""
@@ -61,14 +66,25 @@ class StepSampler:
         """Choose the next tokens from logits `[num_sampled, vocab_size]` on their device, without waiting for it."""
         rows = step.batch.rows[tokens.sampled].tolist()
         families = [(lead, *lead.samples) for lead in map(self._generation_in, rows)]
-        if any(len(family) > 1 for family in families):
-            places = np.repeat(np.arange(len(families)), [len(family) for family in families])
-            logits = logits[on_device(places, logits.device)]
-        chosen = choose_tokens(logits, [each.next_token() for family in families for each in family])
-        return partial(self._finish, rows, families, chosen)
+        return partial(self._finish, rows, families, self._chosen(logits, families))
 
-    def _finish(self, rows: list[int], families: list[tuple[Generation, ...]], chosen: ChosenTokens) -> StepOutputs:
-        token_ids = iter(chosen.wait())
+    def _chosen(self, logits: torch.Tensor, families: list[tuple[Generation, ...]]) -> list[ChosenTokens]:
+        """The next token of each member of each family, whose row of the logits they share.
+
+        A prompt may have more samples than a step has requests, and memory was planned for the rows of these. So no
+        more rows are worked on at once.
+        """
+        wanted = [each.next_token() for family in families for each in family]
+        if len(wanted) == len(families):
+            return [choose_tokens(logits, wanted)]
+        places = np.repeat(np.arange(len(families)), [len(family) for family in families])
+        parts = [slice(start, start + self._max_num_seqs) for start in range(0, len(wanted), self._max_num_seqs)]
+        return [choose_tokens(logits[on_device(places[part], logits.device)], wanted[part]) for part in parts]
+
+    def _finish(
+        self, rows: list[int], families: list[tuple[Generation, ...]], chosen: list[ChosenTokens]
+    ) -> StepOutputs:
+        token_ids = chain.from_iterable(part.wait() for part in chosen)
         now_ns = self._now_ns()
         outputs: list[Output] = []
         for family in families:

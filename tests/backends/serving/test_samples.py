@@ -12,7 +12,9 @@ from kvledger.backends.serving import (  # noqa: E402
     LiveRecording,
     QueueFullError,
     SamplingSettings,
+    step_sampler,
 )
+from kvledger.backends.serving.sampling import choose_tokens  # noqa: E402
 from kvledger.backends.sinks import FlushPolicy, LogReader, RequestArrived, RequestEnded  # noqa: E402
 from kvledger.core import EventLog, InputError  # noqa: E402
 from kvledger.core.events import BlockCopied, BlocksShared  # noqa: E402
@@ -117,6 +119,25 @@ def test_more_samples_than_there_is_room_for_take_turns(make_engine, windowed, m
         assert engine.stats.scheduler.num_preemptions > 0
 
 
+def test_samples_are_chosen_no_more_at_once_than_a_step_has_requests(make_engine, monkeypatch) -> None:
+    """A step's sampler is measured with that many rows before the pool is sized."""
+    num_rows = []
+
+    def counted(logits, wanted):
+        num_rows.append((len(logits), len(wanted)))
+        return choose_tokens(logits, wanted)
+
+    monkeypatch.setattr(step_sampler, "choose_tokens", counted)
+    engine = make_engine(max_num_seqs=3, start=False)
+    settings = [drawn(7, max_tokens=2, logprobs=2), drawn(1, max_tokens=2), drawn(2, max_tokens=2)]
+    families = [engine.submit_samples([*PROMPT[:6], place], each) for place, each in enumerate(settings)]
+    run(engine)
+    for place, (family, each) in enumerate(zip(families, settings, strict=True)):
+        assert_are_alone([*PROMPT[:6], place], family, each)
+    assert num_rows[:4] == [(3, 3), (3, 3), (3, 3), (1, 1)]
+    assert all(count <= 3 for counts in num_rows for count in counts)
+
+
 @pytest.mark.parametrize("cancelled", [[0], [1], [0, 1], [0, 1, 2], [2, 0]])
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
 def test_a_sample_that_is_cancelled_at_any_time_takes_none_with_it(make_engine, cancelled, after) -> None:
@@ -160,7 +181,8 @@ def test_all_are_queued_or_none(make_engine) -> None:
         engine.submit_samples(PROMPT, drawn(5))
     assert engine.stats.num_queued == 1
     assert len(engine.submit_samples(PROMPT, drawn(3))) == 3 and engine.stats.num_queued == 4
-    engine.advance(), engine.advance()
+    engine.advance()
+    engine.advance()
     assert engine.stats.num_queued == 0
 
 
