@@ -7,7 +7,7 @@ Names and meanings are OpenAI's (`presence_penalty`, `frequency_penalty`, `logit
 import operator
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import attrs
 
@@ -27,7 +27,7 @@ def _texts(value: "str | Sequence[str]") -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def _token_id(value: SupportsIndex, setting: str) -> int:
+def _token_id(value: Any, setting: str) -> int:
     try:
         return operator.index(value)
     except TypeError:
@@ -39,7 +39,15 @@ def _ids(value: Iterable[SupportsIndex]) -> tuple[int, ...]:
 
 
 def _biases(value: "Mapping[int, float] | Iterable[tuple[int, float]]") -> tuple[tuple[int, float], ...]:
-    return tuple(sorted((_token_id(token_id, "logit_bias"), bias) for token_id, bias in dict(value).items()))
+    biases: dict[int, float] = {}
+    for token, bias in value.items() if isinstance(value, Mapping) else value:
+        token_id = _token_id(token, "logit_bias")
+        if token_id in biases:
+            raise SettingError(
+                "logit_bias", f"logit_bias of token {token_id} is given twice, {biases[token_id]} and {bias}; give one"
+            )
+        biases[token_id] = bias
+    return tuple(sorted(biases.items()))
 
 
 @attrs.frozen(kw_only=True)
@@ -58,7 +66,7 @@ class SamplingSettings:
         frequency_penalty: taken off as often as the token is in the output so far.
         repetition_penalty: logits of tokens that are in the prompt or in the output so far are divided by it where
             they are above 0, and else multiplied; 1: none.
-        logit_bias: token -> what is added to its logit; kept as pairs in the order of the tokens.
+        logit_bias: token -> what is added to its logit, or such pairs; kept as pairs in the order of the tokens.
         seed: of the draws; None: the engine gives the request one of its own.
         stop: texts that end the output; what follows their beginning is not part of it.
         stop_token_ids: tokens that end the output, beside the model's end-of-sequence tokens.

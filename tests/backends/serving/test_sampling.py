@@ -9,10 +9,10 @@ torch = pytest.importorskip("torch", reason="live serving needs torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from kvledger.backends.serving import SamplingSettings, logit_adjustments  # noqa: E402
+from kvledger.backends.serving.errors import SettingError  # noqa: E402
 from kvledger.backends.serving.logit_adjustments import LogitAdjuster, adjusted_logits  # noqa: E402
 from kvledger.backends.serving.sampling import NextToken, choose_tokens, seed_of_request, uniform  # noqa: E402
 from kvledger.backends.serving.sampling_settings import MAX_TOP_K  # noqa: E402
-from kvledger.core import InputError  # noqa: E402
 
 from tests.backends.serving.recorded_graphs import CaptureError, Recording  # noqa: E402
 
@@ -47,12 +47,13 @@ pytestmark = pytest.mark.torch
         ({"repetition_penalty": 1001}, "repetition_penalty is 1001"),
         ({"logit_bias": {3: 1, 7: 100.5}}, "logit_bias of token 7 is 100.5; it must be -100 to 100"),
         ({"logit_bias": {3: float("nan")}}, "logit_bias of token 3 is nan"),
+        ({"logit_bias": [(3, 1), (4, 0), (3, 2)]}, "logit_bias of token 3 is given twice, 1 and 2; give one"),
         ({"logit_bias": {3.5: 1}}, "logit_bias holds 3.5; token ids are whole numbers"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids holds 'a'; token ids are whole numbers"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_with_the_value(wrong, message) -> None:
-    with pytest.raises(InputError, match=message) as caught:
+    with pytest.raises(SettingError, match=message) as caught:
         SamplingSettings(**{"max_tokens": 5} | wrong)
     assert caught.value.setting == next(iter(wrong))
 
