@@ -125,7 +125,7 @@ class LiveEngine:
         self._checks = RequestChecks(
             vocab_size=runner.vocab_size,
             # What the model has no logit for never ends an output.
-            eos_token_ids=frozenset(each for each in eos_token_ids if each < runner.vocab_size),
+            eos_token_ids=frozenset(each for each in eos_token_ids if 0 <= each < runner.vocab_size),
             has_tokenizer=tokenizer is not None,
             policy=scheduler.policy,
         )

@@ -117,6 +117,14 @@ def test_the_models_end_of_sequence_ends_the_output_unless_ignored(make_engine, 
     assert (ignoring.token_ids, ignoring.finish_reason) == (whole, "length")
 
 
+@pytest.mark.parametrize("end", [-1, 61])
+def test_an_end_of_sequence_that_is_no_token_of_the_model_changes_nothing(make_engine, end) -> None:
+    """Configs name such ones; the last token, say, is not kept back for one of -1."""
+    engine = make_engine(eos_token_ids=[end])
+    settings = greedy(6, logit_bias={60: 100}, min_tokens=6)
+    assert engine.submit(PROMPT, settings).result(20).token_ids == (60,) * 6
+
+
 def test_a_stop_at_the_last_token_allowed_is_a_stop(make_engine, alone) -> None:
     whole = alone(PROMPT, 4)
     assert whole[3] not in whole[:3]
