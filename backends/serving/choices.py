@@ -12,10 +12,8 @@ from .live_engine import LiveEngine
 from .live_request import LiveRequest
 from .openai_errors import ApiError, engine_failed, invalid_request, queue_full, shutting_down
 from .openai_responses import Piece
-from .sampling_settings import SamplingSettings
+from .sampling_settings import NUM_SEEDS, SamplingSettings
 from .token_stream import TokenDelta
-
-SEEDS = 1 << 64
 
 
 @attrs.frozen(eq=False)
@@ -41,7 +39,7 @@ class Wanted:
         name: of the answer; the engine's requests are named `NAME-0`, `NAME-1`, ...
         prompts: token ids of each prompt.
         n: choices of each.
-        settings: of every prompt; its choices after the first add their place to a given seed.
+        settings: of every prompt; a given seed is that of its first choice, and each further one adds 1 to it.
         priority, cache_salt: as `LiveEngine.submit` takes them.
     """
 
@@ -65,7 +63,7 @@ def submit_choices(engine: LiveEngine, wanted: Wanted, retry_after_s: Callable[[
             places = range(len(choices), len(choices) + wanted.n)
             lives = engine.submit_samples(
                 token_ids,
-                [_with_seed_of(settings, sample) for sample in range(wanted.n)],
+                [_of_sample(settings, sample) for sample in range(wanted.n)],
                 priority=wanted.priority,
                 cache_salt=wanted.cache_salt,
                 request_ids=[f"{wanted.name}-{place}" for place in places],
@@ -160,10 +158,10 @@ async def _whole(choice: Choice, on_gap: Callable[[float], None]) -> Piece:
     return Piece("".join(piece.text for piece in pieces), deltas, pieces[-1].finish_reason)
 
 
-def _with_seed_of(settings: SamplingSettings, place: int) -> SamplingSettings:
+def _of_sample(settings: SamplingSettings, sample: int) -> SamplingSettings:
     if settings.seed is None:
         return settings
-    return attrs.evolve(settings, seed=(settings.seed + place) % SEEDS)
+    return attrs.evolve(settings, seed=(settings.seed + sample) % NUM_SEEDS)
 
 
 def _told(error: Exception, retry_after_s: Callable[[], int]) -> Exception:

@@ -13,7 +13,7 @@ import attrs
 
 from .errors import SettingError
 
-MAX_SEED = (1 << 64) - 1
+NUM_SEEDS = 1 << 64
 # A step's values of top_k are one int64 tensor: a larger one would fail the step, and with it everybody's requests.
 MAX_TOP_K = (1 << 63) - 1
 # OpenAI's bounds.
@@ -108,7 +108,7 @@ class SamplingSettings:
         low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
         self._check("repetition_penalty", low <= self.repetition_penalty <= high, f"{low} to {high} (1: none)")
         self._check_biases()
-        self._check("seed", self.seed is None or 0 <= self.seed <= MAX_SEED, f"0 to {MAX_SEED}")
+        self._check("seed", self.seed is None or 0 <= self.seed < NUM_SEEDS, f"0 to {NUM_SEEDS - 1}")
         if "" in self.stop:
             raise SettingError(
                 "stop", "a stop text is empty, which would end every output before it begins; leave it out"

@@ -26,18 +26,11 @@ from .event_stream import DONE, EventStream, event, unless_client_leaves
 from .live_engine import LiveEngine
 from .openai_errors import ApiError, internal_error, invalid_request, unknown_model
 from .openai_requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, TokenIds
-from .openai_responses import (
-    Answer,
-    AnswerShape,
-    ChatShape,
-    CompletionShape,
-    Speller,
-    usage,
-)
+from .openai_responses import Answer, AnswerShape, ChatShape, CompletionShape, Speller, usage
 from .prompt_encoder import PromptEncoder
 from .request_limits import API_KEY, RequestGate, RequestLimits
 from .routes import build_routes
-from .sampling_settings import SamplingSettings
+from .sampling_settings import NUM_SEEDS, SamplingSettings
 from .serving_metrics import ServingMetrics
 
 CLIENT_LEFT = 499
@@ -197,7 +190,7 @@ class OpenAIServer:
                 frequency_penalty=body.frequency_penalty or 0.0,
                 repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
                 logit_bias=body.biases,
-                seed=None if body.seed is None else body.seed % (1 << 64),
+                seed=None if body.seed is None else body.seed % NUM_SEEDS,
                 stop=body.stop_strings,
                 stop_token_ids=body.stop_token_ids or (),
                 ignore_eos=bool(body.ignore_eos),
