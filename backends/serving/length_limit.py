@@ -23,7 +23,7 @@ class LengthLimit:
     is_longrope: bool = False
 
     def check(self, num_tokens: int, what: str) -> None:
-        """Raise `InputError` if that is too long; `what` names it."""
+        """Raise `InputError` if so many tokens are too long; `what` names them."""
         if self.num_tokens is not None and num_tokens > self.num_tokens:
             raise InputError(f"{what} is {num_tokens:,}, and {self.reason}")
 
@@ -56,9 +56,13 @@ def length_limit(model: Any, max_position_embeddings: int | None) -> LengthLimit
             "alike at every length (yarn, llama3, linear)"
         )
         return LengthLimit(limit, reason, is_longrope=True)
-    limit = max_position_embeddings
-    said = "" if limit is None else f"{name} was made for at most {limit:,} (max_position_embeddings); set it to that"
-    return LengthLimit(limit, said)
+    if max_position_embeddings is None:
+        return LengthLimit(None, "")
+    return LengthLimit(
+        max_position_embeddings,
+        f"{name} was made for at most {max_position_embeddings:,} (max_position_embeddings); set max_model_len to "
+        f"{max_position_embeddings} at most",
+    )
 
 
 def _rotary_parameters(text_config: Any) -> Iterator[Mapping[str, Any]]:

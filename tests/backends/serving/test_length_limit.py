@@ -31,8 +31,11 @@ def test_a_request_is_no_longer_than_positions_do_not_depend_on_its_neighbours(r
     assert transformers_geometry(model).max_position_embeddings == longest
     pool = Pool(model)
     assert pool.runner.length_limit.num_tokens == longest
-    reason = "has rotary scaling of the type longrope" if longest == 32 else f"was made for at most {longest}"
-    with pytest.raises(InputError, match=f"a request's length is {longest + 1}, and LlamaForCausalLM {reason}"):
+    reason = "has rotary scaling of the type longrope" if longest == 32 else f"was made for at most {longest} "
+    message = (
+        f"a request's length is {longest + 1}, and LlamaForCausalLM {reason}.* set max_model_len to {longest} at most"
+    )
+    with pytest.raises(InputError, match=message):
         batch = TokenBatch(np.array([0]), np.array([longest]), np.array([1]))
         pool.runner.run(np.array([5]), batch, np.array([0]))
 
