@@ -1,11 +1,13 @@
 """Real memory: does in device tensors what the allocator's events say, and tells kernels where each token belongs.
 
-backend = CudaBackend(device="cuda", max_num_batched_tokens=8192)
-backend.initialize(plan)                                    # the raw buffer, and a typed view of it for every layer
-allocator = KVCacheAllocator(config, sinks=[backend])       # block tables follow its commits from here on
-backend.submit(step)                                        # tables and slots on the device; the model runs
-backend.write_kv("layers.0", key, value)                    # what each layer of the model calls
-result = backend.collect()
+    backend = CudaBackend(device="cuda", max_num_batched_tokens=8192)
+    backend.initialize(plan)                                # the raw buffer, and a typed view of it for every layer
+    allocator = KVCacheAllocator(config, sinks=[backend])   # block tables follow its commits from here on
+    backend.submit(step)                                    # tables and slots on the device; the model runs
+    backend.write_kv("layers.0", key, value)                # what each layer of the model calls
+    result = backend.collect()
+
+With device="cpu" the same goes on in host memory, by plain torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -150,6 +152,9 @@ class CudaBackend:
         """Make the tables, slots and batch buffers that the pool of this allocator will use, before it is created.
 
         A step can be captured over them from here on. Without this call the pool's creation makes them.
+
+        Args:
+            pool: the configuration that the allocator will be made with.
 
         Raises:
             MisuseError: there is no memory yet, or there are tables already.
@@ -311,6 +316,10 @@ class CudaBackend:
         Returns:
             Keys and values, each dense `[sum(num_tokens), num_kv_heads, head_size]`; for a latent cache one tensor
             `[sum(num_tokens), kv_lora_rank + qk_rope_head_dim]`.
+
+        Raises:
+            InputError: no such layer, or one that has neither keys and values nor a latent.
+            MisuseError: this rank of decode context parallelism holds only some of the tokens.
         """
         cache, pool = self._memory.layer(layer), self._pool
         if self.context.size > 1 and pool.holds_tokens[cache.group]:
@@ -345,6 +354,10 @@ class CudaBackend:
 
         Returns:
             `[num_tokens, num_q_heads, head_size_v]`.
+
+        Raises:
+            InputError: no such layer, or a cache that paged attention cannot read.
+            MisuseError: this rank of decode context parallelism holds only some of the tokens.
         """
         cache, pool = self._memory.layer(layer), self._pool
         if self.context.size > 1:

@@ -73,6 +73,9 @@ class FollowedPool:
     def create_tables(self, pool: AllocatorConfig) -> None:
         """Make the tables before the pool is created.
 
+        Args:
+            pool: the configuration that its allocator will be made with.
+
         Raises:
             MisuseError: there is no memory yet, or there are tables already.
             InputError: the pool is not the one that was planned.

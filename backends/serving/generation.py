@@ -24,6 +24,7 @@ class Generation:
         keys: the keys of its blocks, extended by every output token, so that a next turn finds them.
         num_tokens: tokens of prompt and output so far.
         num_output_tokens: those of the output.
+        has_started: a step has computed part of it, or of the prompt that it shares.
         samples: further outputs of the same prompt, which begin when its end is computed; none from then on.
         lead: whose sample this is; None: nobody's, and from the beginning of its output on.
     """

@@ -63,7 +63,7 @@ class Inbox:
 
         Raises:
             QueueFullError: too many wait already.
-            InputError: a request of this id has not ended yet.
+            InputError: more than may ever wait, or a request of one of these ids has not ended yet.
             EngineStoppedError, EngineFailedError: nothing is taken any more.
         """
         request_ids = [generation.request.request_id for generation in generations]

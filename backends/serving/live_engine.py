@@ -166,8 +166,8 @@ class LiveEngine:
 
         Args:
             prompt_token_ids: at least one token.
-            settings: how its output is chosen and where it ends.
-            priority: under the policy "priority" the lowest value goes first; else without effect on the order.
+            settings: how its output is chosen and where it ends; without a seed it gets one from the engine's.
+            priority: under the policy "priority" the lowest value goes first; under another one 0.
             cache_salt: only requests with the same salt share cached blocks (tenant isolation); None: those without.
             request_id: a name that no unended request has; one is made up unless given.
 
@@ -205,7 +205,7 @@ class LiveEngine:
             settings: of each output.
             priority: as `submit`.
             cache_salt: as `submit`.
-            request_ids: their names.
+            request_ids: a name for each, as `submit`.
 
         Raises:
             InputError: as `submit`, no settings, more outputs than may wait at once, or another number of names.

@@ -31,8 +31,6 @@ from .served_model import served_layers, transformers_geometry
 # A method by which some models look at their first and last token in every forward pass, to warn of padding without a
 # mask: a flat batch has no padding, and the look waits for the device.
 _PADDING_CHECK = "warn_if_padding_and_no_attention_mask"
-
-
 # Tokens of a chunk that one program of attention can take at once, whatever the heads are.
 QUERY_TILES = (1, 2, 4, 8, 16)
 
@@ -87,6 +85,7 @@ class ModelRunner:
     Attributes:
         model: the transformers model.
         backend: whose pool the model's layers write and read.
+        tokens: who knows the requests' tokens; None: nobody yet.
         geometry: what the layers store.
         length_limit: how long a request may be.
         graphs: captured decode steps; None: every step runs eagerly.

@@ -179,7 +179,9 @@ def _completion_logprobs(piece: Piece, spell: Speller) -> dict[str, Any]:
 
 
 def _distinct_text(spelling: TokenSpelling) -> str:
-    r"""A text that only this token has: bytes that are no character are named (`bytes:\xe2\x82`), as OpenAI does."""
+    r"""What keeps tokens apart that are shown as the same replacement characters: their bytes (`bytes:\xe2\x82`), as
+    OpenAI names them.
+    """
     if REPLACEMENT not in spelling.text or spelling.utf8 is None:
         return spelling.text
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling.utf8)

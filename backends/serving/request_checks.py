@@ -47,7 +47,12 @@ class RequestChecks:
         return tokens
 
     def samples(self, settings: Sequence[SamplingSettings], priority: int) -> None:
-        """Raise `SettingError` for what this engine cannot serve, or would ignore."""
+        """Check the settings of each output of one prompt.
+
+        Raises:
+            SettingError: one that this engine cannot serve, or would ignore.
+            InputError: there are none.
+        """
         if not settings:
             raise InputError("no settings; give one for each output of the prompt")
         if priority and self.policy != "priority":

@@ -34,7 +34,12 @@ class ServingMetrics:
     """
 
     def __init__(self, model_name: str, max_model_len: int) -> None:
-        """Everything at 0; `engine` is set once it is there."""
+        """Everything at 0; `watch` the engine once it is there.
+
+        Args:
+            model_name: of the label.
+            max_model_len: tokens of the longest request, for the boundaries of lengths.
+        """
         self._engine: LiveEngine | None = None
         self._ends_s: deque[float] = deque(maxlen=NUM_ENDS)
         self._labels = {"engine": "0", "model_name": model_name}

@@ -203,9 +203,7 @@ def _size_by_profile(
         model=loaded.model,
         geometry=geometry,
         limits=limits,
-        max_model_len=geometry.max_position_embeddings
-        if options.max_model_len in (None, -1)
-        else options.max_model_len,
+        max_model_len=geometry.max_position_embeddings if options.max_model_len_is_open else options.max_model_len,
         block_size=options.block_size,
         kv_cache_dtype=options.kv_cache_dtype,
         device=device,
