@@ -19,9 +19,9 @@ class BlockPool(PoolState):
     sends blocks without a key to the front and blocks with one to the back, in visiting order; several blocks may
     carry one key and the one registered earliest is found.
 
-    `take`, `adopt`, `release` and `cache` check first and raise `MisuseError` before anything has changed; so does a
-    ledger that replays a log, by the `check_...` methods. A ledger that decides knows that its decisions are sound
-    and calls the transitions of `PoolState`. 64 bytes a block, plus the keys.
+    The transitions here check first and raise `MisuseError` before anything has changed; so does a ledger that replays
+    a log, by the `check_...` methods. A ledger that decides knows that its decisions are sound and calls those of
+    `PoolState`. 64 bytes a block, plus the keys.
     """
 
     def __init__(self, num_blocks: int, num_groups: int = 1, eviction: EvictionOrder | None = None) -> None:
@@ -127,7 +127,7 @@ class BlockPool(PoolState):
         """Add one reference to each (non-null) block; unreferenced ones leave the free queue.
 
         Raises:
-            MisuseError: there is no such block.
+            MisuseError: a block is neither referenced nor findable by a key, or is not a block.
         """
         self.check_adopt(blocks)
         self.apply_adopt(blocks)
@@ -154,7 +154,11 @@ class BlockPool(PoolState):
         self.apply_cache(group, blocks, keys, tuple(indices))
 
     def uncache(self, blocks: Sequence[int]) -> None:
-        """Drop the keys of blocks where they stand: reference counts and queue positions stay."""
+        """Drop the keys of blocks where they stand: reference counts and queue positions stay.
+
+        Raises:
+            MisuseError: a block is the null block, or is not a block.
+        """
         self.check_ids(blocks, "drop the key of")
         self.apply_uncache(blocks)
 
@@ -164,8 +168,7 @@ class BlockPool(PoolState):
         Raises:
             MisuseError: a block is referenced (field report B10).
         """
-        if self.num_held_blocks:
-            raise MisuseError(f"cannot drop every key: {self.num_held_blocks} blocks are referenced")
+        self.check_reset()
         self.apply_reset()
 
     # -- checks at the edge ------------------------------------------------------------------------------------------
@@ -218,6 +221,11 @@ class BlockPool(PoolState):
                     f"cannot register block {block} {times} time(s): it has {self._ref_cnt[block]} references and is "
                     f"findable under {self._key_of[block]!r}; a block is registered once, by a request that holds it"
                 )
+
+    def check_reset(self) -> None:
+        """That no block is referenced."""
+        if self.num_held_blocks:
+            raise MisuseError(f"cannot drop every key: {self.num_held_blocks} blocks are referenced")
 
     def check_ids(self, blocks: Sequence[int], doing: str) -> None:
         """That each of these is a block that can be handed out."""

@@ -122,10 +122,13 @@ class ConservationAudit:
         """Count one commit.
 
         Raises:
-            CorruptLedgerError: an event names a block that the pool does not have.
+            CorruptLedgerError: an event names a block that the pool does not have, or its columns differ in length.
         """
         for event in commit.events:
-            self._apply(event)
+            try:
+                self._apply(event)
+            except (CorruptLedgerError, ValueError) as error:
+                raise CorruptLedgerError(f"commit {commit.sequence} cannot be counted: {error}") from error
 
     def _apply(self, event: Event) -> None:
         match event:

@@ -137,6 +137,9 @@ class EventLog:
         """The first commit after which held + evictable + clean + null != num_blocks, or None (field report C02).
 
         Works on logs that do not replay, too: it counts on its own, see `ConservationAudit`.
+
+        Raises:
+            CorruptLedgerError: an event names a block that the pool does not have, or its columns differ in length.
         """
         return first_conservation_fault(self.created, self)
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from .block_pool import BlockPool
 from .block_table import BlockTable
 from .errors import CorruptLedgerError
+from .event_checks import EventChecks
 from .events import (
     SCHEMA_VERSION,
     BlockCopied,
@@ -77,6 +78,7 @@ class LedgerState:
         self.request_of: list[str | None] = [None] * rows
         self.free_rows = list(range(rows - 1, -1, -1))
         self.next_sequence = 0
+        self._checks = EventChecks(self)
         self._handlers: dict[type, Callable[[Any], None]] = {
             PoolCreated: self._pool_created,
             RowsAssigned: self._rows_assigned,
@@ -93,7 +95,7 @@ class LedgerState:
         }
 
     def apply(self, event: E) -> E:
-        """Change the state by one event; hands it back. Trusts it: it was decided here, or `check` has passed it."""
+        """Change the state by one event; hands it back. Trusts it: it was decided here, or `EventChecks` passed it."""
         self._handlers[type(event)](event)
         return event
 
@@ -101,7 +103,7 @@ class LedgerState:
         """Replay one commit; its sequence number must be the next one.
 
         Raises:
-            CorruptLedgerError: a commit is missing before this one.
+            CorruptLedgerError: a commit is missing before this one, or an event contradicts the state before it.
             MisuseError: an event takes, adopts, frees or registers a block that it cannot be about.
         """
         if commit.sequence != self.next_sequence:
@@ -109,26 +111,9 @@ class LedgerState:
                 f"commit {commit.sequence} follows commit {self.next_sequence - 1}: one is missing"
             )
         for event in commit.events:
-            self._check(event)
+            self._checks.check(event)
             self.apply(event)
         self.next_sequence += 1
-
-    def _check(self, event: Event) -> None:
-        """What a log says of blocks, before it is believed."""
-        pool = self.pool
-        if isinstance(event, BlocksAllocated):
-            pool.check_take(as_ints(event.blocks), event.lost_keys)
-        elif isinstance(event, BlocksCached):
-            pool.check_cache(as_ints(event.blocks))
-        elif isinstance(event, BlocksFreed):
-            pool.check_release(as_ints(event.blocks))
-        elif isinstance(event, PrefixAdopted | BlocksShared):
-            pool.check_adopt(as_ints(event.blocks))
-        elif isinstance(event, BlockCopied):
-            pool.check_take((event.target,), (event.lost_key,))
-            pool.check_release((event.source,))
-        elif isinstance(event, BlocksUncached):
-            pool.check_ids(as_ints(event.blocks), "drop the key of")
 
     # -- one handler an event ----------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from kvledger.backends.sinks.flush_policy import FlushPolicy
 from kvledger.backends.sinks.log_reader import LogReader
 from kvledger.backends.sinks.log_rows import LoggedCommit
 from kvledger.core import AllocatorConfig, FullAttention, KVCacheAllocator, Request
-from kvledger.core.events import BlocksAllocated, BlocksFreed, Commit, FreeReason
+from kvledger.core.events import BlocksFreed, Commit, FreeReason, PrefixAdopted
 from kvledger.sim.cli import build_app, main
 from kvledger.sim.log_verification import verify_log
 from kvledger.sim.run_log import RunLog
@@ -232,11 +232,13 @@ def test_a_broken_invariant_is_traced_to_its_commit_whatever_is_sampled(kvledger
     bad: list[int] = []
 
     def hold_one_twice(commit: Commit) -> Commit:
-        taken = [event for event in commit.events if isinstance(event, BlocksAllocated) and len(event.blocks) > 1]
-        if bad or commit.sequence < 30 or not taken:
+        adopted = [event for event in commit.events if isinstance(event, PrefixAdopted) and len(event.blocks) > 1]
+        if bad or commit.sequence < 30 or not adopted:
             return commit
         bad.append(commit.sequence)
-        return Commit(commit.sequence, (*commit.events, _share_own_block(taken[0])))
+        event = adopted[0]
+        twice = event._replace(blocks=(event.blocks[0], event.blocks[0], *event.blocks[2:]))
+        return Commit(commit.sequence, tuple(twice if each is event else each for each in commit.events))
 
     log = rewritten(recorded[0], tmp_path / "twice", hold_one_twice)
     code, out, _ = kvledger("log", "verify", log, "--checked-every", every, "--json")
@@ -244,12 +246,6 @@ def test_a_broken_invariant_is_traced_to_its_commit_whatever_is_sampled(kvledger
     assert code == 1
     assert answer["first_bad_commit"] == bad[0]
     assert answer["fault"]["kind"] == "invariant"
-
-
-def _share_own_block(event: BlocksAllocated) -> Any:
-    from kvledger.core.events import BlocksShared
-
-    return BlocksShared(event.group, event.rows[0], event.rows[0], (event.blocks[0],))
 
 
 def test_an_event_that_cannot_follow_is_named(kvledger, recorded, tmp_path) -> None:
