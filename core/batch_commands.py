@@ -188,12 +188,14 @@ class BatchCommands(LedgerWriter):
 
         Raises:
             MisuseError: the free blocks do not suffice (see `could_append`), or `can_append_several_steps` is false.
+            InputError: no step, or one behind `max_model_len`.
         """
         self._checks.rows(rows)
+        first = self.state.num_placed[rows]
+        self._checks.steps(num_steps, first)
         if not self.can_append_several_steps or not self.could_append(rows, num_steps):
             raise MisuseError(f"cannot append {num_steps} steps to {len(rows)} rows; ask could_append first")
         table = self.state.tables[0]
-        first = self.state.num_placed[rows]
         which, counts = table.shortfall(rows, first + num_steps)
         steps = steps_of_first_use(table, rows, first, which, counts)
         blocks = self._taking.in_order_of_use(steps)

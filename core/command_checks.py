@@ -10,7 +10,7 @@ from .errors import InputError, MisuseError
 from .events import FreeReason
 from .ledger_state import LedgerState
 from .prefix_match import PrefixMatch
-from .reductions import smallest
+from .reductions import largest, smallest
 from .types import Request
 
 Rows: TypeAlias = NDArray[np.int64]
@@ -56,6 +56,16 @@ class CommandChecks:
             raise InputError(f"num_draft_tokens {drafts} must be within 0 and num_new_tokens {new}")
         if lookahead < 0 or reserved < 0:
             raise InputError(f"num_lookahead_tokens {lookahead} and reserved_blocks {reserved} must not be below 0")
+
+    def steps(self, num_steps: int, placed: NDArray[np.int64]) -> None:
+        """At least one step of a token each, and room for all of them behind the placed tokens."""
+        if num_steps < 1:
+            raise InputError(f"num_steps must be at least 1, not {num_steps}")
+        room = self._config.max_model_len - largest(placed) if len(placed) else num_steps
+        if num_steps > room:
+            raise InputError(
+                f"num_steps {num_steps}: max_model_len {self._config.max_model_len} leaves room for {room}"
+            )
 
     def match(self, request: Request, row: int | None, match: PrefixMatch | None) -> tuple[tuple[int, ...], ...] | None:
         """The blocks of a match, or None: its own request's, fresh, and for a request that holds nothing yet."""

@@ -89,6 +89,11 @@ def array(*values: int) -> np.ndarray:
         pytest.param(MisuseError, "no row 2", lambda a: a.append(array(2)), id="append to a row that is not there"),
         pytest.param(InputError, "at least 1, not 0", lambda a: a.append(array(0), 0), id="append nothing"),
         pytest.param(InputError, "at least 1, not -3", lambda a: a.append(array(0), array(-3)), id="append less"),
+        pytest.param(InputError, "at least 1, not 0", lambda a: a.append_steps(array(0), 0), id="append no step"),
+        pytest.param(InputError, "at least 1, not -1", lambda a: a.append_steps(array(0), -1), id="append steps back"),
+        pytest.param(
+            InputError, "leaves room for 54", lambda a: a.append_steps(array(0), 55), id="append steps beyond the end"
+        ),
         pytest.param(
             InputError, "num_draft_tokens 2", lambda a: a.append(array(0), 1, num_draft_tokens=2), id="too many drafts"
         ),
@@ -132,6 +137,14 @@ def array(*values: int) -> np.ndarray:
 )
 def test_a_command_that_breaks_a_rule_changes_nothing(error, match, command) -> None:
     Ledger().refuses(error, match, command)
+
+
+def test_steps_beyond_the_longest_request_are_refused_also_where_blocks_are_free() -> None:
+    ledger = Ledger(max_model_len=12)
+    ledger.a.keys = None
+    assert ledger.allocator.could_append(array(0), 3)
+    ledger.refuses(InputError, "leaves room for 2", lambda a: a.append_steps(array(0), 3))
+    assert ledger.allocator.append_steps(array(0), 2) == (0, 0)
 
 
 def test_a_match_of_another_request_is_refused() -> None:
