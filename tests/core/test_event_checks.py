@@ -105,6 +105,11 @@ def first_of(column: str, number: int) -> Callable[[Any], dict[str, Any]]:
     return change
 
 
+def to_position_14(event: TokensPlaced) -> dict[str, Any] | None:
+    """The first request of a batch goes on behind its 12 or 13 tokens."""
+    return first_of("first_positions", 14)(event) if len(event.rows) > 1 else None
+
+
 def said_to_be(reason: FreeReason, event: BlocksFreed) -> dict[str, Any] | None:
     """A part that is given back at one end of a table, as if it were at the other."""
     is_part = event.reason in (FreeReason.OUT_OF_WINDOW, FreeReason.TRUNCATED)
@@ -137,7 +142,11 @@ FORGERIES: list[tuple[str, type[Event], Callable[[Any], dict[str, Any] | None]]]
     ("places -1 tokens", TokensPlaced, first_of("counts", -1)),
     ("it has 16 slots", TokensPlaced, first_of("counts", 99)),
     ("at position -1", TokensPlaced, first_of("first_positions", -1)),
-    ("at position 14, behind 1", TokensPlaced, lambda e: first_of("first_positions", 14)(e) if len(e.rows) > 1 else None),
+    (
+        "at position 14, behind 1",
+        TokensPlaced,
+        lambda e: first_of("first_positions", 14)(e) if len(e.rows) > 1 else None,
+    ),
     ("beyond 64 bits", TokensPlaced, first_of("first_positions", 2**70)),
     ("row 2 is held by no request", TokensPlaced, first_of("rows", 2)),
     ("rows .* one is named twice", TokensPlaced, lambda e: {"rows": e.rows * 0} if len(e.rows) > 1 else None),
