@@ -6,7 +6,7 @@ Names and meanings are OpenAI's (`presence_penalty`, `frequency_penalty`, `logit
 
 import operator
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import attrs
@@ -23,8 +23,24 @@ MAX_LOGIT_BIAS = 100
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.001, 1000
 
 
+def _whole_number(setting: str) -> Callable[[SupportsIndex], int]:
+    """A converter. What is none would be noticed in the engine's thread only, and fail everybody's requests."""
+
+    def convert(value: SupportsIndex) -> int:
+        try:
+            return operator.index(value)
+        except TypeError:
+            raise SettingError(setting, f"{setting} is {value!r}; it must be a whole number") from None
+
+    return convert
+
+
 def _texts(value: "str | Sequence[str]") -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+    texts = (value,) if isinstance(value, str) else tuple(value)
+    for text in texts:
+        if not isinstance(text, str):
+            raise SettingError("stop", f"stop holds {text!r}; give texts, or token ids as stop_token_ids")
+    return texts
 
 
 def _token_id(value: Any, setting: str) -> int:
@@ -75,24 +91,24 @@ class SamplingSettings:
             model's distribution, before anything above changes it); None: neither is.
 
     Raises:
-        SettingError: a value out of its bounds; names the setting, the value and the bounds.
+        SettingError: a value out of its bounds, or of another kind; names the setting, the value and the bounds.
     """
 
-    max_tokens: int
-    min_tokens: int = 0
+    max_tokens: int = attrs.field(converter=_whole_number("max_tokens"))
+    min_tokens: int = attrs.field(default=0, converter=_whole_number("min_tokens"))
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = attrs.field(default=0, converter=_whole_number("top_k"))
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = attrs.field(default=(), converter=_biases)
-    seed: int | None = None
+    seed: int | None = attrs.field(default=None, converter=attrs.converters.optional(_whole_number("seed")))
     stop: tuple[str, ...] = attrs.field(default=(), converter=_texts)
     stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)
     ignore_eos: bool = False
-    logprobs: int | None = None
+    logprobs: int | None = attrs.field(default=None, converter=attrs.converters.optional(_whole_number("logprobs")))
 
     def __attrs_post_init__(self) -> None:
         self._check("max_tokens", self.max_tokens >= 1, "at least 1")

@@ -49,6 +49,13 @@ pytestmark = pytest.mark.torch
         ({"logit_bias": {3: float("nan")}}, "logit_bias of token 3 is nan"),
         ({"logit_bias": [(3, 1), (4, 0), (3, 2)]}, "logit_bias of token 3 is given twice, 1 and 2; give one"),
         ({"logit_bias": {3.5: 1}}, "logit_bias holds 3.5; token ids are whole numbers"),
+        ({"stop": ["end", 3]}, "stop holds 3; give texts, or token ids as stop_token_ids"),
+        ({"max_tokens": 2.5}, "max_tokens is 2.5; it must be a whole number"),
+        ({"max_tokens": None}, "max_tokens is None; it must be a whole number"),
+        ({"min_tokens": "2"}, "min_tokens is '2'; it must be a whole number"),
+        ({"top_k": 2.0}, "top_k is 2.0; it must be a whole number"),
+        ({"seed": 1.5}, "seed is 1.5; it must be a whole number"),
+        ({"logprobs": 1.5}, "logprobs is 1.5; it must be a whole number"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids holds 'a'; token ids are whole numbers"),
     ],
 )
@@ -56,6 +63,12 @@ def test_settings_that_make_no_sense_are_refused_with_the_value(wrong, message) 
     with pytest.raises(SettingError, match=message) as caught:
         SamplingSettings(**{"max_tokens": 5} | wrong)
     assert caught.value.setting == next(iter(wrong))
+
+
+def test_whole_numbers_may_be_those_of_numpy() -> None:
+    names = ("max_tokens", "min_tokens", "top_k", "seed", "logprobs")
+    each = SamplingSettings(**dict.fromkeys(names, np.int64(3)))
+    assert {type(getattr(each, name)) for name in names} == {int}
 
 
 def test_one_stop_text_may_be_given_without_a_list() -> None:
