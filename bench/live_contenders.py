@@ -143,7 +143,7 @@ class TransformersBatching:
         pages_per_request = -(-max_model_len // TRANSFORMERS_PAGE_SIZE)
         # Renamed in transformers 5.24.
         fields = inspect.signature(ContinuousBatchingConfig).parameters
-        page_size = {"page_size" if "page_size" in fields else "block_size": TRANSFORMERS_PAGE_SIZE}
+        page_size: dict[str, Any] = {"page_size" if "page_size" in fields else "block_size": TRANSFORMERS_PAGE_SIZE}
         self._model, self._own_attention = model, model.config._attn_implementation
         try:
             self._manager = model.init_continuous_batching(
