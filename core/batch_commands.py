@@ -187,7 +187,8 @@ class BatchCommands(LedgerWriter):
             For each step, how many blocks are first used in it.
 
         Raises:
-            MisuseError: the free blocks do not suffice (see `could_append`), or `can_append_several_steps` is false.
+            MisuseError: the free blocks do not suffice (see `could_append`), `can_append_several_steps` is false, or a
+                row is yet to write into a block that it shares, which one `append` makes private.
             InputError: no step, or one behind `max_model_len`.
         """
         self._checks.rows(rows)
@@ -195,6 +196,11 @@ class BatchCommands(LedgerWriter):
         self._checks.steps(num_steps, first)
         if not self.can_append_several_steps or not self.could_append(rows, num_steps):
             raise MisuseError(f"cannot append {num_steps} steps to {len(rows)} rows; ask could_append first")
+        shared = self.state.guarded.intersection(rows.tolist()) if self.state.guarded else ()
+        if shared:
+            raise MisuseError(
+                f"cannot append {num_steps} steps to row {min(shared)}: it shares blocks; append one first"
+            )
         table = self.state.tables[0]
         which, counts = table.shortfall(rows, first + num_steps)
         steps = steps_of_first_use(table, rows, first, which, counts)

@@ -147,6 +147,17 @@ def test_steps_beyond_the_longest_request_are_refused_also_where_blocks_are_free
     assert ledger.allocator.append_steps(array(0), 2) == (0, 0)
 
 
+def test_steps_into_a_shared_block_are_refused_until_one_append_has_copied_it() -> None:
+    ledger = Ledger()
+    ledger.allocator.fork("a", Request("child", 10))
+    child = array(ledger.allocator.row_of("child"))
+    ledger.refuses(MisuseError, "shares blocks; append one first", lambda a: a.append_steps(child, 2))
+    assert ledger.allocator.append(child)
+    assert ledger.allocator.block_ids("child")[0][-1] != ledger.allocator.block_ids("a")[0][-1]
+    ledger.allocator.append_steps(child, 1)
+    assert ledger.log.replay().snapshot() == ledger.allocator.state.snapshot()
+
+
 def test_a_match_of_another_request_is_refused() -> None:
     ledger = Ledger()
     match = ledger.allocator.match_prefix(request_of("b", 9, content="a"))
