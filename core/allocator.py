@@ -51,7 +51,7 @@ class KVCacheAllocator(BatchCommands):
 
         A boundary worth keeping (rule 14) is noted on the request, where it outlives a lookup that leads nowhere.
         """
-        if not self.config.enable_caching or request.keys is None:
+        if not self._caches or request.keys is None:
             empty = ((),) * len(self.config.groups)
             return PrefixMatch(request.request_id, 0, empty, empty, 0, self.state.next_sequence)
         match = self._matcher.match(request, self.state.pool, self.state.next_sequence)
@@ -194,7 +194,12 @@ class KVCacheAllocator(BatchCommands):
         return tuple(taken)
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
-        """Keep only the first `num_tokens` placed tokens (a crop, rejected drafts); blocks behind them are freed."""
+        """Keep only the first `num_tokens` placed tokens (a crop, rejected drafts); blocks behind them are freed.
+
+        Raises:
+            MisuseError: the request holds nothing or has fewer tokens, or what its next token attends to has gone out
+                of window.
+        """
         row = self.row_of(request_id)
         placed = self.state.placed[row]
         if not 0 <= num_tokens <= placed:
@@ -214,7 +219,11 @@ class KVCacheAllocator(BatchCommands):
             self._commit(events)
 
     def fork(self, parent_id: str, child: Request) -> None:
-        """Let `child` share every placed token of the parent; the first write into a shared block copies it."""
+        """Let `child` share every placed token of the parent; the first write into a shared block copies it.
+
+        Raises:
+            MisuseError: the parent holds nothing, the child holds blocks already, or no row is left.
+        """
         parent_row = self.row_of(parent_id)
         if child.request_id in self.state.row_of:
             raise MisuseError(f"cannot fork into {child.request_id!r}: it holds blocks already")
@@ -229,7 +238,12 @@ class KVCacheAllocator(BatchCommands):
         self._commit(events)
 
     def free(self, request_id: str, reason: FreeReason = FreeReason.FINISHED) -> None:
-        """Give back everything that a request holds, its last block first (rule 4)."""
+        """Give back everything that a request holds, its last block first (rule 4).
+
+        Raises:
+            MisuseError: the request holds nothing.
+            InputError: a reason for giving back a part.
+        """
         row = self.state.row_of.get(request_id)
         if row is None:
             row = self.row_of(request_id)  # which says what is wrong
@@ -256,7 +270,11 @@ class KVCacheAllocator(BatchCommands):
         self._commit(events)
 
     def preempt(self, request_id: str) -> None:
-        """Give back a running request's blocks; it will be allocated anew."""
+        """Give back a running request's blocks; it will be allocated anew.
+
+        Raises:
+            MisuseError: the request holds nothing.
+        """
         self.free(request_id, FreeReason.PREEMPTED)
 
     def abort(self, request_id: str) -> bool:
@@ -267,7 +285,11 @@ class KVCacheAllocator(BatchCommands):
         return True
 
     def evict(self, blocks: Sequence[int]) -> int:
-        """Drop the keys of blocks by id; counts and queue positions stay. Returns how many keys were dropped."""
+        """Drop the keys of blocks by id; counts and queue positions stay. Returns how many keys were dropped.
+
+        Raises:
+            MisuseError: there is no such block.
+        """
         pool = self.state.pool
         keyed = [block for block in dict.fromkeys(blocks) if pool.key_of(block) is not None]
         if self.config.orphans == "drop":
@@ -278,7 +300,11 @@ class KVCacheAllocator(BatchCommands):
         return len(keyed)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every key. Refused while any block is in use (B10)."""
+        """Forget every key.
+
+        Raises:
+            MisuseError: a block is in use (B10).
+        """
         held = self.state.pool.num_held_blocks
         if held:
             raise MisuseError(

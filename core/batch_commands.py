@@ -139,7 +139,7 @@ class BatchCommands(LedgerWriter):
         """Carry out an append whose blocks are known to be there; `blocks` gives their ids where order matters."""
         due_rows: list[int] = []
         asked: list[AskedKeys] = []
-        if self.config.enable_caching:
+        if self._caches:
             has_drafts = not isinstance(num_draft_tokens, int) or num_draft_tokens > 0
             known = end - num_draft_tokens if has_drafts else end
             due = self._registrar.due(rows, known, first if may_roll_back else None)
@@ -241,6 +241,9 @@ class BatchCommands(LedgerWriter):
         """Give back the blocks that no later token of the request attends to (rule 17). Returns how many.
 
         Runs before `allocate`, which is then all-or-nothing; `num_computed_tokens` defaults to the placed tokens.
+
+        Raises:
+            MisuseError: the request holds nothing, or `num_computed_tokens` is not within 0 and its placed tokens.
         """
         row = self.row_of(request_id)
         placed = self.state.placed[row]

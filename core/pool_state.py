@@ -8,11 +8,11 @@ from .free_queue import FreeQueue
 
 
 class PoolState:
-    """Blocks `0 .. num_blocks - 1`, each referenced (ref_cnt > 0) or queued for reuse, each with at most one key.
+    """Blocks `1 .. num_blocks - 1`, each referenced (ref_cnt > 0) or queued for reuse, each with at most one key.
 
-    The transitions trust what they are given: a decision of the allocator, or what `BlockPool` has checked. In a
-    ledger they are called by one code path only, `LedgerState.apply`. Their loops are bare: for a batch of usual size
-    the interpreter reads and writes lists in a loop of its own faster than any call into C for each block.
+    The transitions trust what they are given: a decision of the allocator, or what `BlockPool` or `EventChecks` has
+    checked. In a ledger they are called by one code path only, `LedgerState.apply`. Their loops are bare: for a batch
+    of usual size the interpreter reads and writes lists in a loop of its own faster than any call into C for each block.
     """
 
     def __init__(self, num_blocks: int, num_groups: int, eviction: EvictionOrder | None) -> None:

@@ -46,7 +46,7 @@ class Registrar:
 
         Blocks behind `first_positions`, where those are given, count as not considered: they are about to be.
         """
-        unit = self._config.scheduler_block_size
+        unit = self._unit
         behind: NDArray[np.bool_] | None = None
         for kind, considered in zip(self._config.groups, self._state.num_considered, strict=True):
             done = np.maximum(considered[rows], self._zero)
@@ -291,7 +291,7 @@ class Registrar:
         kind = self._config.groups[group]
         if kind.needs_whole_prefix:
             return range(start, stop)
-        unit = self._config.scheduler_block_size
+        unit = self._unit
         ends = {(request.num_prompt_tokens - 1) // unit * unit, request.cache_boundary // unit * unit}
         if interval:
             first = start * kind.block_size // interval * interval
