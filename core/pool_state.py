@@ -12,7 +12,8 @@ class PoolState:
 
     The transitions trust what they are given: a decision of the allocator, or what `BlockPool` or `EventChecks` has
     checked. In a ledger they are called by one code path only, `LedgerState.apply`. Their loops are bare: for a batch
-    of usual size the interpreter reads and writes lists in a loop of its own faster than any call into C for each block.
+    of usual size the interpreter reads and writes lists in a loop of its own faster than by a call into C for each
+    block.
     """
 
     def __init__(self, num_blocks: int, num_groups: int, eviction: EvictionOrder | None) -> None:
