@@ -165,8 +165,14 @@ class Scheduler:
 
         Raises:
             DoesNotFitError: its prompt and `max_tokens` can never be held; it is counted as rejected (D01).
-            MisuseError: a request of this id is still there, or the parent has computed other tokens than the prompt.
+            MisuseError: a request of this id is still there, the child has not one output token, or the parent has
+                computed other tokens than the prompt.
         """
+        if child.num_output_tokens != 1:
+            raise MisuseError(
+                f"{child.request_id!r} forks from {parent_id!r} with {child.num_output_tokens} output tokens; it has "
+                "one, which the step that computed the prompt's end gave"
+            )
         num_computed = child.num_tokens - 1
         holds_prompt = self.allocator.holds(parent_id)
         if holds_prompt and self._running.computed.item(self.allocator.row_of(parent_id)) != num_computed:
@@ -293,11 +299,20 @@ class Scheduler:
             step: the step that was scheduled last.
             stopped: rows whose request ends with this step's token (a stop token; live serving).
             num_accepted_tokens: int64 `[num_reqs]`, accepted drafts of each request in the batch; None: none of any.
+
+        Raises:
+            MisuseError: a stopped row produced no token in this step, or more drafts were accepted than there were.
         """
         running, rows = self._running, step.batch.rows
-        self.stats.computed_tokens += step.load.num_tokens * step.num_steps
         places = self._sampled_places(step)
         sampled = rows[places]
+        if stopped:
+            strangers = set(stopped).difference(sampled.tolist())
+            if strangers:
+                raise MisuseError(
+                    f"rows {sorted(strangers)} cannot stop with a step in which they produced no token; those that "
+                    f"did are {sampled.tolist()}"
+                )
         remaining = running.remaining[sampled]
         produced = np.empty(len(sampled), dtype=np.int64)
         produced.fill(step.num_steps)
@@ -306,6 +321,7 @@ class Scheduler:
             produced = np.minimum(produced, remaining)
             # Rejected drafts are taken back: all known tokens but the newest are computed.
             running.computed[sampled] = running.known[sampled] + produced - 1
+        self.stats.computed_tokens += step.load.num_tokens * step.num_steps
         running.known[sampled] += produced
         running.remaining[sampled] = remaining - produced
         if self._is_whole and len(sampled) == len(rows):

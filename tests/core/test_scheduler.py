@@ -320,6 +320,21 @@ def test_more_accepted_drafts_than_there_were_are_refused() -> None:
         scheduler.complete(step, num_accepted_tokens=np.array([3]))
 
 
+def test_who_produced_no_token_in_a_step_cannot_stop_with_it() -> None:
+    scheduler = make()
+    scheduler.submit(Request("a", 5, 9))
+    scheduler.complete(scheduler.schedule())
+    scheduler.submit(Request("b", 100, 9))
+    step = scheduler.schedule()
+    decoding, in_chunks = step.batch.rows.tolist()
+    computed = scheduler.stats.computed_tokens
+    with pytest.raises(MisuseError, match=rf"rows \[{in_chunks}\] cannot stop .* are \[{decoding}\]"):
+        scheduler.complete(step, stopped=(decoding, in_chunks))
+    assert scheduler.stats.computed_tokens == computed
+    outcome = scheduler.complete(step, stopped=(decoding,))
+    assert [request.request_id for request in outcome.finished_requests] == ["a"]
+
+
 def test_swapped_tokens_come_back_without_being_computed_again() -> None:
     def run(**limits) -> Scheduler:
         scheduler = make(num_blocks=8, max_num_batched_tokens=256, **limits)

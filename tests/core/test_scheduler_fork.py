@@ -136,3 +136,12 @@ def test_a_tight_pool_preempts_children_and_serves_all(num_blocks) -> None:
     assert scheduler.stats.num_preemptions > 0 and events(log, BlocksShared)
     assert scheduler.allocator.pool.num_held_blocks == 0
     assert log.replay().snapshot() == scheduler.allocator.state.snapshot()
+
+
+def test_a_child_comes_with_the_token_that_the_prompts_end_gave() -> None:
+    scheduler, log = with_prompt()
+    before = len(log)
+    with pytest.raises(MisuseError, match="'b' forks from 'a' with 0 output tokens"):
+        scheduler.fork("a", Request("b", 10, 5))
+    assert len(log) == before
+    scheduler.fork("a", child("b"))
