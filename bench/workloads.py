@@ -16,7 +16,7 @@ import numpy as np
 from kvledger.backends import SimBackend
 from kvledger.core import AllocatorConfig, BlockPool, EventLog, FullAttention, KVCacheAllocator, Request, TokenBatch
 from kvledger.core.block_hash import block_hasher
-from kvledger.core.events import BlocksAllocated, BlocksFreed, FreeReason
+from kvledger.core.events import BlocksAllocated, BlocksFreed, FreeReason, as_ints
 from kvledger.sim.trace_keys import TraceKeySource
 
 clock = time.perf_counter
@@ -110,9 +110,8 @@ def take_and_release(num_blocks: int = 20_001, batch: int = 16, num_batches: int
         pool.cache(0, taken, [(serial + i).to_bytes(36, "big") for i in range(batch)], range(batch))
         serial += batch
         started = clock()
-        blocks = taken[::-1]
-        freed = BlocksFreed(FreeReason.FINISHED, groups, rows, counts, blocks)
-        pool.apply_release(blocks)
+        freed = BlocksFreed(FreeReason.FINISHED, groups, rows, counts, taken[::-1])
+        pool.apply_release(as_ints(freed.blocks))
         spent += clock() - started
     return spent / (num_batches * batch)
 
