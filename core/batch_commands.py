@@ -170,14 +170,19 @@ class BatchCommands(LedgerWriter):
         return self._one_group and self.config.groups[0].needs_whole_prefix
 
     def could_append(self, rows: Rows, num_new_tokens: int) -> bool:
-        """Whether the free blocks suffice for `num_new_tokens` further tokens of every row."""
+        """Whether the free blocks suffice for `num_new_tokens` further tokens of every row, as its blocks are.
+
+        False where a row would write into a block that others read or a key names: one `append` makes it private.
+        """
         state = self.state
-        if state.guarded:
-            return self.num_appendable(rows, num_new_tokens) == len(rows)
         num_free = len(state.pool.free_queue)
-        if len(rows) * sum([num_new_tokens // size + 1 for size in self._block_sizes]) <= num_free:
+        at_most = len(rows) * sum([num_new_tokens // size + 1 for size in self._block_sizes])
+        if at_most <= num_free and not state.guarded:
             return True  # even if every row stood at the end of a block
-        num_slots = np.minimum(state.num_placed[rows] + num_new_tokens, self._longest)
+        placed = state.num_placed[rows]
+        num_slots = np.minimum(placed + num_new_tokens, self._longest)
+        if self._copies.among(rows, placed, placed, num_slots):
+            return False
         return sum([sum_of(table.shortfall(rows, num_slots)[1]) for table in state.tables]) <= num_free
 
     def append_steps(self, rows: Rows, num_steps: int) -> tuple[int, ...]:
@@ -187,25 +192,24 @@ class BatchCommands(LedgerWriter):
             For each step, how many blocks are first used in it.
 
         Raises:
-            MisuseError: the free blocks do not suffice (see `could_append`), `can_append_several_steps` is false, or a
-                row is yet to write into a block that it shares, which one `append` makes private.
+            MisuseError: `could_append` or `can_append_several_steps` is false.
             InputError: no step, or one behind `max_model_len`.
         """
         self._checks.rows(rows)
         first = self.state.num_placed[rows]
         self._checks.steps(num_steps, first)
-        if not self.can_append_several_steps or not self.could_append(rows, num_steps):
+        table, end = self.state.tables[0], first + num_steps
+        which, counts = table.shortfall(rows, end)
+        if not self.can_append_several_steps or sum_of(counts) > len(self.state.pool.free_queue):
             raise MisuseError(f"cannot append {num_steps} steps to {len(rows)} rows; ask could_append first")
-        shared = self.state.guarded.intersection(rows.tolist()) if self.state.guarded else ()
-        if shared:
+        for _, row, index, _ in self._copies.among(rows, first, first, end):
             raise MisuseError(
-                f"cannot append {num_steps} steps to row {min(shared)}: it shares blocks; append one first"
+                f"cannot append {num_steps} steps to row {row}: others read its block {index}, or a key names it; "
+                "append one first"
             )
-        table = self.state.tables[0]
-        which, counts = table.shortfall(rows, first + num_steps)
         steps = steps_of_first_use(table, rows, first, which, counts)
         blocks = self._taking.in_order_of_use(steps)
-        self._append_planned(rows, first, first + num_steps, 0, [(which, counts)], [], blocks)
+        self._append_planned(rows, first, end, 0, [(which, counts)], [], blocks)
         per_step = Counter(step for step, _ in steps)
         return tuple([per_step[step] for step in range(num_steps)])
 

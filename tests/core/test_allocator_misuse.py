@@ -151,7 +151,7 @@ def test_steps_into_a_shared_block_are_refused_until_one_append_has_copied_it() 
     ledger = Ledger()
     ledger.allocator.fork("a", Request("child", 10))
     child = array(ledger.allocator.row_of("child"))
-    ledger.refuses(MisuseError, "shares blocks; append one first", lambda a: a.append_steps(child, 2))
+    ledger.refuses(MisuseError, "others read its block .*; append one first", lambda a: a.append_steps(child, 2))
     assert ledger.allocator.append(child)
     assert ledger.allocator.block_ids("child")[0][-1] != ledger.allocator.block_ids("a")[0][-1]
     ledger.allocator.append_steps(child, 1)
