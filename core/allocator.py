@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from .batch_commands import BatchCommands
-from .command_checks import REASONS_TO_FREE_ALL
 from .copy_on_write import PrivateBlock
 from .errors import MisuseError
 from .events import (
@@ -244,11 +243,8 @@ class KVCacheAllocator(BatchCommands):
             MisuseError: the request holds nothing.
             InputError: a reason for giving back a part.
         """
-        row = self.state.row_of.get(request_id)
-        if row is None:
-            row = self.row_of(request_id)  # which says what is wrong
-        if reason not in REASONS_TO_FREE_ALL:
-            self._checks.frees_all(reason)
+        row = self.row_of(request_id)
+        self._checks.frees_all(reason)
         rows = self._column_of[row]
         events: list[Event] = []
         segments: list[tuple[int, tuple[int, ...]]] = []

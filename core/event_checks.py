@@ -126,6 +126,9 @@ class EventChecks:
         if not len(rows):
             return
         self._are_held(as_ints(event.rows))
+        if len(rows) == 1:  # most events of a prompt, and worth not asking NumPy
+            self._has_slots(rows.item(), firsts.item(), counts.item())
+            return
         state = self._state
         placed = state.num_placed[rows]
         num_slots: NDArray[np.int64] = np.full(len(rows), state.created.max_model_len, dtype=np.int64)
@@ -136,9 +139,19 @@ class EventChecks:
         wrong = (firsts < 0) | (counts < 0) | leaves_gap | (counts > num_slots - firsts)
         if np.count_nonzero(wrong):
             at = wrong.argmax()
+            self._has_slots(rows.item(at), firsts.item(at), counts.item(at))
+
+    def _has_slots(self, row: int, first: int, count: int) -> None:
+        """That a row's tokens follow on those placed, or go back behind some of them, and have slots."""
+        state = self._state
+        placed = state.placed[row]
+        num_slots = state.created.max_model_len
+        for table in state.tables:
+            num_slots = min(num_slots, len(table.rows[row]) * table.block_size)
+        if first < 0 or count < 0 or first > placed > 0 or first + count > num_slots:
             raise CorruptLedgerError(
-                f"row {rows[at]} places {counts[at]} tokens at position {firsts[at]}, behind {placed[at]} placed "
-                f"ones; it has {num_slots[at]} slots"
+                f"row {row} places {count} tokens at position {first}, behind {placed} placed ones; it has "
+                f"{num_slots} slots"
             )
 
     def _blocks_shared(self, event: BlocksShared) -> None:
@@ -240,15 +253,15 @@ class EventChecks:
 
 
 def _same_length(**columns: tuple[Any, ...] | IntColumn) -> None:
-    lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1:
+    if len({len(column) for column in columns.values()}) > 1:
+        lengths = {name: len(column) for name, column in columns.items()}
         raise CorruptLedgerError(f"the columns of an event differ in length: {lengths}")
 
 
 def _add_up(counts: tuple[int, ...], **columns: tuple[Any, ...]) -> None:
     """That the counts are none below 0 and share out these flat columns."""
     total = sum(counts)
-    if any(count < 0 for count in counts) or any(len(column) != total for column in columns.values()):
+    if min(counts, default=0) < 0 or {len(column) for column in columns.values()} != {total}:
         lengths = {name: len(column) for name, column in columns.items()}
         raise CorruptLedgerError(f"counts {counts} do not share out columns of {lengths}")
 

@@ -54,7 +54,7 @@ class EventLog:
         self._shape_of: dict[tuple[type[Event], ...], _Shape] = {}
         self._kept: list[_Kept] = []
         for commit in commits:
-            self._keep(commit)
+            self._keep(*commit)
 
     def apply(self, commit: Commit) -> None:
         """Append one commit; its sequence number must be the next one."""
@@ -62,11 +62,7 @@ class EventLog:
         kept = self._kept
         if kept and sequence != kept[-1][0] + 1:
             raise CorruptLedgerError(f"commit {sequence} follows commit {kept[-1][0]}")
-        shape = self._shape_of.get(tuple(map(type, events)))
-        if shape is not None and shape.is_bare:  # most commits, and worth no further call
-            kept.append((sequence, shape.number, *chain.from_iterable(cast(tuple[tuple[Any, ...], ...], events))))
-        else:
-            self._keep(commit)
+        self._keep(sequence, events)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -77,11 +73,13 @@ class EventLog:
     def __getitem__(self, sequence: int) -> Commit:
         return self._unkept(self._kept[sequence])
 
-    def _keep(self, commit: Commit) -> None:
-        sequence, events = commit
+    def _keep(self, sequence: int, events: tuple[Event, ...]) -> None:
         classes = tuple(map(type, events))
         shape = self._shape_of.get(classes) or self._new_shape(classes)
         columns: Iterable[Iterable[Any]] = cast(tuple[tuple[Any, ...], ...], events)
+        if shape.is_bare:
+            self._kept.append((sequence, shape.number, *chain.from_iterable(columns)))
+            return
         if 0 in shape.widths:
             columns = [event if isinstance(event, tuple) else (event,) for event in events]
         kept: list[Any] = [sequence, shape.number, *chain.from_iterable(columns)]
