@@ -56,6 +56,11 @@ REFUSED_FOR_GOOD = Promise(
     "refused_for_good", "What could not be carried out in an idle pool is refused at once; nobody waits for ever."
 )
 TAKEN_FROM_THE_HEAD = Promise("taken_from_the_head", "New blocks are those that the eviction order names first.")
+TAKEN_ONCE = Promise(
+    "taken_once",
+    "A block that was free, and that no lookup found, is given to one request, at one place; only what was found or "
+    "forked may stand at several.",
+)
 TAIL_GOES_FIRST = Promise(
     "tail_goes_first", "Of the blocks that a request gives back, a later one is taken before an earlier one."
 )
@@ -110,6 +115,7 @@ PROMISES: tuple[Promise, ...] = (
     JUSTIFIED_REFUSAL,
     REFUSED_FOR_GOOD,
     TAKEN_FROM_THE_HEAD,
+    TAKEN_ONCE,
     TAIL_GOES_FIRST,
     GROUPS_GO_IN_ORDER,
     KEYS_TELL_THE_TRUTH,
@@ -168,12 +174,24 @@ def check_taken_from_the_head(before: AllocatorView, after: AllocatorView, adopt
     )
 
 
+def check_taken_once(before: AllocatorView, after: AllocatorView, adopted: Sequence[Sequence[int]]) -> None:
+    """Of the blocks that were free, adopted ones aside, none stands at two places of the tables now."""
+    given = {block for blocks in adopted for block in blocks}
+    twice = [block for block in before.free.tolist() if block not in given and after.uses[block] > 1]
+    TAKEN_ONCE.require(not twice, f"blocks {twice} were free and stand at more than one place of the tables now")
+
+
 def _freed(before: AllocatorView, after: AllocatorView, name: str) -> tuple[list[list[int]], dict[int, int]]:
-    """By group the blocks of a request that became free, and where each free block stands in the queue."""
+    """By group the blocks of a request that became free, each at its first place, the last one to be given back; and
+    where each free block stands in the queue.
+    """
     place_of = {block: place for place, block in enumerate(after.free.tolist())}
     was_free = set(before.free.tolist())
     tables = before.tables[name]
-    return [[block for block in table if block in place_of and block not in was_free] for table in tables], place_of
+    freed = [
+        [block for block in dict.fromkeys(table) if block in place_of and block not in was_free] for table in tables
+    ]
+    return freed, place_of
 
 
 def check_groups_go_in_order(before: AllocatorView, after: AllocatorView, name: str, deferred: bool) -> None:

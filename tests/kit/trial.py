@@ -193,8 +193,11 @@ class Trial(Releases):
         self.num_changes += 1
         self.model.copy_on_write(before, self.view)
         promises.check_tables_only_grow(before, self.view, None)
-        if "ordered" in self.supports.options and (found is None or found.blocks is not None):
-            promises.check_taken_from_the_head(before, self.view, found.blocks or () if found else ())
+        if found is None or found.blocks is not None:
+            adopted = found.blocks or () if found else ()
+            promises.check_taken_once(before, self.view, adopted)
+            if "ordered" in self.supports.options:
+                promises.check_taken_from_the_head(before, self.view, adopted)
         promises.check_keys_stay(before, self.view, self._overwritten(before, steps))
         for request, total, new in steps:
             # Tokens before `total` are the request's own, or adopted: the same tokens in either case.

@@ -77,6 +77,21 @@ def test_a_table_that_stands_where_a_list_of_tables_belongs_is_named() -> None:
         trial.do(Allocate("a", 9))
 
 
+def test_a_block_that_is_handed_out_for_two_places_is_named() -> None:
+    class HandsOneOutTwice(Slabs):
+        def allocate(self, placement, found, limits):
+            is_done = super().allocate(placement, found, limits)
+            (table,) = self.tables[placement.request_id]
+            self.unused.append(table[1])
+            table[1] = table[0]
+            return is_done
+
+    trial = Trial(HandsOneOutTwice, Scenario(num_blocks=9))
+    trial.do(New("a", ((0, 9),)))
+    with pytest.raises(KitFailure, match=r"taken_once: .*\n.*found: blocks \[1\] were free and stand at more than one"):
+        trial.do(Allocate("a", 9))
+
+
 def test_a_view_of_live_lists_is_a_snapshot_all_the_same() -> None:
     class TakesWhatItCan(Slabs):
         def allocate(self, placement, found, limits):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import typer
@@ -15,7 +16,7 @@ from kvledger.backends.sinks.flush_policy import FlushPolicy
 from kvledger.backends.sinks.log_reader import LogReader
 from kvledger.backends.sinks.log_rows import LoggedCommit
 from kvledger.core import AllocatorConfig, FullAttention, KVCacheAllocator, Request
-from kvledger.core.events import BlocksFreed, Commit, FreeReason, PrefixAdopted
+from kvledger.core.events import BlocksFreed, Commit, FreeReason, PrefixAdopted, RowsAssigned, RowsReleased
 from kvledger.sim.cli import build_app, main
 from kvledger.sim.log_verification import verify_log
 from kvledger.sim.run_log import RunLog
@@ -227,25 +228,120 @@ def test_a_leak_is_named_with_its_commit(kvledger, recorded, tmp_path, every) ->
 
 
 @pytest.mark.parametrize("every", ["1", "5", "100000"])
-def test_a_broken_invariant_is_traced_to_its_commit_whatever_is_sampled(kvledger, recorded, tmp_path, every) -> None:
-    """A table that holds a block twice keeps the sum: only the invariants see it."""
-    bad: list[int] = []
+def test_a_block_adopted_in_place_of_another_is_found_out_when_it_is_given_back(
+    kvledger, recorded, tmp_path, every
+) -> None:
+    """Found at two places a block may be, if ids name content alone; then each of the two is given back."""
+    forged: list[str] = []
+    released: list[int] = []
+    request_in: dict[int, str] = {}
 
-    def hold_one_twice(commit: Commit) -> Commit:
+    def adopt_one_twice(commit: Commit) -> Commit:
+        for event in commit.events:
+            if isinstance(event, RowsAssigned):
+                request_in.update(zip(event.rows, event.requests, strict=True))
+            elif isinstance(event, RowsReleased) and forged and forged[0] in event.requests:
+                released.append(commit.sequence)
         adopted = [event for event in commit.events if isinstance(event, PrefixAdopted) and len(event.blocks) > 1]
-        if bad or commit.sequence < 30 or not adopted:
+        if forged or commit.sequence < 30 or not adopted:
             return commit
-        bad.append(commit.sequence)
         event = adopted[0]
+        forged.append(request_in[event.row])
         twice = event._replace(blocks=(event.blocks[0], event.blocks[0], *event.blocks[2:]))
         return Commit(commit.sequence, tuple(twice if each is event else each for each in commit.events))
 
-    log = rewritten(recorded[0], tmp_path / "twice", hold_one_twice)
+    log = rewritten(recorded[0], tmp_path / "twice", adopt_one_twice)
+    code, out, _ = kvledger("log", "verify", log, "--checked-every", every, "--json")
+    answer = json.loads(out)
+    assert code == 1
+    assert answer["first_bad_commit"] == released[0]
+    assert "double free" in answer["fault"]["description"]
+
+
+def repeated_ids(directory: Path) -> str:
+    """The log of requests whose blocks are named by their content alone, so that one stands at several places."""
+    config = AllocatorConfig(num_blocks=14, groups=[FullAttention(16)], max_model_len=256, max_num_reqs=2)
+    log = DurableLog.create(directory, flush=FLUSH)
+    allocator = KVCacheAllocator(config, [log])
+    for number, words in enumerate(["aab", "aaab", "aabaa", "baa", "aaaaaa"] * 4):
+        request = Request(str(number), 16 * len(words) + 1, keys=ContentKeys(words))
+        match = allocator.match_prefix(request)
+        assert allocator.allocate(request, request.num_tokens - match.num_hit_tokens, match) is not None
+        if number % 3 == 1:
+            allocator.fork(str(number), Request("fork", request.num_tokens, keys=ContentKeys(words)))
+            allocator.truncate("fork", 16 * len(words) - 4)
+            assert allocator.append(np.array([allocator.row_of("fork")]))
+            allocator.free("fork")
+        if number % 4 == 2:
+            allocator.evict(allocator.block_ids(str(number))[0])
+        allocator.free(str(number))
+    log.close()
+    return str(directory)
+
+
+class ContentKeys:
+    def __init__(self, words: str) -> None:
+        self._words = words
+
+    def keys(self, start: int, stop: int) -> str:
+        return self._words[start:stop]
+
+
+@pytest.mark.parametrize("every", ["1", "1000"])
+def test_a_log_of_requests_that_hold_one_block_at_several_places_verifies(kvledger, tmp_path, every) -> None:
+    log = repeated_ids(tmp_path / "log")
+    adopted = [e.blocks for c in LogReader(log).commits() for e in c.events if isinstance(e, PrefixAdopted)]
+    assert any(len(set(blocks)) < len(blocks) for blocks in adopted)
+    code, out, err = kvledger("log", "verify", log, "--checked-every", every, "--json")
+    assert (code, json.loads(out)["fault"], err) == (0, None, "")
+    code, out, _ = kvledger("log", "diff", log, repeated_ids(tmp_path / "again"))
+    assert (code, out) == (0, "the logs are equal\n")
+
+
+@pytest.mark.parametrize("every", ["1", "5", "100000"])
+def test_a_broken_invariant_is_traced_to_its_commit_whatever_is_sampled(kvledger, tmp_path, every) -> None:
+    """Who gives back a neighbour's block in place of its own keeps the sum: only the invariants see it."""
+    bad: list[int] = []
+
+    def give_back_a_neighbours(commit: Commit) -> Commit:
+        if bad or commit.sequence < 30 or not isinstance(commit.events[-1], RowsReleased):
+            return commit
+        state = LogReader(sound).state(commit.sequence)
+        freed = commit.events[0]
+        held = {block for row in state.row_of.values() for block in state.tables[0].blocks(row)}
+        theirs = sorted(held.difference(freed.blocks))
+        if not theirs:
+            return commit
+        bad.append(commit.sequence)
+        return Commit(commit.sequence, (freed._replace(blocks=(theirs[0], *freed.blocks[1:])), *commit.events[1:]))
+
+    sound = repeated_ids(tmp_path / "sound")
+    log = rewritten(sound, tmp_path / "theirs", give_back_a_neighbours)
     code, out, _ = kvledger("log", "verify", log, "--checked-every", every, "--json")
     answer = json.loads(out)
     assert code == 1
     assert answer["first_bad_commit"] == bad[0]
     assert answer["fault"]["kind"] == "invariant"
+    assert "ref_counts" in answer["fault"]["description"]
+
+
+def test_a_block_that_is_given_back_at_one_of_its_two_places_is_a_leak(kvledger, tmp_path) -> None:
+    bad: list[int] = []
+
+    def give_back_once(commit: Commit) -> Commit:
+        freed, released = commit.events[0], commit.events[-1]
+        ends_alone = isinstance(released, RowsReleased) and released.requests != ("fork",)
+        if bad or not ends_alone or len(set(freed.blocks)) == len(freed.blocks):
+            return commit
+        bad.append(commit.sequence)
+        blocks = tuple(dict.fromkeys(freed.blocks))
+        return Commit(commit.sequence, (freed._replace(blocks=blocks, counts=(len(blocks),)), *commit.events[1:]))
+
+    log = rewritten(repeated_ids(tmp_path / "sound"), tmp_path / "leak", give_back_once)
+    code, out, _ = kvledger("log", "verify", log, "--json")
+    answer = json.loads(out)
+    assert (code, answer["first_bad_commit"], answer["fault"]["kind"]) == (1, bad[0], "conservation")
+    assert "leak" in answer["fault"]["description"]
 
 
 def test_an_event_that_cannot_follow_is_named(kvledger, recorded, tmp_path) -> None:
