@@ -46,11 +46,16 @@ class Contents:
 
 
 class ContentModel:
-    """The memory of one pool, written and read through block tables."""
+    """The memory of one pool, written and read through block tables.
 
-    def __init__(self, scenario: Scenario) -> None:
+    Attributes:
+        contents: what numbers the content of slots.
+    """
+
+    def __init__(self, scenario: Scenario, contents: Contents | None = None) -> None:
+        """`contents` are `Contents` unless others are given."""
         self._groups = scenario.groups
-        self._contents = Contents()
+        self.contents = Contents() if contents is None else contents
         # For each block: the group whose layers wrote it, and what each slot holds.
         self._memory: dict[int, tuple[int, list[int]]] = {}
 
@@ -63,7 +68,7 @@ class ContentModel:
 
         Tokens before `computed_from` come from elsewhere; those that no computed token attends to need no slot.
         """
-        numbers = self._contents.of(tokens)
+        numbers = self.contents.of(tokens)
         for group, shape in enumerate(self._groups):
             table, size = view.tables[name][group], shape.block_size
             needed_from = start if computed_from is None else shape.attends_from(computed_from)
@@ -126,7 +131,7 @@ class ContentModel:
 
         In each group it reads the positions that it attends to, as far as `tokens` are placed.
         """
-        numbers = self._contents.of(tokens)
+        numbers = self.contents.of(tokens)
         for group, shape in enumerate(self._groups):
             table, size = view.tables[name][group], shape.block_size
             start, stop = shape.attends_from(first), len(tokens)
@@ -142,11 +147,11 @@ class ContentModel:
 
     def block_holds(self, block: int, group: int, tokens: Sequence[int]) -> bool:
         """Whether a complete block holds the content of the last `block_size` of these tokens."""
-        return self._slots(block, group) == self._contents.of(tokens)[-self._groups[group].block_size :]
+        return self._slots(block, group) == self.contents.of(tokens)[-self._groups[group].block_size :]
 
     def find(self, tokens: Sequence[int], group: int, view: AllocatorView) -> bool:
         """Whether some findable block of the group holds the block that these tokens end."""
-        wanted = self._contents.of(tokens)[-self._groups[group].block_size :]
+        wanted = self.contents.of(tokens)[-self._groups[group].block_size :]
         keyed = view.keyed or {}
         return any(owner == group and self._slots(block, group) == wanted for block, (owner, _) in keyed.items())
 
@@ -160,7 +165,7 @@ class ContentModel:
             for block, (owner, _) in view.keyed.items():
                 slots = self._slots(block, group)
                 if owner == group and slots[0] != NOTHING:
-                    before = self._contents.without_last(slots[0])
+                    before = self.contents.without_last(slots[0])
                     if before != NOTHING and before not in ends:
                         yield block, group
 

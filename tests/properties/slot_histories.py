@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from tests.properties.same_slots import SameSlots, SlotMismatchError, batch_of
 
 MakeWitness = Callable[[Scenario, LedgerAdapter], SameSlots]
+MakeTrial = Callable[[Scenario], Trial]
 
 # All bytes are compared after every step; reading back through tables says the same again, and takes longer.
 _STEPS_PER_READ = 3
@@ -31,14 +32,19 @@ _STEPS_PER_READ = 3
 SAME_MEMORY = Promise("same_memory", "Simulated and real memory are the same, slot for slot and byte for byte.")
 
 
+def ledger_trial(scenario: Scenario) -> Trial:
+    """A trial of our allocator that leaves the state to those who follow it."""
+    return Trial(make_ledger, scenario, checks_state=False)
+
+
 class Followed:
     """A trial of our allocator whose commits are followed, each command a step of its own."""
 
-    def __init__(self, scenario: Scenario, make_witness: MakeWitness) -> None:
-        self.trial = Trial(make_ledger, scenario, checks_state=False)
+    def __init__(self, scenario: Scenario, make_witness: MakeWitness, make_trial: MakeTrial = ledger_trial) -> None:
+        self.trial = make_trial(scenario)
         self.ledger: LedgerAdapter = self.trial.manager
         self.witness = make_witness(scenario, self.ledger)
-        self._contents = Contents()
+        self._contents = self.trial.model.contents
         self._request_in: dict[int, str] = {}
         self._followed = 0
         self._follow()
@@ -101,9 +107,15 @@ class Followed:
 _EMPHASIS = {"truncate": 5, "preempt": 2, "fork_and_diverge": 2}
 
 
-def play_commands(chooser: Chooser, scenario: Scenario, make_witness: MakeWitness, num_rules: int) -> SameSlots:
+def play_commands(
+    chooser: Chooser,
+    scenario: Scenario,
+    make_witness: MakeWitness,
+    num_rules: int,
+    make_trial: MakeTrial = ledger_trial,
+) -> SameSlots:
     """A history of the kit's rules, drawn by their weights."""
-    followed = Followed(scenario, make_witness)
+    followed = Followed(scenario, make_witness, make_trial)
     rules = [rule for rule in RULES if followed.trial.capabilities.issuperset(rule.needs)]
     tickets = [rule for rule in rules for _ in range(rule.weight * _EMPHASIS.get(rule.name, 1))]
     for _ in range(num_rules):
