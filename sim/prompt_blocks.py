@@ -1,7 +1,7 @@
 """The prompts of a trace as flat arrays of block numbers: what every capacity study reads, 4 bytes a number."""
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -15,6 +15,10 @@ from .traces import Trace, TraceRequest
 
 IntArray = npt.NDArray[np.int64]
 NEVER = int(np.iinfo(np.int64).max)
+# Ids are put into flat arrays so many at a time.
+IDS_AT_ONCE = 4_096
+# Names up to so many times their number are looked up in a table, larger ones by sorting.
+SPARSE = 8
 
 
 @attrs.define(slots=False, eq=False)
@@ -154,20 +158,7 @@ def read_prompt_blocks(trace: Trace, block_size: int | None = None) -> PromptBlo
             f"{trace.info.name} carries no hash ids and so no block size; give the cache's with --block-size "
             "(vLLM's default is 16)"
         )
-    size = own or block_size or 1
-    numbering = _Numbering(size, trace.info.full_blocks_only)
-    for request in trace:
-        numbering.add(request)
-    prompts = PromptBlocks(
-        block_size=size,
-        split=1,
-        blocks=np.array(numbering.blocks, dtype=np.int32),
-        starts=starts_of(np.array(numbering.counts, dtype=np.int64)),
-        input_lengths=np.array(numbering.input_lengths, dtype=np.int64),
-        arrivals_s=np.array(numbering.arrivals_s, dtype=np.float64),
-        num_distinct=numbering.num_distinct,
-        full_blocks_only=trace.info.full_blocks_only,
-    )
+    prompts = _in_arrays(trace, own or block_size or 1)
     return prompts if block_size is None else at_block_size(prompts, block_size)
 
 
@@ -222,52 +213,104 @@ def _with_tails(prompts: PromptBlocks) -> IntArray:
 
 def _renumbered(names: IntArray) -> dict[str, Any]:
     """Numbers for names in the order in which they first appear."""
-    distinct, first, inverse = np.unique(names, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    number = np.empty(len(distinct), dtype=np.int32)
-    number[order] = np.arange(len(distinct), dtype=np.int32)
-    return {"blocks": number[inverse], "num_distinct": len(distinct)}
+    return _numbered(_first_places(names))
 
 
-class _Numbering:
-    """Numbers the blocks of one prompt after the other, in flat arrays."""
+def _numbered(first_places: IntArray) -> dict[str, Any]:
+    """Numbers from 0, in order, for what stands at each of these places for the first time; int32 like them."""
+    is_new = first_places == np.arange(len(first_places))
+    numbers = np.cumsum(is_new, dtype=np.int32) - np.int32(1)
+    return {"blocks": numbers[first_places], "num_distinct": int(np.count_nonzero(is_new))}
+
+
+def _first_places(names: npt.NDArray[Any]) -> IntArray:
+    """Where each name occurs for the first time: int64 [len(names)]."""
+    if names.dtype == np.int64 and len(names) and names.min() >= 0 and names.max() < SPARSE * len(names):
+        first = np.empty(int(names.max()) + 1, dtype=np.int64)
+        first[names[::-1]] = np.arange(len(names) - 1, -1, -1)  # of one name's places the last assigned remains
+        return first[names]
+    _, first, inverse = np.unique(names, return_index=True, return_inverse=True)
+    return first[inverse]
+
+
+def _in_arrays(trace: Trace, block_size: int) -> PromptBlocks:
+    """The prompts of a trace, read once, at its own block size."""
+    read = _ReadPrompts(block_size, trace.info.full_blocks_only)
+    for request in trace:
+        read.add(request)
+    counts = np.array(read.counts, dtype=np.int64)
+    first_places = read.first_places(counts)
+    starts = starts_of(counts)
+    _refuse_unless_trie(first_places, starts, read.places)
+    return PromptBlocks(
+        block_size=block_size,
+        split=1,
+        starts=starts,
+        input_lengths=np.array(read.input_lengths, dtype=np.int64),
+        arrivals_s=np.array(read.arrivals_s, dtype=np.float64),
+        full_blocks_only=trace.info.full_blocks_only,
+        **_numbered(first_places),
+    )
+
+
+def _refuse_unless_trie(first_places: IntArray, starts: IntArray, places: Sequence[int]) -> None:
+    """Raise `InputError` unless what is new in a prompt comes after what is known in it."""
+    is_new = first_places == np.arange(len(first_places))
+    known_after_new = np.flatnonzero(is_new[:-1] & ~is_new[1:]) + 1
+    wrong = known_after_new[~np.isin(known_after_new, starts)]
+    if len(wrong):
+        place = places[int(np.searchsorted(starts, wrong[0], side="right")) - 1]
+        raise InputError(
+            f"request {place}: one of its block ids was seen before, but not after the same prefix; "
+            "one id must have one parent"
+        )
+
+
+class _ReadPrompts:
+    """What is kept of each request, in flat arrays; 8 bytes an id."""
 
     def __init__(self, block_size: int, full_blocks_only: bool) -> None:
-        self.blocks = array("i")
         self.counts = array("q")
         self.input_lengths = array("q")
         self.arrivals_s = array("d")
-        self.num_distinct = 0
-        self._num_ids = 0
+        self.places = array("q")
+        self._has_ids = array("b")
+        self._ids: array[int] | list[int] = array("q")
+        self._latest_ids: list[int] = []
         self._block_size = block_size
         self._rounds_up = not full_blocks_only
-        self._number: dict[int, int] = {}
 
     def add(self, request: TraceRequest) -> None:
-        """One prompt; its known blocks come first, then the new ones."""
-        input_length, ids = request.input_length, request.hash_ids
-        number = self._number
+        """One prompt."""
+        ids = request.hash_ids
         if ids is None:
-            count, tail = divmod(input_length, self._block_size)
-            count += self._rounds_up and tail > 0
+            count, tail = divmod(request.input_length, self._block_size)
+            self.counts.append(count + (self._rounds_up and tail > 0))
         else:
-            count = len(ids)
-        num_known = 0
-        if ids is not None:
-            known = list(map(number.get, ids))
-            num_known = known.index(None) if None in known else count
-            self.blocks.extend(known[:num_known])  # pyright: ignore[reportArgumentType] - cut at the first None
-        fresh = range(self.num_distinct, self.num_distinct + count - num_known)
-        if ids is not None and num_known < count:
-            number.update(zip(ids[num_known:], fresh, strict=True))
-            if len(number) != self._num_ids + len(fresh):
-                raise InputError(
-                    f"request {request.place}: one of its block ids was seen before, but not after the same prefix; "
-                    "one id must have one parent"
-                )
-            self._num_ids = len(number)
-        self.blocks.extend(fresh)
-        self.num_distinct += len(fresh)
-        self.counts.append(count)
-        self.input_lengths.append(input_length)
+            self.counts.append(len(ids))
+            self._latest_ids += ids
+            if len(self._latest_ids) >= IDS_AT_ONCE:
+                self._keep_latest_ids()
+        self._has_ids.append(ids is not None)
+        self.input_lengths.append(request.input_length)
         self.arrivals_s.append(request.arrival_s)
+        self.places.append(request.place)
+
+    def first_places(self, counts: IntArray) -> IntArray:
+        """Where each block occurs for the first time; one of a prompt without ids occurs nowhere else."""
+        self._keep_latest_ids()
+        first = _first_places(np.array(self._ids, dtype=np.int64 if isinstance(self._ids, array) else object))
+        has_ids = np.array(self._has_ids, dtype=bool)
+        if has_ids.all():
+            return first
+        with_ids = np.flatnonzero(np.repeat(has_ids, counts))
+        out = np.arange(counts.sum())
+        out[with_ids] = with_ids[first]
+        return out
+
+    def _keep_latest_ids(self) -> None:
+        try:
+            self._ids.extend(array("q", self._latest_ids))
+        except OverflowError:  # re-blocked ids may be of any size
+            self._ids = [*self._ids, *self._latest_ids]
+        self._latest_ids.clear()
