@@ -3,6 +3,9 @@
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate, chain
+
+import numpy as np
 
 from .bad_rows import RowError
 
@@ -36,6 +39,32 @@ class SingleParentCheck:
         if known[:num_seen] != parents[:num_seen] or len(set(fresh)) < len(fresh):
             self._check_each(hash_ids, known)
         self._remember(fresh, parents[num_seen:])
+
+    def add_all(self, rows: Sequence[Sequence[int]]) -> bool:
+        """Record the ids of several requests at once and say True, or record none of them and say False.
+
+        False means that `add` has to take them one by one: one of them may be refused, or ids are sparse.
+        """
+        rows = [row for row in rows if row]
+        if not rows:
+            return True
+        flat = list(chain.from_iterable(rows))
+        self._make_room(max(flat))
+        if self._sparse or max(flat) >= len(self._dense):
+            return False
+        ids = np.array(flat, dtype=np.int64)
+        parents = np.concatenate(([_NO_PARENT], ids[:-1]))
+        parents[[0, *accumulate(map(len, rows[:-1]))]] = _NO_PARENT
+        known = np.frombuffer(self._dense, dtype=np.int64)
+        is_fresh = known[ids] == _UNSEEN
+        fresh = ids[is_fresh]
+        known[fresh] = parents[is_fresh]
+        # An id with two parents among these rows kept the later one, and its other place shows it.
+        if not np.array_equal(known[ids], parents):
+            known[fresh] = _UNSEEN
+            return False
+        self._num_seen += len(np.unique(fresh))
+        return True
 
     def _known_parents(self, hash_ids: Sequence[int]) -> list[int]:
         """The parent that each was first seen under."""

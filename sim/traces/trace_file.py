@@ -1,12 +1,13 @@
 """A trace in files: recognise the format, check every row, keep the window, count what was left out."""
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import attrs
 
 from ...core.errors import InputError
-from .bad_rows import BadRow, RowError
+from .bad_rows import BadRow
 from .block_size_fit import suggest_block_size
 from .formats import files_of, recognise
 from .open_options import OpenOptions
@@ -97,18 +98,16 @@ class TraceFile:
 
     def _usable_rows(self, info: TraceInfo) -> Iterator[Row]:
         """Rows that pass every check; the others end the pass or are counted in `info`."""
-        checks = None if self._format.checks_its_rows else RowChecks(self._format, info, self._units_per_second)
-        for row in self._rows(info):
+        rows = self._rows(info)
+        if not self._format.checks_its_rows:
+            limit = self._options.limit
+            num_wanted = math.inf if limit is None else self._options.skip_first + limit
+            rows = RowChecks(self._format, info, self._units_per_second).checked(rows, num_wanted)
+        for row in rows:
             if isinstance(row, BadRow):
                 self._bad_row(info, row)
-                continue
-            if checks is not None:
-                try:
-                    checks.check(row)
-                except RowError as error:
-                    self._bad_row(info, error.at(row[0]))
-                    continue
-            yield row
+            else:
+                yield row
 
     def _rows(self, info: TraceInfo) -> Iterator[Row | BadRow]:
         options = self._options

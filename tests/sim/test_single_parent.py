@@ -35,6 +35,33 @@ def test_a_row_is_refused_at_the_first_id_with_another_parent_and_then_leaves_no
         assert refusal.value.field == f"hash_ids[{position}]"
 
 
+@given(groups=st.lists(ROWS, max_size=5))
+def test_rows_taken_together_are_all_taken_only_where_none_is_refused_and_else_leave_no_trace(groups) -> None:
+    check, known = SingleParentCheck(), {}
+    for rows in groups:
+        before = dict(known)
+        are_right = all(first_contradiction(known, row) is None for row in rows)
+        if check.add_all(rows):
+            assert are_right
+            continue
+        known = before
+        for row in rows:
+            position = first_contradiction(known, row)
+            if position is None:
+                check.add(row)
+                continue
+            with pytest.raises(RowError) as refusal:
+                check.add(row)
+            assert refusal.value.field == f"hash_ids[{position}]"
+
+
+def test_rows_of_dense_ids_are_taken_together() -> None:
+    check = SingleParentCheck()
+    assert check.add_all([(0, 1, 2), (), (0, 1, 3), (0, 1, 2, 4)])
+    assert not check.add_all([(0, 5), (0, 6), (5,)])
+    assert check.add_all([(6, 5)])
+
+
 def test_a_prompt_that_goes_on_from_another_is_remembered_from_where_it_does() -> None:
     check = SingleParentCheck()
     check.add((0, 1, 2))

@@ -137,6 +137,26 @@ def test_a_pass_that_stops_early_tallies_what_it_read(tmp_path):
     assert trace.info.num_requests == 1
 
 
+def test_nothing_behind_the_window_is_read_or_told(tmp_path):
+    rows = [MOONCAKE_ROWS[0], {**MOONCAKE_ROWS[1], "timestamp": -1}, MOONCAKE_ROWS[1], {"tail": 1}]
+    trace = open_trace(jsonl(tmp_path / "t.jsonl", rows), limit=2, on_bad_row="skip")
+    assert [request.place for request in trace] == [1, 3]
+    assert (trace.info.num_rows_skipped, trace.info.unused_fields) == (1, set())
+
+
+def test_rows_ahead_of_a_damaged_place_are_given_before_the_error(tmp_path):
+    rows = [{"timestamp": i, "input_length": 5, "output_length": 1, "hash_ids": [i]} for i in range(2_000)]
+    whole = jsonl(tmp_path / "t.jsonl", rows).read_bytes()
+    path = tmp_path / "t.gz"
+    path.write_bytes(gzip.compress(whole)[:-5_000])
+    trace = open_trace(path)
+    with pytest.raises(InputError) as refusal:
+        list(trace)
+    num_given = trace.info.num_requests
+    assert f"{path}:{num_given + 1}: the file is damaged or cut off after line {num_given:,}" in str(refusal.value)
+    assert num_given > 100
+
+
 def test_a_row_without_hash_ids_is_a_prompt_nobody_shares_and_this_is_said(tmp_path):
     rows = [{k: v for k, v in MOONCAKE_ROWS[0].items() if k != "hash_ids"}, MOONCAKE_ROWS[1]]
     trace = open_trace(jsonl(tmp_path / "t.jsonl", rows))
