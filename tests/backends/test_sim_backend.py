@@ -34,8 +34,8 @@ def make(groups=None, context=None) -> tuple[KVCacheAllocator, SimBackend]:
 
 
 def batch(*requests: tuple[int, int, int]) -> TokenBatch:
-    columns = np.array(requests, dtype=np.int64).reshape(-1, 3)
-    return TokenBatch(columns[:, 0], columns[:, 1], columns[:, 2])
+    rows, first_positions, counts = np.array(requests, dtype=np.int64).reshape(-1, 3).T.copy()
+    return TokenBatch(rows, first_positions, counts)
 
 
 def test_c05_slot_of_position_8_in_table_7_2_5() -> None:
@@ -276,13 +276,58 @@ def test_slots_are_overwritten_by_the_next_batch_of_their_group_alone_and_by_nob
         first[0] = 0
 
 
-def test_mapping_whole_blocks_takes_no_memory_for_their_tokens() -> None:
-    backend = SimBackend()
-    config = AllocatorConfig(num_blocks=600, groups=[FullAttention(16)], max_model_len=1024, max_num_reqs=64)
-    allocator = KVCacheAllocator(config, sinks=[backend])
-    for i in range(64):
-        allocator.allocate(Request(str(i), 128), 128)
-    tokens = batch(*[(row, 0, 128) for row in range(64)])
+def mapped(requests: list[tuple[int, int, int]], block_size: int, context=None) -> tuple[SimBackend, TokenBatch]:
+    """A backend with tables of random blocks for these requests, and their batch."""
+    backend = SimBackend(context=context)
+    tokens = batch(*requests)
+    config = AllocatorConfig(
+        num_blocks=9,
+        groups=[FullAttention(block_size)],
+        max_model_len=int((tokens.first_positions + tokens.counts).max()),
+        max_num_reqs=1 + int(tokens.rows.max()),
+    )
+    KVCacheAllocator(config, sinks=[backend])
+    (table,) = backend.block_tables
+    table[:] = np.random.default_rng(0).permutation(table.size).reshape(table.shape) + 1
+    return backend, tokens
+
+
+def slots_one_by_one(table: np.ndarray, block_size: int, tokens: TokenBatch) -> list[int]:
+    rows, positions = tokens.row_of_token(), tokens.positions()
+    return (table[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size).tolist()
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 100, 4096])
+@pytest.mark.parametrize("longest", [3, 300, 9000])
+def test_slots_of_a_batch_that_is_written_in_many_pieces_are_those_of_each_token_alone(block_size, longest) -> None:
+    rng = np.random.default_rng(longest)
+    requests = [(row, int(rng.integers(0, 9000)), int(rng.integers(0, longest + 1))) for row in rng.permutation(60)]
+    backend, tokens = mapped(requests, block_size)
+    assert backend.slot_mapping(tokens).tolist() == slots_one_by_one(backend.block_tables[0], block_size, tokens)
+
+
+@pytest.mark.parametrize("requests", [[(0, 0, 32)], [(0, 5, 20)], [(0, 17, 1), (1, 31, 1)]])
+def test_slots_beyond_the_range_of_int32_are_exact(requests) -> None:
+    backend, tokens = mapped(requests, 16)
+    (table,) = backend.block_tables
+    table[:] = np.iinfo(np.int32).max - np.arange(table.size).reshape(table.shape)
+    assert backend.slot_mapping(tokens).tolist() == slots_one_by_one(table, 16, tokens)
+    assert backend.slot_mapping(tokens).min() > np.iinfo(np.int32).max
+
+
+@pytest.mark.parametrize("context", [ContextRank(), ContextRank(1, 2)])
+@pytest.mark.parametrize(
+    ("requests", "block_size"),
+    [
+        pytest.param([(row, 0, 512) for row in range(64)], 16, id="whole blocks"),
+        pytest.param([(row, 5 + row, 500) for row in range(64)], 16, id="chunks that begin and end inside a block"),
+        pytest.param([*[(row, 700, 1) for row in range(255)], (255, 3, 30_000)], 16, id="a chunk among decode rows"),
+        pytest.param([(row, row % 900, 1) for row in range(8192)], 16, id="decode rows"),
+        pytest.param([(0, 5, 30_000)], 16_384, id="parts of long blocks"),
+    ],
+)
+def test_mapping_takes_no_memory_as_long_as_the_tokens(requests, block_size, context) -> None:
+    backend, tokens = mapped(requests, block_size, context)
     size_bytes = backend.slot_mapping(tokens).nbytes
     tracemalloc.start()
     try:
@@ -290,5 +335,6 @@ def test_mapping_whole_blocks_takes_no_memory_for_their_tokens() -> None:
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert size_bytes == 64 * 128 * 8
-    assert peak_bytes < size_bytes / 4  # columns of a request and of a block each
+    assert size_bytes == 8 * tokens.num_tokens
+    # Columns of a request and of a block each, and one piece of a batch that is not of whole blocks.
+    assert peak_bytes < size_bytes / 4
