@@ -1,10 +1,9 @@
 """Block hashes: the key of a block is a digest of its tokens, its extra keys and the key of the block before it.
 
 `block_hasher(algorithm)` gives one of `ALGORITHMS`. docs/block_hashes.md documents the byte encoding and its
-reference vector.
+reference vector. Importing this module does not load hashlib, and OpenSSL with it: a trace's ids are never hashed.
 """
 
-import hashlib
 import pickle
 import struct
 from array import array
@@ -108,7 +107,9 @@ class VllmBlockHasher:
     @property
     def root(self) -> bytes:
         """The NONE_HASH of a vLLM server with this seed."""
-        return hashlib.sha256(self.serialize(self.seed)).digest()
+        from hashlib import sha256
+
+        return sha256(self.serialize(self.seed)).digest()
 
     def chain(
         self,
@@ -118,11 +119,13 @@ class VllmBlockHasher:
         extra_keys: Sequence[BlockExtraKeys] | None = None,
     ) -> list[bytes]:
         """See `BlockHasher.chain`."""
+        from hashlib import sha256
+
         blocks = _complete_blocks(token_array(token_ids), block_size)
         key = self.root if parent is None else parent
         keys: list[bytes] = []
         for tokens, extra in zip(blocks.tolist(), _per_block(extra_keys, len(blocks)), strict=True):
-            key = hashlib.sha256(self.serialize((key, tuple(tokens), extra or None))).digest()
+            key = sha256(self.serialize((key, tuple(tokens), extra or None))).digest()
             keys.append(key)
         return keys
 
@@ -145,7 +148,9 @@ def block_hasher(algorithm: str = "sha256", *, vllm_seed: str | None = None) -> 
         raise InputError(f"vllm_seed {vllm_seed!r} has no effect on {algorithm!r}: leave it out, or choose sha256_cbor")
     seed = VLLM_DEFAULT_SEED if vllm_seed is None else vllm_seed
     if algorithm == "sha256":
-        return EncodedBlockHasher(algorithm, hashlib.sha256(_ROOT_LABEL).digest(), hashlib.sha256)
+        from hashlib import sha256
+
+        return EncodedBlockHasher(algorithm, sha256(_ROOT_LABEL).digest(), sha256)
     if algorithm == "xxh3":
         xxh3_128 = _import_for(algorithm, "xxhash").xxh3_128
         return EncodedBlockHasher(algorithm, xxh3_128(_ROOT_LABEL).digest(), xxh3_128)

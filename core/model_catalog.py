@@ -5,8 +5,8 @@ A paragraph a model: its name, then `field=value` with JSON values, bare words f
 paragraph without the sizes that parameters need says what a model stores but not how much its weights take.
 """
 
+import copy
 import functools
-import json
 import re
 from typing import Any
 
@@ -369,7 +369,7 @@ def builtin_configs() -> dict[str, dict[str, Any]]:
         config: dict[str, Any] = {}
         if body.startswith("like "):
             base, _, body = body.removeprefix("like ").replace("\n", " ").partition(" ")
-            config.update(json.loads(json.dumps(configs[base])))
+            config.update(copy.deepcopy(configs[base]))
         for key, text in _FIELD.findall(body):
             _put(config, key.split("."), _value(text), name)
         configs[name] = config
@@ -377,6 +377,8 @@ def builtin_configs() -> dict[str, dict[str, Any]]:
 
 
 def _value(text: str) -> Any:
+    import json
+
     try:
         return json.loads(text)
     except ValueError:

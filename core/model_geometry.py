@@ -9,9 +9,7 @@
 An unknown architecture is refused, and a missing field is named: nothing about a model is guessed.
 """
 
-import difflib
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -239,7 +237,9 @@ def builtin_geometry(name: str) -> ModelGeometry:
     configs = builtin_configs()
     short = catalogue_name(name)
     if short is None:
-        close = difflib.get_close_matches(_bare(name), configs, n=6, cutoff=0.4)
+        from difflib import get_close_matches
+
+        close = get_close_matches(_bare(name), configs, n=6, cutoff=0.4)
         raise InputError(
             f"no built-in model is called {name!r}; give a path to its config.json, or one of"
             f" {', '.join(close or configs)} (with --quantization for a quantised checkpoint)"
@@ -276,6 +276,8 @@ def load_geometry(model: str) -> ModelGeometry:
     Raises:
         InputError: the file cannot be read or is no JSON object, or there is no such built-in model.
     """
+    import json
+
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"

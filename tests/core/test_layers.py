@@ -33,6 +33,11 @@ def imports_of(path: Path) -> list[tuple[str, int]]:
     return names
 
 
+def printed_by(code: str) -> str:
+    """What a fresh interpreter prints when it runs `code`."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
 def files_of(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 
@@ -65,8 +70,34 @@ def test_importing_core_pulls_in_nothing_heavy() -> None:
         f"print(sorted(set('{heavy}'.split()) & set(sys.modules)), "
         "[m for m in sys.modules if m.startswith(('kvledger.sim', 'kvledger.backends', 'kvledger.kernels'))])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[] []"
+    assert printed_by(code) == "[] []"
+
+
+def test_importing_core_loads_neither_numpy_nor_attrs() -> None:
+    assert printed_by("import sys, kvledger.core; print({'numpy', 'attr', 'attrs'} & set(sys.modules))") == "set()"
+
+
+def test_every_name_of_core_together_loads_little_beside_numpy_and_attrs() -> None:
+    """Start-up of at most twice `import numpy, attrs`: what is loaded is a sturdier measure of it than a time."""
+    code = (
+        "import sys, numpy, attrs; before = set(sys.modules)\n"
+        "from kvledger.core import *\n"
+        "print(*[name for name in set(sys.modules) - before if not name.startswith('kvledger')])"
+    )
+    loaded = set(printed_by(code).split())
+    rarely_needed = {
+        "asyncio",
+        "dataclasses",
+        "difflib",
+        "hashlib",
+        "json",
+        "logging",
+        "multiprocessing",
+        "tempfile",
+        "urllib",
+    }
+    assert not loaded & rarely_needed
+    assert len(loaded) <= 12, sorted(loaded)
 
 
 def test_every_package_is_typed() -> None:
