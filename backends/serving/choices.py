@@ -7,11 +7,13 @@ from contextlib import aclosing
 import attrs
 
 from ...core.errors import DoesNotFitError, InputError
+from ...core.types import Request
 from .errors import EngineFailedError, EngineStoppedError, QueueFullError, SettingError
 from .live_engine import LiveEngine
 from .live_request import LiveRequest
 from .openai_errors import ApiError, engine_failed, invalid_request, queue_full, shutting_down
 from .openai_responses import Piece
+from .request_lengths import RequestLengths
 from .sampling_settings import NUM_SEEDS, SamplingSettings
 from .token_stream import TokenDelta
 
@@ -41,6 +43,8 @@ class Wanted:
         n: choices of each.
         settings: of every prompt; a given seed is that of its first choice, and each further one adds 1 to it.
         priority, cache_salt: as `LiveEngine.submit` takes them.
+        prompt_param: the field that the prompts came from.
+        max_tokens_param: the field that said how many tokens a choice may have; None: none did.
     """
 
     name: str
@@ -49,6 +53,13 @@ class Wanted:
     settings: Sequence[SamplingSettings]
     priority: int = 0
     cache_salt: str | None = None
+    prompt_param: str = "prompt"
+    max_tokens_param: str | None = "max_tokens"
+
+
+def name_of_prompt(param: str, place: int, num_prompts: int) -> str:
+    """What an error calls a prompt: its field, and of several its place."""
+    return param if num_prompts == 1 else f"{param}[{place}]"
 
 
 def submit_choices(engine: LiveEngine, wanted: Wanted, retry_after_s: Callable[[], int]) -> list[Choice]:
@@ -57,6 +68,7 @@ def submit_choices(engine: LiveEngine, wanted: Wanted, retry_after_s: Callable[[
     Raises:
         ApiError: what the engine answered, as a client is told it.
     """
+    _check_lengths(engine.lengths, wanted)
     choices: list[Choice] = []
     try:
         for prompt, (token_ids, settings) in enumerate(zip(wanted.prompts, wanted.settings, strict=True)):
@@ -71,7 +83,7 @@ def submit_choices(engine: LiveEngine, wanted: Wanted, retry_after_s: Callable[[
             choices += [Choice(place, prompt, live) for place, live in zip(places, lives, strict=True)]
     except Exception as error:
         cancel_all(choices)
-        raise _told(error, retry_after_s) from error
+        raise _told(error, wanted, retry_after_s) from error
     return choices
 
 
@@ -164,16 +176,42 @@ def _of_sample(settings: SamplingSettings, sample: int) -> SamplingSettings:
     return attrs.evolve(settings, seed=(settings.seed + sample) % NUM_SEEDS)
 
 
-def _told(error: Exception, retry_after_s: Callable[[], int]) -> Exception:
+def _check_lengths(lengths: RequestLengths, wanted: Wanted) -> None:
+    for place, (token_ids, settings) in enumerate(zip(wanted.prompts, wanted.settings, strict=True)):
+        try:
+            lengths.check(Request(wanted.name, len(token_ids), settings.max_tokens))
+        except DoesNotFitError as error:
+            raise _too_long(lengths, wanted, place) from error
+
+
+def _too_long(lengths: RequestLengths, wanted: Wanted, place: int) -> ApiError:
+    """400 that names the field to change: the prompt where it is too long alone, else how many tokens are to follow."""
+    num_prompt_tokens, max_tokens = len(wanted.prompts[place]), wanted.settings[place].max_tokens
+    prompt = name_of_prompt(wanted.prompt_param, place, len(wanted.prompts))
+    output = wanted.max_tokens_param or "the least"
+    most = lengths.most_output_tokens(num_prompt_tokens)
+    if most:
+        param, way_out = wanted.max_tokens_param, f"set {output} to {most:,} at most, or shorten {prompt}"
+    else:
+        param, way_out = wanted.prompt_param, f"shorten {prompt} to {lengths.num_prompt_tokens:,} tokens at most"
+        if max_tokens > 1:
+            way_out += f", and {output} to what is left"
+    return invalid_request(
+        f"{num_prompt_tokens:,} tokens in {prompt} and {max_tokens:,} of output ({output}) are more than one request "
+        f"may have, {lengths.num_tokens:,} and the last one of its output; {way_out}",
+        param,
+        "context_length_exceeded",
+    )
+
+
+def _told(error: Exception, wanted: Wanted, retry_after_s: Callable[[], int]) -> Exception:
     match error:
         case QueueFullError():
             return queue_full(str(error), retry_after_s())
-        case DoesNotFitError():
-            return invalid_request(str(error), "max_tokens", "context_length_exceeded")
         case SettingError():
             return invalid_request(str(error), error.setting)
         case InputError():
-            return invalid_request(str(error))
+            return invalid_request(str(error), wanted.prompt_param)
         case EngineStoppedError():
             return shutting_down()
         case EngineFailedError():

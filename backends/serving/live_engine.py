@@ -23,7 +23,7 @@ from ...core.allocator import KVCacheAllocator
 from ...core.allocator_config import AllocatorConfig
 from ...core.block_hash import BlockHasher, block_hasher
 from ...core.engine import EngineObserver
-from ...core.errors import DoesNotFitError, InputError, MisuseError
+from ...core.errors import InputError, MisuseError
 from ...core.extra_keys import ExtraKeys
 from ...core.scheduler import Scheduler
 from ...core.scheduler_config import SchedulerConfig
@@ -37,6 +37,7 @@ from .generation import Generation
 from .inbox import Inbox
 from .live_request import NANOSECONDS, LiveRequest
 from .request_checks import RequestChecks
+from .request_lengths import RequestLengths
 from .sampling import seed_of_request
 from .sampling_settings import SamplingSettings
 from .token_runner import TokenRunner
@@ -72,6 +73,7 @@ class LiveEngine:
     Attributes:
         allocator: the ledger, to be read.
         scheduler: to be read.
+        lengths: how long requests may be.
         tokenizer: makes text of outputs; None: there is none.
         failure: what it failed with; None while it has not.
     """
@@ -138,6 +140,7 @@ class LiveEngine:
         config = attrs.evolve(allocator, key_algorithm=self._hasher.name)
         self.allocator = KVCacheAllocator(config, sinks=[self._backend, *recorded, *sinks])
         self.scheduler = Scheduler(scheduler, self.allocator)
+        self.lengths = RequestLengths(self.scheduler)
         self._inbox = Inbox(max_queued_requests)
         ended = None if on_request_ended is None else lambda generation: on_request_ended(generation.live)
         self._driver = EngineDriver(self.scheduler, self._backend, self._inbox, clock_ns, recording, observers, ended)
@@ -244,7 +247,7 @@ class LiveEngine:
             priority=priority,
             arrival=(now_ns - self._began_ns) / NANOSECONDS,
         )
-        self._check_fits(request)
+        self.lengths.check(request)
         live = LiveRequest(request, settings, now_ns, self._inbox.cancel)
         seed = seed_of_request(self._seed, ordinal) if settings.seed is None else settings.seed
         return Generation(request, live, keys, tokens, seed, self._checks.eos_token_ids, self.tokenizer)
@@ -270,13 +273,6 @@ class LiveEngine:
             kv_cache_usage=pool.num_held_blocks / pool.num_usable_blocks,
             scheduler=attrs.evolve(self.scheduler.stats),
         )
-
-    def _check_fits(self, request: Request) -> None:
-        try:
-            self.scheduler.check_fits(request)
-        except DoesNotFitError:
-            self.scheduler.stats.num_rejected += 1
-            raise
 
     # -- the thread --------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from .openai_errors import ApiError, invalid_request, unsupported_parameter
 from .unsupported_parameters import OF_CHAT, OF_COMPLETIONS, OF_MESSAGES, Unsupported, without_unsupported
 
 # What OpenAI's API takes where a client gives none.
@@ -80,6 +81,11 @@ NumLogprobs: TypeAlias = Annotated[int, _between(0, MAX_LOGPROBS)]
 Prompt: TypeAlias = Text | TokenIds | list[Text] | list[TokenIds]
 
 
+def _without(param: str, needed: str) -> ApiError:
+    """400: one field has no meaning without another one."""
+    return invalid_request(f"{param} has no effect without {needed}: true; leave it out, or give both", param)
+
+
 class StrictModel(BaseModel):
     """Types as JSON has them, no field that is not listed, no infinity."""
 
@@ -98,6 +104,8 @@ class GenerationRequest(StrictModel):
     """What both endpoints take."""
 
     unsupported: ClassVar[dict[str, Unsupported]] = {}
+    # The field that holds the prompt.
+    prompt_param: ClassVar[str]
 
     model: Text | None = None
     n: Annotated[int, _between(1, None)] | None = None
@@ -135,7 +143,7 @@ class GenerationRequest(StrictModel):
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerationRequest":
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options go with stream: true")
+            raise _without("stream_options", "stream")
         return self
 
     @property
@@ -152,6 +160,11 @@ class GenerationRequest(StrictModel):
     def max_output_tokens(self) -> int | None:
         """Tokens of a choice at most, as given."""
         return self.max_tokens
+
+    @property
+    def max_tokens_param(self) -> str | None:
+        """The field that gave them; None: none did."""
+        return None if self.max_tokens is None else "max_tokens"
 
     @property
     def default_max_tokens(self) -> int | None:
@@ -173,7 +186,9 @@ class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
     unsupported: ClassVar[dict[str, Unsupported]] = dict(OF_COMPLETIONS)
+    prompt_param: ClassVar[str] = "prompt"
 
+    best_of: Annotated[int, _between(1, None)] | None = None
     logprobs: NumLogprobs | None = None
     prompt: Annotated[
         Prompt,
@@ -189,6 +204,20 @@ class CompletionRequest(GenerationRequest):
         if not prompt or (isinstance(prompt, list) and not all(each or each == 0 for each in prompt)):
             raise ValueError("every prompt needs at least one token")
         return prompt
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> "CompletionRequest":
+        """The best of as many as are returned are all of them; the others are never shown."""
+        n = self.n or 1
+        if self.best_of is not None and self.best_of < n:
+            raise invalid_request(f"best_of is {self.best_of}; it must be n {n} or more; leave it out", "best_of")
+        if self.best_of is not None and self.best_of > n:
+            raise unsupported_parameter(
+                "best_of",
+                f"best_of {self.best_of} with n {n} is not supported: this server returns every choice that it makes "
+                f"(leave it out, or give {n})",
+            )
+        return self
 
     @property
     def default_max_tokens(self) -> int | None:
@@ -223,11 +252,6 @@ class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[Text | list[TextPart], _one_of('text, or a list of {"type": "text", "text": ...}')]
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, given: Any) -> Any:
-        return without_unsupported(given, OF_MESSAGES, "messages.") if isinstance(given, dict) else given
-
     def as_template_input(self) -> dict[str, str]:
         """Role and text, as chat templates take them; parts are joined as they are."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
@@ -238,6 +262,7 @@ class ChatCompletionRequest(GenerationRequest):
     """`POST /v1/chat/completions`."""
 
     unsupported: ClassVar[dict[str, Unsupported]] = dict(OF_CHAT)
+    prompt_param: ClassVar[str] = "messages"
 
     messages: list[Message] = Field(min_length=1)
     logprobs: bool | None = None
@@ -247,23 +272,43 @@ class ChatCompletionRequest(GenerationRequest):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
 
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _refuse_unsupported_in_messages(cls, given: Any) -> Any:
+        if not isinstance(given, list):
+            return given
+        return [
+            without_unsupported(message, OF_MESSAGES, f"messages.{place}.") if isinstance(message, dict) else message
+            for place, message in enumerate(given)
+        ]
+
     @model_validator(mode="after")
     def _check_agreement(self) -> "ChatCompletionRequest":
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError(
+            raise invalid_request(
                 f"max_tokens {self.max_tokens} and max_completion_tokens {self.max_completion_tokens} are the same "
-                "thing; give one of them"
+                "thing; give one of them",
+                "max_tokens",
             )
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs go with logprobs: true")
+            raise _without("top_logprobs", "logprobs")
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message goes on with the last message, add_generation_prompt opens a new")
+            raise invalid_request(
+                "continue_final_message goes on with the last message, and add_generation_prompt opens a new one; give "
+                "one of them",
+                "add_generation_prompt",
+            )
         return self
 
     @property
     def max_output_tokens(self) -> int | None:
         """As given, under either of its names."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def max_tokens_param(self) -> str | None:
+        """The name under which they were given; None: none."""
+        return super().max_tokens_param if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def num_logprobs(self) -> int | None:

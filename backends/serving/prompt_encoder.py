@@ -56,16 +56,17 @@ class PromptEncoder:
         """
         return cls(copy.deepcopy(tokenizer), TokenSpeller(copy.deepcopy(tokenizer)), vocab_size)
 
-    def of_text(self, prompt: str | TokenIds, param: str = "prompt") -> TokenIds:
-        """The tokens of a completion's prompt, the tokenizer's special tokens around a text included.
+    def of_text(self, prompt: str | TokenIds, name: str = "prompt") -> TokenIds:
+        """The tokens of a completion's prompt, the tokenizer's special tokens around a text included. An error calls it
+        by this name.
 
         Raises:
             ApiError: no text, none of the model's tokens, or no token at all.
         """
         token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        self._check_token_ids(token_ids, param)
+        self._check_token_ids(token_ids, name)
         if not token_ids:
-            raise invalid_request(f"{param} has no token; every prompt needs at least one", param)
+            raise invalid_request(f"{name} has no token; every prompt needs at least one", "prompt")
         return token_ids
 
     def of_conversation(self, request: ChatCompletionRequest) -> TokenIds:
@@ -90,11 +91,11 @@ class PromptEncoder:
             raise invalid_request("the chat template makes no token of the messages", "messages")
         return token_ids
 
-    def _check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
+    def _check_token_ids(self, token_ids: Sequence[int], name: str) -> None:
         highest = max(token_ids, default=0)
         if highest >= self.vocab_size:
             raise invalid_request(
-                f"{param} holds token {highest}; the model's tokens are 0 to {self.vocab_size - 1}", param
+                f"{name} holds token {highest}; the model's tokens are 0 to {self.vocab_size - 1}", "prompt"
             )
 
     def _check_variables(self, given: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ function for good, and so would keep alive the engine of every server that there
 """
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -109,24 +110,62 @@ def _first_complaint(error: RequestValidationError, request: Request) -> ApiErro
     kind = first["type"]
     if kind == "json_invalid":
         return invalid_request(f"the body is no JSON: {first['ctx']['error']} at character {place[0]}")
-    if not place and kind in ("model_attributes_type", "model_type", "dict_type", "missing"):
-        if not _is_json(request.headers.get("content-type", "")):
-            return ApiError(415, "the body must be JSON; send Content-Type: application/json")
-        return invalid_request("the body must be a JSON object")
-    param = ".".join(place) or None
-    what = param or "the request"
+    if not place:
+        return _not_an_object(kind, request)
+    param = ".".join(place)
+    what = param or '""'
     if kind == "missing":
         return invalid_request(f"{what} is missing", param, "missing_parameter")
     if kind == "extra_forbidden":
         return invalid_request(f"{what} is no parameter of this endpoint; leave it out", param, "unknown_parameter")
-    message: str = first["msg"].removeprefix("Value error, ").replace("Input should be ", "it must be ", 1)
-    given = _shown(first["input"]) if place else None
+    given = _shown(first["input"])
+    message = _complaint(first)
     return invalid_request(f"{what}: {message}" if given is None else f"{what} is {given}; {message}", param)
+
+
+def _not_an_object(kind: str, request: Request) -> ApiError:
+    """What is wrong with a body as a whole."""
+    if kind == "string_unicode":
+        return invalid_request("the name of a parameter holds a lone surrogate, which no UTF-8 text has; leave it out")
+    if not _is_json(request.headers.get("content-type", "")):
+        return ApiError(415, "the body must be JSON; send Content-Type: application/json")
+    return invalid_request("the body must be a JSON object")
+
+
+def _complaint(error: Mapping[str, Any]) -> str:
+    """What pydantic says of a value, in JSON's words."""
+    kind, context = error["type"], error.get("ctx", {})
+    match kind:
+        case "literal_error":
+            return f"it must be {context['expected']}".replace("False", "false")
+        case "greater_than_equal":
+            return f"it must be {context['ge']} or more"
+        case "value_error":
+            return str(context["error"])
+        case _:
+            return f"it must be {_EXPECTED[kind]}" if kind in _EXPECTED else str(error["msg"])
+
+
+_EXPECTED = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "int_from_float": "a whole number",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "model_attributes_type": "an object",
+    "model_type": "an object",
+    "string_too_short": "text with something in it",
+    "string_type": "text",
+    "string_unicode": "text that UTF-8 can carry",
+    "too_short": "a list with something in it",
+}
 
 
 def _shown(given: Any) -> str | None:
     """A value as the client wrote it, if that is no more than a few words."""
-    if isinstance(given, dict | list):
+    if isinstance(given, dict | list) and given:
         return None
     text = json.dumps(given)
     return text if len(text) <= MAX_SHOWN_CHARACTERS else None
@@ -146,7 +185,22 @@ def _of_status(error: HTTPException, request: Request) -> ApiError:
             return ApiError(
                 405, f"{request.url.path} does not take {request.method}", code="method_not_allowed", headers=headers
             )
+        case 400:
+            return invalid_request(_unreadable(error.__cause__) or str(error.detail))
         case status if status < 500:
             return ApiError(status, str(error.detail), headers=headers)
         case status:
             return ApiError(status, str(error.detail), "server_error", headers=headers)
+
+
+def _unreadable(cause: BaseException | None) -> str | None:
+    """Why a body could not be read where it is not for its grammar."""
+    match cause:
+        case UnicodeDecodeError():
+            return f"the body is no UTF-8 text: byte {cause.start} fits nowhere in one"
+        case RecursionError():
+            return "the body nests lists and objects too deeply to be read; no parameter needs that"
+        case ValueError():
+            return "the body holds a whole number with too many digits to be read; no parameter needs that"
+        case _:
+            return None

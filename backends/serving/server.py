@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
 from ...core.errors import InputError
-from .choices import Choice, Wanted, cancel_all, collected, merged, submit_choices
+from .choices import Choice, Wanted, cancel_all, collected, merged, name_of_prompt, submit_choices
 from .errors import SettingError
 from .event_stream import DONE, EventStream, event, unless_client_leaves
 from .live_engine import LiveEngine
@@ -79,8 +79,6 @@ class OpenAIServer:
         self.metrics = metrics
         self.settings = settings
         self.created = int(time.time())
-        # What fits at once, which a pool may bound below the model's length.
-        self._longest_tokens = min(engine.max_model_len, engine.allocator.max_fitting_tokens())
         # One thread: tokenizers are not made for more, and long prompts must not hold up the streams of others.
         self._encoding = ThreadPoolExecutor(1, "kvledger-tokenizer")
         self.gate = RequestGate(build_routes(self), settings.limits, metrics.retry_after_s, metrics.answered)
@@ -100,7 +98,12 @@ class OpenAIServer:
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """The answer to `POST /v1/completions`."""
         self._check(body, len(body.prompts))
-        prompts = [await self._encoded(self._encoder.of_text, prompt) for prompt in body.prompts]
+        prompts = [
+            await self._encoded(
+                self._encoder.of_text, prompt, name_of_prompt(body.prompt_param, place, len(body.prompts))
+            )
+            for place, prompt in enumerate(body.prompts)
+        ]
         return await self._answer(body, prompts, CompletionShape(self._speller(body)), request)
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
@@ -122,6 +125,8 @@ class OpenAIServer:
             settings=[self._sampling(body, len(prompt)) for prompt in prompts],
             priority=body.priority or 0,
             cache_salt=self._salt(body.cache_salt, request.scope),
+            prompt_param=body.prompt_param,
+            max_tokens_param=body.max_tokens_param,
         )
         choices = submit_choices(self.engine, wanted, self.metrics.retry_after_s)
         headers = {"X-Request-Id": answer.id}
@@ -170,14 +175,15 @@ class OpenAIServer:
             raise unknown_model(body.model, self.settings.model_names)
         n, most = body.n or 1, self.settings.max_queued_requests
         if num_prompts * n > most:
+            prompts = f"{num_prompts} prompts" if num_prompts > 1 else "1 prompt"
             raise invalid_request(
-                f"{num_prompts} prompts with n {n} are {num_prompts * n} choices, more than the {most} that may wait "
-                "at once; send them in several requests",
-                "n" if n > 1 else "prompt",
+                f"{prompts} with n {n} are {num_prompts * n} choices, more than the {most} that may wait at once; send "
+                "them in several requests",
+                "prompt" if num_prompts > most else "n",
             )
 
     def _sampling(self, body: GenerationRequest, num_prompt_tokens: int) -> SamplingSettings:
-        rest = max(self._longest_tokens - num_prompt_tokens, 1)
+        rest = max(self.engine.lengths.num_tokens - num_prompt_tokens, 1)
         try:
             return SamplingSettings(
                 max_tokens=body.max_output_tokens or min(body.default_max_tokens or rest, rest),
@@ -209,8 +215,8 @@ class OpenAIServer:
     def _speller(self, body: GenerationRequest) -> Speller | None:
         return None if body.num_logprobs is None else self._encoder.spell
 
-    async def _encoded(self, encode: Callable[[Any], Result], prompt: Any) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._encoding, encode, prompt)
+    async def _encoded(self, encode: Callable[..., Result], *prompt: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._encoding, encode, *prompt)
 
 
 def _usage(choices: Sequence[Choice]) -> dict[str, Any]:

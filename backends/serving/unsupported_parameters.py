@@ -41,7 +41,6 @@ _OF_BOTH: Mapping[str, Unsupported] = {
 
 OF_COMPLETIONS: Mapping[str, Unsupported] = {
     **_OF_BOTH,
-    "best_of": Unsupported("use n", (1,)),
     "suffix": Unsupported("this server fills no gaps", ("",)),
     "response_format": Unsupported("this server constrains no output", ({"type": "text"},)),
 }

@@ -93,6 +93,7 @@ def make_reading_engine(
     policy="fcfs",
     max_num_seqs=8,
     max_num_batched_tokens=32,
+    enable_chunked_prefill=True,
     enable_caching=True,
     recording=None,
     **settings,
@@ -120,7 +121,12 @@ def make_reading_engine(
         max_in_flight_tokens=max_num_batched_tokens,
         **rules,
     )
-    scheduler = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, policy=policy)
+    scheduler = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        enable_chunked_prefill=enable_chunked_prefill,
+        policy=policy,
+    )
     return LiveEngine(
         CacheReader(backend, windowed),
         allocator=allocator,

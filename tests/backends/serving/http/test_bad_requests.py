@@ -31,10 +31,18 @@ FIELDS = [
     ({"prompt": "a", "max_tokens": True}, "max_tokens", None),
     ({"prompt": "a", "max_tokens": 10**30}, "max_tokens", None),
     ({"prompt": "a", "max_tokens": 65}, "max_tokens", "context_length_exceeded"),
-    ({"prompt": "a" * 70}, "max_tokens", "context_length_exceeded"),
+    ({"prompt": "a" * 70}, "prompt", "context_length_exceeded"),
+    ({"prompt": "a" * 70, "max_tokens": 70}, "prompt", "context_length_exceeded"),
+    ({"prompt": "a" * 60, "max_tokens": 6}, "max_tokens", "context_length_exceeded"),
+    ({"prompt": ["a", "a" * 65, "a"]}, "prompt", "context_length_exceeded"),
+    ({"prompt": "a", "n": 2, "best_of": 1}, "best_of", None),
+    ({"prompt": "a", "best_of": 0}, "best_of", None),
+    ({"prompt": "a", "best_of": True}, "best_of", None),
     ({"prompt": "a", "n": 0}, "n", None),
     ({"prompt": "a", "n": 33}, "n", None),
     ({"prompt": ["a"] * 33}, "prompt", None),
+    ({"prompt": ["a"] * 33, "n": 2}, "prompt", None),
+    ({"prompt": ["a"] * 3, "n": 11}, "n", None),
     ({"prompt": "a", "seed": 1 << 63}, "seed", None),
     ({"prompt": "a", "stop": 3}, "stop", None),
     ({"prompt": "a", "stop": [""]}, "stop", None),
@@ -62,7 +70,8 @@ FIELDS = [
     ({"prompt": "a", "logit_bias": [3]}, "logit_bias", None),
     ({"prompt": "a", "logprobs": 21}, "logprobs", None),
     ({"prompt": "a", "stream": "yes"}, "stream", None),
-    ({"prompt": "a", "stream_options": {"include_usage": True}}, None, None),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", None),
+    ({"prompt": "a", "stream": False, "stream_options": {}}, "stream_options", None),
     (
         {"prompt": "a", "stream": True, "stream_options": {"frequency": 1}},
         "stream_options.frequency",
@@ -85,6 +94,7 @@ FIELDS = [
     ({"prompt": "\ud800"}, "prompt", None),
     ({}, "prompt", "missing_parameter"),
     ({"prompt": "a", "promt": "b"}, "promt", "unknown_parameter"),
+    ({"prompt": "a", "": "b"}, "", "unknown_parameter"),
     ({"prompt": "a", "\ud800": "b"}, None, None),
 ]
 
@@ -106,7 +116,25 @@ def test_a_field_that_is_wrong_is_named(running):
     ("given", "message"),
     [
         ({"temperature": 2.5}, "temperature is 2.5; it must be 0 to 2"),
-        ({"temperature": "hot"}, 'temperature is "hot"; it must be a valid number'),
+        ({"temperature": "hot"}, 'temperature is "hot"; it must be a number'),
+        ({"max_tokens": 2.0}, "max_tokens is 2.0; it must be a whole number"),
+        ({"stream": "yes"}, 'stream is "yes"; it must be true or false'),
+        ({"logit_bias": [3]}, "logit_bias: it must be an object"),
+        ({"stop_token_ids": "x"}, 'stop_token_ids is "x"; it must be a list'),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0 is -1; it must be 0 or more"),
+        ({"cache_salt": ""}, 'cache_salt is ""; it must be text with something in it'),
+        ({"cache_salt": "\ud800"}, 'cache_salt is "\\ud800"; it must be text that UTF-8 can carry'),
+        ({"": 1}, '"" is no parameter of this endpoint; leave it out'),
+        ({"n": 2, "best_of": 1}, "best_of is 1; it must be n 2 or more; leave it out"),
+        (
+            {"n": 33},
+            "1 prompt with n 33 are 33 choices, more than the 32 that may wait at once; send them in several requests",
+        ),
+        ({"stream_options": {}}, "stream_options has no effect without stream: true; leave it out, or give both"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation is true; it must be false",
+        ),
         ({"max_tokens": 0}, "max_tokens is 0; it must be 1 to 2,147,483,648"),
         ({"n": 0}, "n is 0; it must be 1 or more"),
         ({"top_p": 0}, "top_p is 0.0; it must be above 0 and at most 1 (all tokens)"),
@@ -123,6 +151,74 @@ def test_a_field_that_is_wrong_is_named(running):
 )
 def test_a_value_out_of_its_bounds_is_said_with_the_bounds(running, given, message):
     assert error_of(running.post(COMPLETIONS, {"prompt": "a", **given}), 400)["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        (
+            COMPLETIONS,
+            {"prompt": "a" * 70},
+            "prompt",
+            "70 tokens in prompt and 1 of output (the least) are more than one request may have, 64 and the last one "
+            "of its output; shorten prompt to 64 tokens at most",
+        ),
+        (
+            COMPLETIONS,
+            {"prompt": ["a", "a" * 70], "max_tokens": 9},
+            "prompt",
+            "70 tokens in prompt[1] and 9 of output (max_tokens) are more than one request may have, 64 and the last "
+            "one of its output; shorten prompt[1] to 64 tokens at most, and max_tokens to what is left",
+        ),
+        (
+            COMPLETIONS,
+            {"prompt": "a" * 60, "max_tokens": 6},
+            "max_tokens",
+            "60 tokens in prompt and 6 of output (max_tokens) are more than one request may have, 64 and the last one "
+            "of its output; set max_tokens to 5 at most, or shorten prompt",
+        ),
+        (
+            CHAT,
+            {"messages": HELLO, "max_completion_tokens": 60},
+            "max_completion_tokens",
+            "10 tokens in messages and 60 of output (max_completion_tokens) are more than one request may have, 64 and "
+            "the last one of its output; set max_completion_tokens to 55 at most, or shorten messages",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "a" * 60}]},
+            "messages",
+            "65 tokens in messages and 1 of output (the least) are more than one request may have, 64 and the last one "
+            "of its output; shorten messages to 64 tokens at most",
+        ),
+    ],
+)
+def test_what_is_too_long_is_said_with_both_counts_and_the_field_to_change(running, path, body, param, message):
+    error = error_of(running.post(path, body), 400)
+    assert error == {
+        "message": message,
+        "type": "invalid_request_error",
+        "param": param,
+        "code": "context_length_exceeded",
+    }
+    stats = running.engine.stats.scheduler
+    assert (stats.num_rejected, stats.num_submitted) == (1, 0)
+
+
+def test_the_longest_that_is_named_is_served_and_one_more_is_not(make_server):
+    for settings, longest in (
+        ({}, 64),
+        ({"num_blocks": 10}, 36),
+        ({"max_num_batched_tokens": 20, "enable_chunked_prefill": False}, 20),
+    ):
+        running = make_server(**settings)
+        assert running.post(COMPLETIONS, {"prompt": [0] * longest, "max_tokens": 1})[0] == 200
+        message = error_of(running.post(COMPLETIONS, {"prompt": [0] * (longest + 1), "max_tokens": 1}), 400)["message"]
+        assert message.endswith(f"shorten prompt to {longest} tokens at most")
+        most = running.engine.lengths.most_output_tokens(7)
+        assert running.post(COMPLETIONS, {"prompt": [0] * 7, "max_tokens": most})[0] == 200
+        message = error_of(running.post(COMPLETIONS, {"prompt": [0] * 7, "max_tokens": most + 1}), 400)["message"]
+        assert message.endswith(f"set max_tokens to {most} at most, or shorten prompt")
 
 
 NOT_SUPPORTED = [
@@ -147,6 +243,7 @@ def test_a_parameter_that_is_not_served_is_refused_by_name(running):
 
 
 def test_a_parameter_that_is_not_served_may_be_given_the_value_that_asks_for_nothing(running):
+    assert running.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "n": 2, "best_of": 2})[0] == 200
     neutral = {
         "best_of": 1, "echo": False, "suffix": None, "logit_bias": {}, "frequency_penalty": 0.0,
         "presence_penalty": 0, "user": None, "n": 1, "stream": False, "response_format": {"type": "text"},
@@ -169,8 +266,8 @@ MESSAGES = [
     ([{"role": "user", "content": None}], "messages.0.content"),
     ([{"role": "user", "content": "\udfff"}], "messages.0.content"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages.0.content"),
-    ([{"role": "user", "content": "a", "name": "me"}], "messages.name"),
-    ([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "messages.tool_calls"),
+    ([{"role": "user", "content": "a", "name": "me"}], "messages.0.name"),
+    ([*HELLO, {"role": "assistant", "content": "a", "tool_calls": [{}]}], "messages.1.tool_calls"),
     ([{"role": "user", "content": "a", "weight": 1}], "messages.0.weight"),
 ]
 
@@ -182,12 +279,13 @@ def test_a_message_that_is_wrong_is_named(running):
 
 
 def test_chat_parameters_that_contradict_each_other_are_refused(running):
-    for extra in (
-        {"max_tokens": 3, "max_completion_tokens": 4},
-        {"top_logprobs": 2},
-        {"add_generation_prompt": True, "continue_final_message": True},
+    for extra, param in (
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 0, "logprobs": False}, "top_logprobs"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
     ):
-        error_of(running.post(CHAT, {"messages": HELLO, **extra}), 400)
+        assert error_of(running.post(CHAT, {"messages": HELLO, **extra}), 400)["param"] == param
 
 
 def test_a_variable_that_the_chat_template_does_not_have_is_refused(running):
@@ -205,6 +303,21 @@ def test_a_body_that_is_no_json_object_is_refused(running):
         error_of(running.post(COMPLETIONS, body), 400)
     error_of(running.post(COMPLETIONS, b'{"prompt": "a", "temperature": NaN}'), 400)
     error_of(running.post(COMPLETIONS, b'{"prompt": "a", "temperature": 1e999}'), 400)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"prompt": "\xff"}', "the body is no UTF-8 text: byte 12 fits nowhere in one"),
+        (b'{"x":' + b"[" * 3_000 + b"]" * 3_000 + b"}", "the body nests lists and objects too deeply to be read"),
+        (b'{"n":' + b"9" * 5_000 + b"}", "the body holds a whole number with too many digits to be read"),
+        (b'{"prompt": "a"', "the body is no JSON: Expecting ',' delimiter at character 14"),
+        (b'["a"]', "the body must be a JSON object"),
+    ],
+    ids=["utf-8", "depth", "digits", "grammar", "object"],
+)
+def test_why_a_body_cannot_be_read_is_said(running, body, message):
+    assert error_of(running.post(COMPLETIONS, body), 400)["message"].startswith(message)
 
 
 def test_another_content_type_is_refused(running):
