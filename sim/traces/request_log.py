@@ -134,7 +134,12 @@ def _turn(row: dict[str, Any]) -> TurnRecord | None:
 
 def _seconds(row: dict[str, Any], field: str) -> float | None:
     value = row.get(field)
-    return None if value is None else float(finite_number(value, field))
+    if value is None:
+        return None
+    try:
+        return float(finite_number(value, field))
+    except OverflowError:
+        raise RowError("huge", f"{shown(value)} is more seconds than a float holds", field) from None
 
 
 def _text(row: dict[str, Any], field: str) -> str | None:

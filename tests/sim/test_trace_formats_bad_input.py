@@ -117,6 +117,7 @@ JSON_CASES = [
     pytest.param("log", log(session=[1]), "not_a_name", "session", id="log-session-as-list"),
     pytest.param("log", log(duration_s=-1), "negative", "duration_s", id="log-negative-duration"),
     pytest.param("log", log(think_time_s="2"), "not_a_number", "think_time_s", id="log-think-time-as-text"),
+    pytest.param("log", log(duration_s=10**400), "huge", "duration_s", id="log-duration-of-400-digits"),
     pytest.param("log", log(cache_salt=""), "empty_salt", "cache_salt", id="log-empty-salt"),
     pytest.param("log", log(cache_salt=3), "not_text", "cache_salt", id="log-salt-as-number"),
     pytest.param("log", log(priority=1.5), "not_a_number", "priority", id="log-half-a-priority"),
