@@ -256,8 +256,9 @@ def _in_arrays(trace: Trace, block_size: int) -> PromptBlocks:
 def _refuse_unless_trie(first_places: IntArray, starts: IntArray, places: Sequence[int]) -> None:
     """Raise `InputError` unless what is new in a prompt comes after what is known in it."""
     is_new = first_places == np.arange(len(first_places))
-    known_after_new = np.flatnonzero(is_new[:-1] & ~is_new[1:]) + 1
-    wrong = known_after_new[~np.isin(known_after_new, starts)]
+    begins = np.zeros(len(first_places) + 1, dtype=bool)
+    begins[starts] = True
+    wrong = np.flatnonzero(is_new[:-1] & ~is_new[1:] & ~begins[1:-1])
     if len(wrong):
         place = places[int(np.searchsorted(starts, wrong[0], side="right")) - 1]
         raise InputError(

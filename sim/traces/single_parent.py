@@ -48,22 +48,26 @@ class SingleParentCheck:
         rows = [row for row in rows if row]
         if not rows:
             return True
-        flat = list(chain.from_iterable(rows))
-        self._make_room(max(flat))
-        if self._sparse or max(flat) >= len(self._dense):
+        ids = np.frombuffer(array("q", list(chain.from_iterable(rows))), dtype=np.int64)
+        largest = int(ids.max())
+        self._make_room(largest)
+        if self._sparse or largest >= len(self._dense):
             return False
-        ids = np.array(flat, dtype=np.int64)
         parents = np.concatenate(([_NO_PARENT], ids[:-1]))
         parents[[0, *accumulate(map(len, rows[:-1]))]] = _NO_PARENT
         known = np.frombuffer(self._dense, dtype=np.int64)
         is_fresh = known[ids] == _UNSEEN
         fresh = ids[is_fresh]
+        # Of values for one id the last one remains: so many of the places written are read back as there are ids.
+        places = np.arange(len(fresh))
+        known[fresh] = places
+        num_fresh = np.count_nonzero(known[fresh] == places)
+        # For the same reason an id with two parents among these rows differs from one of them.
         known[fresh] = parents[is_fresh]
-        # An id with two parents among these rows kept the later one, and its other place shows it.
         if not np.array_equal(known[ids], parents):
             known[fresh] = _UNSEEN
             return False
-        self._num_seen += len(np.unique(fresh))
+        self._num_seen += int(num_fresh)
         return True
 
     def _known_parents(self, hash_ids: Sequence[int]) -> list[int]:
@@ -111,7 +115,7 @@ class SingleParentCheck:
         if largest < size:
             return
         if largest < 1024 + 8 * (self._num_seen + 1):
-            self._dense.extend([_UNSEEN] * (largest + 1 + largest // 4 - size))
+            self._dense.extend(array("q", [_UNSEEN]) * (largest + 1 + largest // 4 - size))
 
 
 def _named(parent: int) -> str:
