@@ -61,27 +61,47 @@ def working_sets(prompts: PromptBlocks, windows_s: Sequence[float] = WINDOWS_S) 
     duration_s = float(arrivals[-1] - arrivals[0]) if len(arrivals) else 0.0
     if duration_s <= 0:
         return []
-    begin = arrivals[prompts.requests]
-    following = prompts.next_event
-    until_next = np.where(following == NEVER, np.inf, 0.0)
-    is_followed = following != NEVER
-    until_next[is_followed] = begin[following[is_followed]] - begin[is_followed]
-    weights = prompts.events_in_cache
-    within = [window_s for window_s in windows_s if window_s <= duration_s]
-    return [_working_set(window_s, begin, until_next, weights, arrivals) for window_s in within]
+    uses = _Uses.of(prompts)
+    return [_working_set(window_s, uses, arrivals) for window_s in windows_s if window_s <= duration_s]
 
 
-def _working_set(
-    window_s: float, begin: FloatArray, until_next: FloatArray, weights: IntArray, arrivals: FloatArray
-) -> WorkingSet:
+@attrs.frozen(eq=False)
+class _Uses:
+    """Blocks asked for by one request and next by the same other one, neighbours in a prompt taken together.
+
+    Attributes:
+        begin_s: when they are asked for, float64 [num_uses], in order.
+        until_next_s: how long until they are again, infinite where they never are; float64 [num_uses].
+        num_blocks: how many of the cache's blocks they are, int64 [num_uses].
+    """
+
+    begin_s: FloatArray
+    until_next_s: FloatArray
+    num_blocks: IntArray
+
+    @classmethod
+    def of(cls, prompts: PromptBlocks) -> "_Uses":
+        request, following = prompts.requests, prompts.next_event
+        next_request = np.full(len(request), prompts.num_requests)
+        is_followed = following != NEVER
+        next_request[is_followed] = request[following[is_followed]]
+        is_first = np.ones(len(request), dtype=bool)
+        is_first[1:] = (request[1:] != request[:-1]) | (next_request[1:] != next_request[:-1])
+        at = np.flatnonzero(is_first)
+        arrivals = np.append(prompts.arrivals_s, np.inf)  # whoever never comes, comes at infinity
+        begin = arrivals[request[at]]
+        return cls(begin, arrivals[next_request[at]] - begin, np.add.reduceat(prompts.events_in_cache, at))
+
+
+def _working_set(window_s: float, uses: _Uses, arrivals: FloatArray) -> WorkingSet:
+    begin, num_blocks = uses.begin_s, uses.num_blocks
     first, last = float(arrivals[0]), float(arrivals[-1])
-    end = begin + np.minimum(window_s, until_next)
-    mean = float((weights * (np.minimum(end, last) - begin)).sum()) / (last - first)
+    end = begin + np.minimum(window_s, uses.until_next_s)
+    mean = float((num_blocks * (np.minimum(end, last) - begin)).sum()) / (last - first)
     # The set grows at arrivals only, so it is largest right after one: what began by then, less what ended by then.
-    times = np.unique(arrivals)
-    begun = np.concatenate(([0], np.cumsum(weights)))[np.searchsorted(begin, times, side="right")]
+    begun = np.concatenate(([0], np.cumsum(num_blocks)))[np.searchsorted(begin, arrivals, side="right")]
     order = np.argsort(end, kind="stable")
-    ended = np.concatenate(([0], np.cumsum(weights[order])))[np.searchsorted(end[order], times, side="right")]
+    ended = np.concatenate(([0], np.cumsum(num_blocks[order])))[np.searchsorted(end[order], arrivals, side="right")]
     return WorkingSet(window_s, mean, int((begun - ended).max()))
 
 
