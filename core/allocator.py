@@ -58,6 +58,17 @@ class KVCacheAllocator(BatchCommands):
             request.cache_boundary = match.boundary
         return match
 
+    def key_behind(self, request: Request, match: PrefixMatch) -> Key | None:
+        """The key under which the block behind a hit would be found, so that the hit grows only if it is.
+
+        None where the source has no such key yet, and where there are several groups or windows, whose hits also grow
+        by what others lose.
+        """
+        if not self._caches or not self.can_append_several_steps:
+            return None
+        count = len(match.blocks[0])
+        return next(iter(self._matcher.block_keys(request, self.config.groups[0], count, count + 1)), None)
+
     def can_admit(
         self,
         request: Request,
@@ -67,8 +78,20 @@ class KVCacheAllocator(BatchCommands):
         reserved_blocks: int = 0,
     ) -> bool:
         """Whether the whole known sequence would fit now: the full-sequence gate (rule 16)."""
+        missing = self.num_missing_blocks(request, match, use_watermark=use_watermark, reserved_blocks=reserved_blocks)
+        return missing <= 0
+
+    def num_missing_blocks(
+        self,
+        request: Request,
+        match: PrefixMatch | None = None,
+        *,
+        use_watermark: bool = True,
+        reserved_blocks: int = 0,
+    ) -> int:
+        """How many more blocks would have to be free for `can_admit`; 0 or less where it is true."""
         spare = self.num_free_blocks - reserved_blocks - (self.config.watermark_blocks if use_watermark else 0)
-        return self._admission.blocks_needed_for_all(request, match) <= spare
+        return self._admission.blocks_needed_for_all(request, match) - spare
 
     # -- commands ----------------------------------------------------------------------------------------------------
 

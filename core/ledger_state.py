@@ -46,6 +46,7 @@ class LedgerState:
         request_of: row -> request id or None.
         row_is_held: bool `[max_num_reqs]`, which rows a request holds.
         next_sequence: the sequence number of the next commit.
+        num_gains: references given back and keys dropped so far: what can end a lack of blocks (`RefusedAdmission`).
     """
 
     def __init__(self, created: PoolCreated, eviction: EvictionOrder | None = None) -> None:
@@ -78,6 +79,7 @@ class LedgerState:
         self.request_of: list[str | None] = [None] * rows
         self.free_rows = list(range(rows - 1, -1, -1))
         self.next_sequence = 0
+        self.num_gains = 0
         self._checks = EventChecks(self)
         self._handlers: dict[type, Callable[[Any], None]] = {
             PoolCreated: self._pool_created,
@@ -245,6 +247,7 @@ class LedgerState:
         reason, groups, rows, counts, blocks, indices = event
         if not isinstance(blocks, tuple):
             blocks = as_ints(blocks)
+        self.num_gains += len(blocks)
         self.pool.apply_release(blocks)
         if len(rows) == 1 and not len(indices):  # all that a request holds in one group
             self.tables[int(groups[0])].clear(int(rows[0]))
@@ -263,6 +266,7 @@ class LedgerState:
             start += count
 
     def _blocks_uncached(self, event: BlocksUncached) -> None:
+        self.num_gains += len(event.blocks)
         self.pool.apply_uncache(as_ints(event.blocks))
 
     def _cache_reset(self, event: CacheReset) -> None:

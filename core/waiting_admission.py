@@ -8,6 +8,7 @@ from .kv_transfers import IncomingTransfer, IncomingTransfers
 from .preempted_requests import PreemptedRequests
 from .prefix_match import PrefixMatch
 from .reductions import sum_of
+from .refused_admission import RefusedAdmission
 from .running_requests import RunningRequests
 from .scheduler_config import SchedulerConfig
 from .scheduler_stats import SchedulerStats
@@ -54,6 +55,7 @@ class WaitingAdmission:
         self._external = external
         self._remote = remote
         self.incoming = IncomingTransfers()
+        self._refused: RefusedAdmission | None = None
 
     def take_in_received(self) -> None:
         """Requests whose tokens have come from another engine run, as far as there is a place for them."""
@@ -68,6 +70,8 @@ class WaitingAdmission:
         waiting, running, free_rows = self._waiting, self._running, self._allocator.state.free_rows
         while budget > 0 and len(waiting) and len(running) < self._config.max_num_seqs and free_rows:
             request = waiting.head()
+            if self._is_refused_still(request):
+                break
             match = self._allocator.match_prefix(request)
             remote = self._num_remote_tokens(request, match)
             if remote:
@@ -126,14 +130,14 @@ class WaitingAdmission:
 
     def _allocate(self, request: Request, match: PrefixMatch, num_new_tokens: int, external: int) -> bool:
         """Take blocks for a request, if those that are free suffice."""
-        reserved = self._preempted.blocks_reserved() + self._preempted.blocks_to_protect(request)
-        # An idle pool has nothing to keep a watermark for; with it, a request of nearly the pool's size would wait
-        # for ever.
-        use_watermark = len(self._running) > 0
-        if (self._config.reserve_full_sequence or request in self._preempted) and not self._allocator.can_admit(
-            request, match, use_watermark=use_watermark, reserved_blocks=reserved
-        ):
-            return False
+        reserved, use_watermark = self._reserved_for(request), self._uses_watermark()
+        if self._config.reserve_full_sequence or request in self._preempted:
+            missing = self._allocator.num_missing_blocks(
+                request, match, use_watermark=use_watermark, reserved_blocks=reserved
+            )
+            if missing > 0:
+                self._remember_refusal(request, match, missing, reserved, use_watermark)
+                return False
         taken = self._allocator.allocate(
             request,
             num_new_tokens,
@@ -144,6 +148,29 @@ class WaitingAdmission:
             use_watermark=use_watermark,
         )
         return taken is not None
+
+    def _remember_refusal(
+        self, request: Request, match: PrefixMatch, missing: int, reserved: int, use_watermark: bool
+    ) -> None:
+        next_key = self._allocator.key_behind(request, match)
+        # Where tokens come from elsewhere, they come and go unseen.
+        if next_key is not None and self._external is None and self._remote is None:
+            gains = self._allocator.state.num_gains
+            self._refused = RefusedAdmission(request, next_key, missing, gains, reserved, use_watermark)
+
+    def _is_refused_still(self, request: Request) -> bool:
+        return self._refused is not None and self._refused.still_holds(
+            self._allocator, request, self._reserved_for(request), self._uses_watermark()
+        )
+
+    def _reserved_for(self, request: Request) -> int:
+        """Free blocks that others are promised, and those that a preempted request needs beyond its known tokens."""
+        return self._preempted.blocks_reserved() + self._preempted.blocks_to_protect(request)
+
+    def _uses_watermark(self) -> bool:
+        # An idle pool has nothing to keep a watermark for; with it, a request of nearly the pool's size would wait
+        # for ever.
+        return len(self._running) > 0
 
     def _note(self, request: Request, row: int, match: PrefixMatch, external: int) -> None:
         if request in self._preempted:
