@@ -1,24 +1,33 @@
-"""What does as the events say: the simulated backend, and (with torch) the CUDA backend."""
+"""What does as the events say: the simulated backend, and (with torch) the CUDA backend.
+
+Each name is imported when it is first used: some need torch, and whoever wants one part need not wait for the others.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..core.types import Backend
-from .context_rank import ContextRank
-from .sim_backend import SimBackend
-
 if TYPE_CHECKING:
+    from ..core.types import Backend
     from .cache_arrangement import CacheArrangement
+    from .context_rank import ContextRank
     from .cuda_backend import CudaBackend
     from .layer_access import KVScales
+    from .sim_backend import SimBackend
+
+_MODULES = {
+    "Backend": "..core.types",
+    "CacheArrangement": ".cache_arrangement",
+    "ContextRank": ".context_rank",
+    "CudaBackend": ".cuda_backend",
+    "KVScales": ".layer_access",
+    "SimBackend": ".sim_backend",
+}
 
 __all__ = ["Backend", "CacheArrangement", "ContextRank", "CudaBackend", "KVScales", "SimBackend"]
 
-# What needs torch, which is imported when one of these is asked for, not before.
-_NEEDS_TORCH = {"CacheArrangement": "cache_arrangement", "CudaBackend": "cuda_backend", "KVScales": "layer_access"}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEEDS_TORCH:
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_NEEDS_TORCH[name]}", __name__), name)
+    return getattr(import_module(module, __name__), name)

@@ -3,7 +3,10 @@
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -36,8 +39,28 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any
     return out
 
 
-def progress(description: str, total: float | None = None):
-    """A progress bar with the time left on a terminal's standard error, and silence elsewhere."""
+class NoProgress:
+    """What stands for a progress bar off a terminal: it takes the same calls, shows nothing, and loads no library."""
+
+    disable = True
+
+    def __enter__(self) -> "NoProgress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def update(self, _: Any, **__: Any) -> None:
+        """Nothing to show."""
+
+    def advance(self, _: Any, __: float = 1) -> None:
+        """Nothing to show."""
+
+
+def progress(description: str, total: float | None = None) -> "tuple[Progress | NoProgress, TaskID]":
+    """A progress bar with the time left on a terminal's standard error, or silence elsewhere, and its only task."""
+    if not sys.stderr.isatty():
+        return NoProgress(), cast("TaskID", 0)
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     bar = Progress(
@@ -47,7 +70,6 @@ def progress(description: str, total: float | None = None):
         TimeRemainingColumn(),
         console=console(stderr=True),
         transient=True,
-        disable=not sys.stderr.isatty(),
     )
     return bar, bar.add_task(description, total=total)
 

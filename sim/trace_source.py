@@ -6,9 +6,6 @@ from typing import Any
 from ..core.errors import InputError
 from .event_log_dir import open_logged_trace, the_event_log
 from .traces import Trace, open_trace
-from .workload import open_workload
-from .workload_fitting import open_fitted
-from .workload_mix import is_mix, open_mix
 
 
 def open_trace_or_workload(
@@ -66,11 +63,16 @@ def open_trace_or_workload(
     if trace:
         return open_trace(trace, seed=seed, **of_files, **window)
     if fit is not None:
+        from .workload_fitting import open_fitted
+
         if request_rate is not None:
             of_files["seed"] = seed
         return open_fitted(open_trace(fit, **of_files), seed=seed or 0, **window)
     for option, value in {**of_files, "on_bad_row": on_bad_row}.items():
         if value is not None:
             raise InputError(f"--{option.replace('_', '-')} {value} has no effect on a built-in workload; leave it out")
+    from .workload import open_workload
+    from .workload_mix import is_mix, open_mix
+
     name = str(workload)
     return open_mix(name, seed=seed or 0, **window) if is_mix(name) else open_workload(name, seed=seed or 0, **window)

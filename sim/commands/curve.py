@@ -68,7 +68,6 @@ def curve(
     from ..capacity_curve import capacity_curve
     from ..console import print_json, progress
     from ..curve_report import CountedTrace, print_curve
-    from ..model_bytes import bytes_per_block
     from ..trace_source import open_trace_or_workload
 
     source = open_trace_or_workload(
@@ -105,7 +104,11 @@ def curve(
             block_size=block_size,
             on_point=on_point,
         )
-    size_bytes = None if model is None else bytes_per_block(model, kv_cache_dtype, result.block_size)
+    size_bytes = None
+    if model is not None:
+        from ..model_bytes import bytes_per_block
+
+        size_bytes = bytes_per_block(model, kv_cache_dtype, result.block_size)
     if json:
         print_json(result.as_dict(size_bytes))
     else:

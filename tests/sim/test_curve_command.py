@@ -1,6 +1,7 @@
 """`kvledger curve`: what it prints, for people and for programs, and how it refuses."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -180,3 +181,17 @@ def test_what_cannot_be_used_is_refused_with_exit_2_and_no_output(kvledger, trac
     code, out, err = kvledger("curve", *[trace if each == "TRACE" else each for each in arguments])
     assert (code, out) == (2, "")
     assert message in err
+
+
+def test_json_of_a_file_waits_for_no_library_that_it_does_not_need(trace):
+    program = """
+import atexit, sys
+from kvledger.sim.cli import main
+atexit.register(lambda: print(*sys.modules, file=sys.stderr))
+sys.argv = ["kvledger", "curve", sys.argv[1], "--policy", "lru", "--json"]
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", program, trace], capture_output=True, text=True, check=True)
+    needless = {"rich", "simpy", "kvledger.core.model_geometry", "kvledger.core.events", "kvledger.sim.workload"}
+    assert json.loads(ended.stdout)["policy"] == "lru"
+    assert not needless & set(ended.stderr.split())
