@@ -7,8 +7,9 @@ usable blocks (an engine's null block comes on top). Outputs take no blocks.
 
 Why one pass is enough: under LRU a cache of C blocks holds the C most recent ones, so a block hits exactly where its
 depth in the recency stack is at most C. Blocks form a trie, so depth grows along a prompt, and neighbours that were
-last asked for by the same request lie next to each other in the stack: one look-up serves the whole run. A Fenwick tree
-over *requests*, holding how many blocks each was the last to ask for, gives the depth of a run in O(log requests).
+last asked for by the same request lie next to each other in the stack: one look-up serves the whole run. The depth of a
+run follows from how many blocks each earlier request was the last to ask for, and that from the runs before: a sum for
+each run over those before it, taken for all of them at once in O(runs log runs).
 """
 
 import attrs
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.errors import InputError
-from .prompt_blocks import PromptBlocks
+from .prompt_blocks import PromptBlocks, sums_before
 
 IntArray = npt.NDArray[np.int64]
 
@@ -117,35 +118,39 @@ class _Runs:
 def _depths(prompts: PromptBlocks, runs: _Runs) -> IntArray:
     """Depth in the recency stack (1 = most recent) of the first block of every run, when its request arrives.
 
-    The tree starts with every request's blocks in it, those still to come included. That does no harm: the blocks
-    above a run are all distinct blocks so far less those that requests up to `previous_request` were last to touch.
+    The blocks above a run are all distinct blocks so far less those that requests up to `previous_request` were last to
+    touch: all of theirs but what runs before this one have touched again.
     """
     distinct = np.cumsum(np.where(prompts.previous_request < 0, prompts.events_in_cache, 0))
     begin = prompts.starts[runs.request]
-    num_distinct_before = np.where(begin > 0, distinct[begin - 1], 0).tolist()
-    tree = _fenwick_tree(prompts.counts_in_cache)
-    size = len(tree)
-    out: list[int] = []
-    rows = zip(runs.previous_request.tolist(), runs.length.tolist(), num_distinct_before, strict=True)
-    for previous, length, num_distinct in rows:
-        depth = num_distinct + 1
-        i = previous + 1
-        while i:
-            depth -= tree[i]
-            i &= i - 1
-        out.append(depth)
-        i = previous + 1
-        while i < size:
-            tree[i] -= length
-            i += i & -i
-    return np.array(out, dtype=np.int64)
+    num_distinct = np.where(begin > 0, distinct[begin - 1], 0)
+    last_touched = np.cumsum(prompts.counts_in_cache)[runs.previous_request]
+    touched_again = _sums_of_earlier(runs.previous_request, runs.length)
+    return num_distinct + 1 - (last_touched - touched_again)
 
 
-def _fenwick_tree(values: IntArray) -> list[int]:
-    """A Fenwick tree over `values` (node 0 unused): node i holds the sum of the `i & -i` values that end at i - 1."""
-    sums = np.concatenate(([0], np.cumsum(values)))
-    nodes = np.arange(len(sums))
-    return (sums[nodes] - sums[nodes & (nodes - 1)]).tolist()
+def _sums_of_earlier(keys: IntArray, weights: IntArray) -> IntArray:
+    """For every entry, the sum of the weights of those before it whose key is not larger; int64 [len(keys)].
+
+    All entries stand in the order of their keys, and are split by one bit of their index after the other, the highest
+    first, as in a wavelet tree: an entry before another one shares the bits above some bit with it, and has 0 there
+    where the other has 1.
+    """
+    sums = np.zeros(len(keys), dtype=np.int64)
+    order = np.argsort(keys, kind="stable")
+    places = np.arange(len(keys))
+    for bit in reversed(range(len(keys).bit_length())):
+        half = 1 << bit
+        is_low = order & half == 0
+        group = order & -2 * half  # where the entries that share the bits above this one begin: they are all there
+        low_weights = sums_before(np.where(is_low, weights[order], 0))
+        num_low = sums_before(is_low)
+        sums[order] += np.where(is_low, 0, low_weights[:-1] - low_weights[group])
+        num_low_in_group = num_low[:-1] - num_low[group]
+        split = np.empty_like(order)
+        split[np.where(is_low, group + num_low_in_group, half + places - num_low_in_group)] = order
+        order = split
+    return sums
 
 
 def _hits_by_capacity(depth: IntArray, length: IntArray, num_depths: int) -> IntArray:

@@ -181,9 +181,9 @@ def at_block_size(prompts: PromptBlocks, block_size: int) -> PromptBlocks:
     return attrs.evolve(prompts, block_size=block_size, starts=starts, **_renumbered(names))
 
 
-def starts_of(counts: IntArray) -> IntArray:
-    """Where each of so many pieces begins, and the end of the last: int64 [len(counts) + 1]."""
-    return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts)))
+def sums_before(values: npt.NDArray[Any]) -> IntArray:
+    """The sum of the values before each one, and of all of them: int64 [len(values) + 1]."""
+    return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(values)))
 
 
 def _ends_in(prompts: PromptBlocks, block_size: int) -> tuple[IntArray, IntArray]:
@@ -191,7 +191,7 @@ def _ends_in(prompts: PromptBlocks, block_size: int) -> tuple[IntArray, IntArray
     own, lengths = prompts.block_size, prompts.input_lengths
     covered = prompts.counts * own if prompts.full_blocks_only else lengths
     counts = covered // block_size if prompts.full_blocks_only else -(-lengths // block_size)
-    starts = starts_of(counts)
+    starts = sums_before(counts)
     request = np.repeat(np.arange(len(counts)), counts)
     position = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
     last_token = np.minimum((position + 1) * block_size, covered[request]) - 1
@@ -240,7 +240,7 @@ def _in_arrays(trace: Trace, block_size: int) -> PromptBlocks:
         read.add(request)
     counts = np.array(read.counts, dtype=np.int64)
     first_places = read.first_places(counts)
-    starts = starts_of(counts)
+    starts = sums_before(counts)
     _refuse_unless_trie(first_places, starts, read.places)
     return PromptBlocks(
         block_size=block_size,

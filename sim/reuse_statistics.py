@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .lru_curve import LruCurve
-from .prompt_blocks import NEVER, PromptBlocks
+from .prompt_blocks import NEVER, PromptBlocks, sums_before
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -99,9 +99,9 @@ def _working_set(window_s: float, uses: _Uses, arrivals: FloatArray) -> WorkingS
     end = begin + np.minimum(window_s, uses.until_next_s)
     mean = float((num_blocks * (np.minimum(end, last) - begin)).sum()) / (last - first)
     # The set grows at arrivals only, so it is largest right after one: what began by then, less what ended by then.
-    begun = np.concatenate(([0], np.cumsum(num_blocks)))[np.searchsorted(begin, arrivals, side="right")]
+    begun = sums_before(num_blocks)[np.searchsorted(begin, arrivals, side="right")]
     order = np.argsort(end, kind="stable")
-    ended = np.concatenate(([0], np.cumsum(num_blocks[order])))[np.searchsorted(end[order], arrivals, side="right")]
+    ended = sums_before(num_blocks[order])[np.searchsorted(end[order], arrivals, side="right")]
     return WorkingSet(window_s, mean, int((begun - ended).max()))
 
 

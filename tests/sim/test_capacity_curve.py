@@ -16,6 +16,7 @@ from kvledger.sim.prompt_blocks import read_prompt_blocks
 from kvledger.sim.reblocking import ReblockedTrace
 from kvledger.sim.trace_keys import TraceKeySource
 from kvledger.sim.traces import TraceInfo, TraceRequest, Window, open_trace
+from kvledger.sim.workload import open_workload
 
 SIZES = (1_000, 5_000, 10_000, 30_000, 50_000, 100_000)
 # Share of the conversation trace's blocks that hit at SIZES and with an infinite cache.
@@ -150,6 +151,12 @@ def test_lru_by_replay_equals_the_one_pass(trace):
     curve = lru_curve(prompts)
     for num_blocks in range(1, 30):
         assert replay_policy(prompts, "lru", num_blocks) == curve.at(num_blocks)
+
+
+@pytest.mark.parametrize("num_blocks", [50, 700, 5_000])
+def test_lru_by_replay_equals_the_one_pass_over_a_long_trace(num_blocks):
+    prompts = read_prompt_blocks(open_workload("conversation", limit=1_000))
+    assert replay_policy(prompts, "lru", num_blocks) == lru_curve(prompts).at(num_blocks)
 
 
 @given(tries(), st.integers(1, 20))
