@@ -66,8 +66,10 @@ class KVCacheAllocator(BatchCommands):
         """
         if not self._caches or not self.can_append_several_steps:
             return None
-        count = len(match.blocks[0])
-        return next(iter(self._matcher.block_keys(request, self.config.groups[0], count, count + 1)), None)
+        kind, count = self.config.groups[0], len(match.blocks[0])
+        if (count + 1) * kind.block_size > request.num_tokens:
+            return None
+        return next(iter(self._matcher.block_keys(request, kind, count, count + 1)), None)
 
     def can_admit(
         self,
