@@ -88,6 +88,7 @@ def hash_ids(value: Any, field: str) -> tuple[int, ...]:
     """A list of block ids, each a whole number in [0, 2**63)."""
     if type(value) is not list:
         raise RowError("not_a_list", f"{shown(value)} is not a list of block ids", field)
-    if set(map(type, value)) <= {int} and (not value or (min(value) >= 0 and max(value) <= MAX_HASH_ID)):
+    are_ints = list(map(type, value)).count(int) == len(value)
+    if are_ints and (not value or (min(value) >= 0 and max(value) <= MAX_HASH_ID)):
         return tuple(value)
     return tuple(whole_number(one, f"{field}[{i}]", MAX_HASH_ID) for i, one in enumerate(value))

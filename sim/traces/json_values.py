@@ -3,8 +3,9 @@
 import codecs
 import json
 from collections.abc import Iterator
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ...core.errors import InputError
 from .bad_rows import BadRow
@@ -28,7 +29,7 @@ def read_json_values(path: Path, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tup
 
 
 class _Values:
-    def __init__(self, path: Path, file: BinaryIO, chunk_bytes: int) -> None:
+    def __init__(self, path: Path, file: BufferedIOBase, chunk_bytes: int) -> None:
         self._path = path
         self._file = file
         self._chunk_bytes = chunk_bytes

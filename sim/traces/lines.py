@@ -4,9 +4,9 @@ import gzip
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import DEFAULT_BUFFER_SIZE, BufferedIOBase
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, cast
 
 from ...core.errors import InputError
 
@@ -14,12 +14,12 @@ GZIP_MAGIC = b"\x1f\x8b"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def open_bytes(path: Path) -> BinaryIO:
+def open_bytes(path: Path) -> BufferedIOBase:
     """The file's bytes, decompressed where its content (not its name) says gzip."""
     try:
         with open(path, "rb") as file:
             is_gzip = file.read(2) == GZIP_MAGIC
-        return cast(BinaryIO, gzip.open(path, "rb") if is_gzip else open(path, "rb"))
+        return gzip.open(path, "rb") if is_gzip else open(path, "rb")
     except OSError as error:
         raise InputError(f"{path}: cannot be read as a trace: {error.strerror or error}") from error
 
@@ -44,12 +44,25 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """
     place = 0
     with open_bytes(path) as file, reading_errors(path, lambda: place):
-        for place, line in enumerate(file, start=1):
+        for place, line in enumerate(_lines(file), start=1):
             text = line.strip()
             if place == 1:
                 text = text.removeprefix(BYTE_ORDER_MARK)
             if text:
                 yield place, text
+
+
+def _lines(file: BufferedIOBase) -> Iterator[bytes]:
+    """The lines of a file without their ends: what iterating over it gives, but for a call in Python a line."""
+    pieces: list[bytes] = []
+    while block := file.read1(DEFAULT_BUFFER_SIZE):
+        first, *others = block.split(b"\n")
+        pieces.append(first)
+        if others:
+            yield b"".join(pieces)
+            yield from others[:-1]
+            pieces = others[-1:]
+    yield b"".join(pieces)
 
 
 def first_lines(path: Path, at_most: int, num_bytes: int) -> list[tuple[int, bytes]]:

@@ -34,7 +34,9 @@ def read_rows(source: TraceSource) -> Iterator[Row | BadRow]:
     names = PrefixNames(source.info)
 
     def parse(place: int, row: dict[str, Any]) -> Row:
-        when, num_input, num_output = (required(row, name) for name in ("timestamp", "input_length", "output_length"))
+        when = required(row, "timestamp")
+        num_input = required(row, "input_length")
+        num_output = required(row, "output_length")
         ids = row.get("hash_ids")
         return (
             place,
