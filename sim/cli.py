@@ -56,7 +56,7 @@ def build_app() -> typer.Typer:
 def main() -> None:
     """Run the command line. Exit 0: done; 1: the answer is "no, it does not fit"; 2: bad input."""
     # A run makes many small objects and next to no cycles; the default threshold would look for them a thousand times.
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(100_000, 20, 20)
     try:
         build_app()()
     except KVLedgerError as error:
