@@ -173,7 +173,7 @@ async def _whole(choice: Choice, on_gap: Callable[[float], None]) -> Piece:
 def _of_sample(settings: SamplingSettings, sample: int) -> SamplingSettings:
     if settings.seed is None:
         return settings
-    return attrs.evolve(settings, seed=(settings.seed + sample) % NUM_SEEDS)
+    return settings.with_seed((settings.seed + sample) % NUM_SEEDS)
 
 
 def _check_lengths(lengths: RequestLengths, wanted: Wanted) -> None:

@@ -1,4 +1,4 @@
-"""Output tokens into text as they come: whole characters only, and nothing behind a stop text."""
+"""Output tokens into text as they come: whole characters only."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,6 +7,10 @@ from typing import Protocol
 CONTEXT_TOKENS = 6
 # What a decoder shows for bytes that are no character yet.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# A character has four bytes at most, so at most so many of its tokens can be there before its last one.
+MAX_TOKENS_OF_HALF_A_CHARACTER = 3
+# With more tokens than this unread, those that can become nothing any more are given out: each token reads them all.
+MAX_UNREAD_TOKENS = 16
 
 
 class Tokenizer(Protocol):
@@ -31,45 +35,35 @@ class Detokenizer:
         """The text that this token makes certain; empty while a character is incomplete."""
         self._tokens.append(token_id)
         new = self._unread()
-        if not new or new.endswith(REPLACEMENT):
-            return ""
-        del self._tokens[: self._num_read]
-        self._num_read = len(self._tokens)
-        return new
+        if new and not new.endswith(REPLACEMENT):
+            self._give_out(len(self._tokens))
+            return new
+        return self._certain(new) if len(self._tokens) - self._num_read > MAX_UNREAD_TOKENS else ""
 
     def end(self) -> str:
         """What is left when no token follows: bytes that never became a character."""
         return self._unread()
 
+    def _certain(self, unread: str) -> str:
+        """Of bytes that are no character, and of tokens without text, what no further token changes."""
+        for num_kept in range(MAX_TOKENS_OF_HALF_A_CHARACTER, 2 * MAX_TOKENS_OF_HALF_A_CHARACTER + 1):
+            num_certain = len(self._tokens) - num_kept
+            certain = self._text(num_certain)[len(self._text(self._num_read)) :]
+            if unread.startswith(certain):  # else the cut goes through a character
+                if certain:
+                    self._give_out(num_certain)
+                else:  # what was read before them still decides about a space behind them
+                    del self._tokens[self._num_read : num_certain]
+                return certain
+        return ""
+
+    def _give_out(self, num_tokens: int) -> None:
+        """So many of the tokens count as read from now on, and those that did before are needed no more."""
+        del self._tokens[: self._num_read]
+        self._num_read = num_tokens - self._num_read
+
     def _unread(self) -> str:
-        read = self._tokenizer.decode(self._tokens[: self._num_read], skip_special_tokens=True)
-        return self._tokenizer.decode(self._tokens, skip_special_tokens=True)[len(read) :]
+        return self._text(len(self._tokens))[len(self._text(self._num_read)) :]
 
-
-class StopTexts:
-    """Looks for the first stop text in an output that comes in pieces, and holds back what may be the start of one."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""
-
-    def add(self, text: str) -> tuple[str, str | None]:
-        """What may be given out, and the stop text that was found, if any; nothing may follow that."""
-        self._held += text
-        found = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if found:
-            place, stop = min(found)
-            return self._held[:place], stop
-        keep = max((self._overlap(stop) for stop in self._stops), default=0)
-        given = self._held[: len(self._held) - keep]
-        self._held = self._held[len(given) :]
-        return given, None
-
-    def end(self) -> str:
-        """What was held back, when no text follows."""
-        return self._held
-
-    def _overlap(self, stop: str) -> int:
-        """How many characters at the end could be the beginning of this stop text."""
-        longest = min(len(stop) - 1, len(self._held))
-        return next((length for length in range(longest, 0, -1) if self._held.endswith(stop[:length])), 0)
+    def _text(self, num_tokens: int) -> str:
+        return self._tokenizer.decode(self._tokens[:num_tokens], skip_special_tokens=True)

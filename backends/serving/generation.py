@@ -1,17 +1,19 @@
 """One request as the engine sees it: every token so far, the keys of its blocks, and where its output ends."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...core.token_key_source import TokenKeySource
 from ...core.types import Request
-from .detokenizer import Detokenizer, StopTexts, Tokenizer
+from .detokenizer import CONTEXT_TOKENS, Detokenizer, Tokenizer
 from .live_request import LiveRequest
 from .logit_adjustments import LogitAdjuster
 from .sampling import ChosenToken, NextToken, uniform
 from .sampling_settings import SamplingSettings
+from .stop_texts import StopTexts
+from .token_rules import TokenRules
 from .token_stream import TokenDelta
 
 
@@ -36,7 +38,7 @@ class Generation:
         keys: TokenKeySource,
         prompt_token_ids: NDArray[np.int64],
         seed: int,
-        eos_token_ids: Collection[int] = (),
+        rules: TokenRules,
         tokenizer: Tokenizer | None = None,
     ) -> None:
         """See `LiveEngine.submit`.
@@ -47,7 +49,7 @@ class Generation:
             keys: over the same prompt.
             prompt_token_ids: int64 `[num_prompt_tokens]`.
             seed: of its draws.
-            eos_token_ids: the model's tokens that end an output.
+            rules: of its settings.
             tokenizer: makes text of it; None: there is none.
         """
         self.request = request
@@ -62,10 +64,10 @@ class Generation:
         # All that can ever come; the last output is never computed but kept all the same.
         self._token_ids = np.empty(self.num_tokens + request.max_tokens, dtype=np.int64)
         self._token_ids[: self.num_tokens] = prompt_token_ids
-        ends = set(self.settings.stop_token_ids)
-        self._stop_token_ids = ends if self.settings.ignore_eos else ends | set(eos_token_ids)
-        self._adjuster = LogitAdjuster(self.settings, prompt_token_ids, sorted(self._stop_token_ids))
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt_token_ids.tolist())
+        self._ends = rules.ends
+        self._adjuster = LogitAdjuster(self.settings, prompt_token_ids, rules)
+        context = prompt_token_ids[-CONTEXT_TOKENS:].tolist()
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, context)
         self._stop_texts = StopTexts(self.settings.stop)
 
     @property
@@ -104,7 +106,7 @@ class Generation:
 
     def _read(self, token_id: int) -> tuple[str | None, int | str | None]:
         """The text that a token makes certain, and the token or text that ends the output with it, if any."""
-        stops = token_id in self._stop_token_ids
+        stops = token_id in self._ends
         decoder = self._detokenizer
         if decoder is None:
             return None, token_id if stops else None

@@ -40,6 +40,7 @@ from .request_checks import RequestChecks
 from .request_lengths import RequestLengths
 from .sampling import seed_of_request
 from .sampling_settings import SamplingSettings
+from .token_rules import TokenRules
 from .token_runner import TokenRunner
 
 if TYPE_CHECKING:  # recording needs pyarrow, serving does not
@@ -222,16 +223,24 @@ class LiveEngine:
         now_ns = self._clock_ns()
         names = [None] * len(settings) if request_ids is None else request_ids
         generations = [
-            self._generation(tokens, each, name, priority, cache_salt, now_ns)
-            for each, name in zip(settings, names, strict=True)
+            self._generation(tokens, each, rules, name, priority, cache_salt, now_ns)
+            for each, rules, name in zip(settings, self._rules_of(settings), names, strict=True)
         ]
         self._inbox.submit(generations)
         return [generation.live for generation in generations]
+
+    def _rules_of(self, settings: Sequence[SamplingSettings]) -> list[TokenRules]:
+        rules: list[TokenRules] = []
+        for place, each in enumerate(settings):
+            shared = place and each.says_the_same_of_tokens(settings[place - 1])
+            rules.append(rules[-1] if shared else TokenRules.of(each, self._checks.eos_token_ids))
+        return rules
 
     def _generation(
         self,
         tokens: NDArray[np.int64],
         settings: SamplingSettings,
+        rules: TokenRules,
         request_id: str | None,
         priority: int,
         cache_salt: str | None,
@@ -250,7 +259,7 @@ class LiveEngine:
         self.lengths.check(request)
         live = LiveRequest(request, settings, now_ns, self._inbox.cancel)
         seed = seed_of_request(self._seed, ordinal) if settings.seed is None else settings.seed
-        return Generation(request, live, keys, tokens, seed, self._checks.eos_token_ids, self.tokenizer)
+        return Generation(request, live, keys, tokens, seed, rules, self.tokenizer)
 
     def cancel(self, request_id: str) -> None:
         """End a request after the step in flight; nothing happens to one that has ended or never was."""

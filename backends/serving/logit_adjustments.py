@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ..device_values import on_device
 from .sampling_settings import SamplingSettings
 from .seen_tokens import SeenTokens
+from .token_rules import TokenRules
 
 # Logits changed at once, so that what it takes on the device is bounded, however many tokens a batch has seen.
 MAX_ENTRIES = 1 << 20
@@ -52,35 +53,38 @@ class LogitAdjustment:
 class LogitAdjuster:
     """The adjustments of one request, output after output. Depends on its tokens alone, so preemption changes none."""
 
-    def __init__(
-        self, settings: SamplingSettings, prompt_token_ids: NDArray[np.int64], ending_token_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, settings: SamplingSettings, prompt_token_ids: NDArray[np.int64], rules: TokenRules) -> None:
         """Nothing is in the output yet.
 
         Args:
             settings: of the request.
             prompt_token_ids: int64 `[num_prompt_tokens]`.
-            ending_token_ids: tokens that end the output.
+            rules: of its settings.
         """
         self._settings = settings
-        self._ending = np.array(ending_token_ids if settings.min_tokens else (), dtype=np.int64)
-        self._biased = np.array([token_id for token_id, _ in settings.logit_bias], dtype=np.int64)
-        self._biases = np.array([bias for _, bias in settings.logit_bias], dtype=np.float64)
+        self._prompt_token_ids = prompt_token_ids
+        self._rules = rules
         self._seen: SeenTokens | None = None
-        if settings.penalizes:
-            prompt = prompt_token_ids.tolist() if settings.repetition_penalty != 1 else ()
-            self._seen = SeenTokens(prompt, settings.max_tokens)
 
     def add(self, token_id: int) -> None:
         """The output has one more token."""
-        if self._seen is not None:
-            self._seen.add(token_id)
+        if self._settings.penalizes:
+            self._tokens_seen().add(token_id)
 
     def next(self, num_output_tokens: int) -> LogitAdjustment | None:
         """For the token behind so many output tokens; None: nothing is changed."""
-        never = self._ending if num_output_tokens < self._settings.min_tokens else _NONE
-        found = LogitAdjustment(self._settings, never, self._biased, self._biases, self._seen)
+        rules = self._rules
+        never = rules.held_back if num_output_tokens < self._settings.min_tokens else _NONE
+        seen = self._tokens_seen() if self._settings.penalizes else None
+        found = LogitAdjustment(self._settings, never, rules.biased, rules.biases, seen)
         return found if found.num_entries else None
+
+    def _tokens_seen(self) -> SeenTokens:
+        """Made when first asked for: what waits for its first token needs none."""
+        if self._seen is None:
+            prompt = self._prompt_token_ids.tolist() if self._settings.repetition_penalty != 1 else ()
+            self._seen = SeenTokens(prompt, self._settings.max_tokens)
+        return self._seen
 
 
 def adjusted_logits(logits: torch.Tensor, adjustments: Sequence[LogitAdjustment | None]) -> torch.Tensor:

@@ -27,6 +27,7 @@ from .model_runner import ModelRunner
 from .sampling import NextToken, choose_tokens
 from .sampling_settings import SamplingSettings
 from .served_model import kv_cache_config
+from .token_rules import TokenRules
 
 # The null block and the one that a pool cannot do without.
 _SMALLEST_POOL_BLOCKS = 2
@@ -142,5 +143,5 @@ class SampledGraphs:
 def _sample(logits: torch.Tensor) -> None:
     """With every token seen before in every row."""
     num_rows, vocab_size = logits.shape
-    adjuster = LogitAdjuster(_SAMPLED, np.arange(vocab_size), ())
+    adjuster = LogitAdjuster(_SAMPLED, np.arange(vocab_size), TokenRules.of(_SAMPLED))
     choose_tokens(logits, [NextToken(_SAMPLED, 0.5, adjuster.next(0))] * num_rows).wait()

@@ -61,8 +61,9 @@ class RequestChecks:
                 f"priority {priority} has no effect under the policy {self.policy!r}; leave it out, or serve with "
                 "policy='priority'",
             )
-        for each in settings:
-            self._settings(each)
+        for place, each in enumerate(settings):
+            if not place or not each.says_the_same_of_tokens(settings[place - 1]):
+                self._settings(each)
 
     def _settings(self, settings: SamplingSettings) -> None:
         if settings.stop and not self.has_tokenizer:

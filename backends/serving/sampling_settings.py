@@ -4,6 +4,7 @@ Names and meanings are OpenAI's (`presence_penalty`, `frequency_penalty`, `logit
 `repetition_penalty`, `min_p`, `min_tokens`, `stop_token_ids`, `ignore_eos`).
 """
 
+import copy
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,7 +52,7 @@ def _token_id(value: Any, setting: str) -> int:
 
 
 def _ids(value: Iterable[SupportsIndex]) -> tuple[int, ...]:
-    return tuple([_token_id(each, "stop_token_ids") for each in value])
+    return tuple(dict.fromkeys([_token_id(each, "stop_token_ids") for each in value]))
 
 
 def _biases(value: "Mapping[int, float] | Iterable[tuple[int, float]]") -> tuple[tuple[int, float], ...]:
@@ -85,7 +86,7 @@ class SamplingSettings:
         logit_bias: token -> what is added to its logit, or such pairs; kept as pairs in the order of the tokens.
         seed: of the draws; None: the engine gives the request one of its own.
         stop: texts that end the output; what follows their beginning is not part of it.
-        stop_token_ids: tokens that end the output, beside the model's end-of-sequence tokens.
+        stop_token_ids: tokens that end the output, beside the model's end-of-sequence tokens; each is kept once.
         ignore_eos: the model's end-of-sequence tokens do not end the output.
         logprobs: how many of the likeliest tokens are reported with each token and its own log probability (of the
             model's distribution, before anything above changes it); None: neither is.
@@ -142,6 +143,24 @@ class SamplingSettings:
                     "logit_bias",
                     f"logit_bias of token {token_id} is {bias}; it must be -{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}",
                 )
+
+    def with_seed(self, seed: int) -> "SamplingSettings":
+        """The same settings with another seed, 0 or more and below `NUM_SEEDS`; the rest is shared, not looked at."""
+        changed = copy.copy(self)
+        object.__setattr__(changed, "seed", seed)
+        return changed
+
+    def says_the_same_of_tokens(self, other: "SamplingSettings") -> bool:
+        """Whether these are the other's but for what concerns no single token and no text; sure to be found only of
+        settings that share their tuples (`with_seed`).
+        """
+        return (
+            self.stop is other.stop
+            and self.stop_token_ids is other.stop_token_ids
+            and self.logit_bias is other.logit_bias
+            and self.min_tokens == other.min_tokens
+            and self.ignore_eos == other.ignore_eos
+        )
 
     @property
     def is_greedy(self) -> bool:

@@ -14,7 +14,9 @@ from kvledger.backends.serving import (  # noqa: E402
     SamplingSettings,
     step_sampler,
 )
+from kvledger.backends.serving.request_checks import RequestChecks  # noqa: E402
 from kvledger.backends.serving.sampling import choose_tokens  # noqa: E402
+from kvledger.backends.serving.token_rules import TokenRules  # noqa: E402
 from kvledger.backends.sinks import FlushPolicy, LogReader, RequestArrived, RequestEnded  # noqa: E402
 from kvledger.core import EventLog, InputError  # noqa: E402
 from kvledger.core.events import BlockCopied, BlocksShared  # noqa: E402
@@ -170,6 +172,19 @@ def test_a_failure_ends_all_of_them(make_engine, step) -> None:
         with pytest.raises(EngineFailedError):
             live.result(0)
     assert engine.allocator.pool.num_held_blocks == 0 and engine.stats.num_queued == engine.stats.num_unended == 0
+
+
+def test_what_settings_say_of_tokens_is_looked_at_once_for_all_samples(make_engine, monkeypatch) -> None:
+    checked, made, make = [], [], TokenRules.of
+    monkeypatch.setattr(RequestChecks, "_settings", lambda _self, each: checked.append(each))
+    monkeypatch.setattr(TokenRules, "of", lambda each, ends: made.append(each) or make(each, ends))
+    shared = attrs.evolve(DRAWN, stop_token_ids=[5, 6], logit_bias={1: 2.0}, min_tokens=2)
+    settings = [*[shared.with_seed(seed) for seed in range(4)], attrs.evolve(shared, ignore_eos=True)]
+    engine = make_engine(start=False)
+    lives = engine.submit_samples(PROMPT, settings)
+    assert checked == made == [settings[0], settings[4]]
+    run(engine)
+    assert_are_alone(PROMPT, lives, settings)
 
 
 def test_all_are_queued_or_none(make_engine) -> None:

@@ -13,6 +13,7 @@ from kvledger.backends.serving.errors import SettingError  # noqa: E402
 from kvledger.backends.serving.logit_adjustments import LogitAdjuster, adjusted_logits  # noqa: E402
 from kvledger.backends.serving.sampling import NextToken, choose_tokens, seed_of_request, uniform  # noqa: E402
 from kvledger.backends.serving.sampling_settings import MAX_TOP_K  # noqa: E402
+from kvledger.backends.serving.token_rules import TokenRules  # noqa: E402
 
 from tests.backends.serving.recorded_graphs import CaptureError, Recording  # noqa: E402
 
@@ -149,7 +150,7 @@ PROMPT, OUTPUT = [5, 6, 6, 7], [6, 8, 8]
 
 def adjuster_of(settings):
     """Of a request that has produced `OUTPUT`."""
-    adjuster = LogitAdjuster(settings, np.array(PROMPT), [1, 2])
+    adjuster = LogitAdjuster(settings, np.array(PROMPT), TokenRules.of(settings, [1, 2]))
     for token_id in OUTPUT:
         adjuster.add(token_id)
     return adjuster
