@@ -75,10 +75,12 @@ def _check_utf8(text: str) -> str:
 
 Text: TypeAlias = Annotated[str, AfterValidator(_check_utf8)]
 TokenId: TypeAlias = Annotated[int, Field(ge=0)]
-TokenIds: TypeAlias = list[TokenId]
+# A list is as long as a body allows, and one thing that is wrong with it is enough to be told.
+TokenIds: TypeAlias = Annotated[list[TokenId], Field(fail_fast=True)]
+Texts: TypeAlias = Annotated[list[Text], Field(fail_fast=True)]
 MaxTokens: TypeAlias = Annotated[int, _between(1, MAX_TOKENS)]
 NumLogprobs: TypeAlias = Annotated[int, _between(0, MAX_LOGPROBS)]
-Prompt: TypeAlias = Text | TokenIds | list[Text] | list[TokenIds]
+Prompt: TypeAlias = Text | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
 
 
 def _without(param: str, needed: str) -> ApiError:
@@ -120,7 +122,7 @@ class GenerationRequest(StrictModel):
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], AfterValidator(_check_token_keys)] | None = None
     seed: Annotated[int, _between(-(1 << 63), (1 << 63) - 1)] | None = None
-    stop: Annotated[Text | list[Text] | None, _one_of("text or a list of texts (UTF-8 that can be encoded)")] = None
+    stop: Annotated[Text | Texts | None, _one_of("text or a list of texts (UTF-8 that can be encoded)")] = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -246,11 +248,14 @@ class TextPart(StrictModel):
     text: Text
 
 
+TextParts: TypeAlias = Annotated[list[TextPart], Field(fail_fast=True)]
+
+
 class Message(StrictModel):
     """One message of a conversation. `developer` is what newer clients call `system`, and is rendered as such."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Text | list[TextPart], _one_of('text, or a list of {"type": "text", "text": ...}')]
+    content: Annotated[Text | TextParts, _one_of('text, or a list of {"type": "text", "text": ...}')]
 
     def as_template_input(self) -> dict[str, str]:
         """Role and text, as chat templates take them; parts are joined as they are."""
@@ -264,7 +269,7 @@ class ChatCompletionRequest(GenerationRequest):
     unsupported: ClassVar[dict[str, Unsupported]] = dict(OF_CHAT)
     prompt_param: ClassVar[str] = "messages"
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     max_completion_tokens: MaxTokens | None = None

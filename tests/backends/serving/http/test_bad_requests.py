@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from kvledger.backends.serving.openai_requests import ChatCompletionRequest, CompletionRequest
+from pydantic import ValidationError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -318,6 +320,20 @@ def test_a_body_that_is_no_json_object_is_refused(running):
 )
 def test_why_a_body_cannot_be_read_is_said(running, body, message):
     assert error_of(running.post(COMPLETIONS, body), 400)["message"].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatCompletionRequest, {"messages": [{}] * 1_000}),
+        (ChatCompletionRequest, {"messages": HELLO, "stop_token_ids": [-1] * 1_000}),
+        (CompletionRequest, {"prompt": [-1] * 1_000}),
+    ],
+)
+def test_the_first_thing_that_is_wrong_with_a_list_is_enough(kind, body):
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() <= 2  # a message may lack both of its fields
 
 
 def test_another_content_type_is_refused(running):
