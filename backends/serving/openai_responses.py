@@ -14,6 +14,9 @@ from .token_stream import TokenDelta
 
 Speller = Callable[[int], TokenSpelling]
 
+# What OpenAI's API gives for tokens that are next to impossible; JSON has no infinity for those that are quite so.
+LEAST_LOGPROB = -9999.0
+
 
 @attrs.frozen
 class Piece:
@@ -166,13 +169,13 @@ def _completion_logprobs(piece: Piece, spell: Speller) -> dict[str, Any]:
         place += len(delta.text or "")
         by_text: dict[str, float] = {}
         for token_id, logprob in delta.top_logprobs:
-            by_text.setdefault(_distinct_text(spell(token_id)), logprob)
+            by_text.setdefault(_distinct_text(spell(token_id)), _shown(logprob))
         if delta.logprob is not None:
-            by_text.setdefault(text, delta.logprob)
+            by_text.setdefault(text, _shown(delta.logprob))
         likeliest.append(by_text if delta.top_logprobs else None)
     return {
         "tokens": tokens,
-        "token_logprobs": [delta.logprob for delta in piece.deltas],
+        "token_logprobs": [None if delta.logprob is None else _shown(delta.logprob) for delta in piece.deltas],
         "top_logprobs": likeliest,
         "text_offset": offsets,
     }
@@ -194,4 +197,8 @@ def _chat_logprob(delta: TokenDelta, spell: Speller) -> dict[str, Any]:
 
 def _token_logprob(spelling: TokenSpelling, logprob: float | None) -> dict[str, Any]:
     utf8 = None if spelling.utf8 is None else list(spelling.utf8)
-    return {"token": spelling.text, "logprob": logprob, "bytes": utf8}
+    return {"token": spelling.text, "logprob": None if logprob is None else _shown(logprob), "bytes": utf8}
+
+
+def _shown(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

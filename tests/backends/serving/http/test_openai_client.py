@@ -3,6 +3,7 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 
 openai = pytest.importorskip("openai", reason="these tests are the openai client's")
@@ -152,6 +153,22 @@ def test_logprobs_of_a_chat_stream_match_its_tokens(make_server):
     tokens = [token for part in parts if part.logprobs for token in part.logprobs.content]
     assert "".join(token.token for token in tokens) == "".join(part.delta.content or "" for part in parts)
     assert all(len(token.top_logprobs) == 2 and token.top_logprobs[0].logprob == token.logprob for token in tokens)
+
+
+def test_logprobs_of_what_the_model_never_says_are_numbers_too(make_server):
+    running = make_server()
+    never = np.where(np.arange(61) == 3, np.float32(0), np.float32("-inf"))
+    running.engine._runner._answer = lambda _row, _length: never
+    client = running.openai()
+    ask = {"model": "honest", "max_tokens": 2, "temperature": 0}
+    completion = client.completions.create(**ask, prompt="abc", logprobs=2).choices[0]
+    assert [sorted(top.values()) for top in completion.logprobs.top_logprobs] == [[-9999, 0]] * 2
+    messages = [{"role": "user", "content": "hi"}]
+    stream = client.chat.completions.create(**ask, messages=messages, logprobs=True, top_logprobs=2, stream=True)
+    tokens = [token for chunk in stream if chunk.choices[0].logprobs for token in chunk.choices[0].logprobs.content]
+    assert [[top.logprob for top in token.top_logprobs] for token in tokens] == [[0, -9999]] * 2
+    banned = client.completions.create(**ask, prompt="abc", logprobs=0, logit_bias={"3": -100}).choices[0]
+    assert (banned.text, banned.logprobs.token_logprobs) == ("dd", [0, 0])
 
 
 def test_without_max_tokens_a_chat_may_fill_what_fits(make_server, alone, letters):
