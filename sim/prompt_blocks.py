@@ -217,14 +217,14 @@ def _renumbered(names: IntArray) -> dict[str, Any]:
 
 
 def _numbered(first_places: IntArray) -> dict[str, Any]:
-    """Numbers from 0, in order, for what stands at each of these places for the first time; int32 like them."""
+    """`blocks`, int32 numbers in the order of first places, and `num_distinct`, how many different ones there are."""
     is_new = first_places == np.arange(len(first_places))
     numbers = np.cumsum(is_new, dtype=np.int32) - np.int32(1)
     return {"blocks": numbers[first_places], "num_distinct": int(np.count_nonzero(is_new))}
 
 
 def _first_places(names: npt.NDArray[Any]) -> IntArray:
-    """Where each name occurs for the first time: int64 [len(names)]."""
+    """Where each name (int64, or object for ints of any size) occurs for the first time: int64 [len(names)]."""
     if names.dtype == np.int64 and len(names) and names.min() >= 0 and names.max() < SPARSE * len(names):
         first = np.empty(int(names.max()) + 1, dtype=np.int64)
         first[names[::-1]] = np.arange(len(names) - 1, -1, -1)  # of one name's places the last assigned remains
@@ -268,7 +268,7 @@ def _refuse_unless_trie(first_places: IntArray, starts: IntArray, places: Sequen
 
 
 class _ReadPrompts:
-    """What is kept of each request, in flat arrays; 8 bytes an id."""
+    """What is kept of a trace's requests while it is read: flat arrays, 8 bytes an id."""
 
     def __init__(self, block_size: int, full_blocks_only: bool) -> None:
         self.counts = array("q")
@@ -282,7 +282,7 @@ class _ReadPrompts:
         self._rounds_up = not full_blocks_only
 
     def add(self, request: TraceRequest) -> None:
-        """One prompt."""
+        """Take in the next request."""
         ids = request.hash_ids
         if ids is None:
             count, tail = divmod(request.input_length, self._block_size)

@@ -58,11 +58,11 @@ class SingleParentCheck:
         known = np.frombuffer(self._dense, dtype=np.int64)
         is_fresh = known[ids] == _UNSEEN
         fresh = ids[is_fresh]
-        # Of values for one id the last one remains: so many of the places written are read back as there are ids.
+        # An id that stands at several places keeps what was written last: places that read back themselves count ids,
         places = np.arange(len(fresh))
         known[fresh] = places
         num_fresh = np.count_nonzero(known[fresh] == places)
-        # For the same reason an id with two parents among these rows differs from one of them.
+        # and one with two parents among these rows differs from the parent at one of its places.
         known[fresh] = parents[is_fresh]
         if not np.array_equal(known[ids], parents):
             known[fresh] = _UNSEEN
