@@ -68,3 +68,22 @@ def test_forks_and_neighbours_share_such_a_block_and_the_last_one_frees_it(
         assert log.verify().snapshot() == allocator.state.snapshot()
     assert not any(allocator.pool.ref_cnts())
     assert len(set(allocator.pool.free_queue.order())) == allocator.pool.num_usable_blocks
+
+
+def test_evicting_a_block_strands_nothing_that_a_lookup_comes_to_by_another_way() -> None:
+    config = AllocatorConfig(
+        num_blocks=12, groups=[FullAttention(BLOCK_SIZE)], max_model_len=1024, max_num_reqs=4, orphans="drop"
+    )
+    allocator = KVCacheAllocator(config)
+    admit(allocator, request("first", "abcad"))
+    a, b, c, again, d = allocator.block_ids("first")[0][:5]
+    allocator.free("first")
+    keyed = lambda: {block for block, _ in allocator.pool.keyed_blocks()}  # noqa: E731
+
+    assert allocator.evict([c]) == 1  # "a" begins a prompt as well, and what follows it stays with it
+    assert keyed() == {a, b, again, d}
+    assert allocator.match_prefix(request("next", "abx")).num_hit_tokens == 2 * BLOCK_SIZE
+    assert allocator.evict([a]) == 1  # another block carries its key
+    assert keyed() == {b, again, d}
+    assert allocator.evict([again]) == 3
+    assert keyed() == set()
