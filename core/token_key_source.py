@@ -98,6 +98,26 @@ class TokenKeySource:
         if self.reason is None:
             self.extra_keys = self.extra_keys.truncated(num_tokens)
 
+    def take_over(self, other: "TokenKeySource") -> None:
+        """Have the keys that another source has hashed already, as far as both begin with the same tokens.
+
+        Raises MisuseError for a source with another hasher, block size or extra keys, whose keys are others.
+        """
+        if (other.hasher, other.hash_block_size, other.extra_keys) != (
+            self.hasher,
+            self.hash_block_size,
+            self.extra_keys,
+        ):
+            raise MisuseError("keys of another hasher, block size or extra keys cannot be taken over")
+        num_hashed, size = min(len(other._chain), self.num_blocks), self.hash_block_size
+        if num_hashed <= len(self._chain):
+            return
+        mine, theirs = self._tokens[: num_hashed * size], other._tokens[: num_hashed * size]
+        differs = (mine != theirs).reshape(num_hashed, size).any(axis=1)
+        num_alike = int(differs.argmax()) if differs.any() else num_hashed
+        if num_alike > len(self._chain):
+            self._chain = other._chain[:num_alike]
+
     def _extend_chain(self, stop: int) -> None:
         start, size = len(self._chain), self.hash_block_size
         self._chain += self.hasher.chain(

@@ -186,6 +186,7 @@ class EngineDriver:
         """A sample goes on by itself behind its first token."""
         generation, has_ended = sample.generation, sample.delta.finish_reason is not None
         generation.lead = None
+        generation.keys.take_over(lead.keys)
         generation.request.num_output_tokens = 1
         if self._recorder is not None:
             self._recorder.forked(generation, lead, has_ended)

@@ -84,6 +84,43 @@ def test_truncation_takes_back_the_keys_of_blocks_that_lost_a_token() -> None:
     assert all_keys(source) == before
 
 
+@given(
+    common=st.lists(st.integers(0, 5), max_size=12),
+    tails=st.tuples(st.lists(st.integers(0, 1), max_size=9), st.lists(st.integers(0, 1), max_size=9)),
+    hashed=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    block_size=st.integers(1, 4),
+)
+def test_keys_are_taken_over_as_far_as_tokens_are_alike_and_not_hashed_again(common, tails, hashed, block_size) -> None:
+    hasher = CountingHasher()
+    one, other = [TokenKeySource([*common, *tail], hasher, block_size) for tail in tails]
+    for source, num_blocks in zip((one, other), hashed, strict=True):
+        source.keys(0, min(num_blocks, source.num_blocks))
+    kept = all_keys(TokenKeySource([*common, *tails[1]], SHA256, block_size))
+    one.take_over(other)
+    before = hasher.num_hashed
+    assert all_keys(one) == SHA256.chain([*common, *tails[0]], block_size)
+    assert all_keys(other) == kept
+    known = max(min(hashed[0], one.num_blocks), min(hashed[1], other.num_blocks, len(common) // block_size))
+    assert hasher.num_hashed - before <= one.num_blocks - known + other.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("hasher", "block_size", "extra_keys"),
+    [
+        (SHA256, 4, ExtraKeys(cache_salt="other")),
+        (SHA256, 2, ExtraKeys()),
+        (CountingHasher(), 4, ExtraKeys()),
+    ],
+    ids=["salt", "block size", "hasher"],
+)
+def test_keys_of_other_names_are_not_taken_over(hasher, block_size, extra_keys) -> None:
+    source, other = TokenKeySource(range(8), SHA256, 4), TokenKeySource(range(8), hasher, block_size, extra_keys)
+    all_keys(other)
+    with pytest.raises(MisuseError, match="cannot be taken over"):
+        source.take_over(other)
+    assert all_keys(source) == SHA256.chain(range(8), 4)
+
+
 def test_changing_the_callers_array_changes_no_key() -> None:
     tokens = np.arange(32, dtype=np.int32)
     source = TokenKeySource(tokens, SHA256, 16)

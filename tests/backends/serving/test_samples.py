@@ -19,6 +19,7 @@ from kvledger.backends.serving.sampling import choose_tokens  # noqa: E402
 from kvledger.backends.serving.token_rules import TokenRules  # noqa: E402
 from kvledger.backends.sinks import FlushPolicy, LogReader, RequestArrived, RequestEnded  # noqa: E402
 from kvledger.core import EventLog, InputError  # noqa: E402
+from kvledger.core.block_hash import block_hasher  # noqa: E402
 from kvledger.core.events import BlockCopied, BlocksShared  # noqa: E402
 from kvledger.sim.live_rerun import run_live_again  # noqa: E402
 from kvledger.sim.live_trace import LiveTrace  # noqa: E402
@@ -30,6 +31,7 @@ from tests.backends.serving.plain_sampling import outputs_alone  # noqa: E402
 pytestmark = pytest.mark.torch
 
 PROMPT = list(range(3, 13))
+SHA256 = block_hasher()
 DRAWN = SamplingSettings(max_tokens=12, temperature=1.3, presence_penalty=0.5, repetition_penalty=1.2, seed=0)
 
 
@@ -185,6 +187,25 @@ def test_what_settings_say_of_tokens_is_looked_at_once_for_all_samples(make_engi
     assert checked == made == [settings[0], settings[4]]
     run(engine)
     assert_are_alone(PROMPT, lives, settings)
+
+
+def test_the_prompt_is_hashed_once_for_all_samples(make_engine) -> None:
+    hashed = []
+
+    class Counting:
+        name, root = SHA256.name, SHA256.root
+
+        def chain(self, token_ids, block_size, parent=None, extra_keys=None):
+            hashed.append(len(token_ids))
+            return SHA256.chain(token_ids, block_size, parent, extra_keys)
+
+    engine = make_engine(start=False, hasher=Counting())
+    settings = drawn(4, max_tokens=12)
+    lives = engine.submit_samples(PROMPT, settings, cache_salt="a secret")
+    run(engine)
+    assert_are_alone(PROMPT, lives, settings)
+    # Whole blocks of 4: of 10 prompt tokens 8 once, and of 22 tokens in all the 12 behind those for each.
+    assert sum(hashed) == 8 + 4 * 12
 
 
 def test_all_are_queued_or_none(make_engine) -> None:
