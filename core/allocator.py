@@ -19,6 +19,7 @@ from .events import (
     RowsReleased,
     TokensPlaced,
 )
+from .named_tuples import named_tuple
 from .prefix_match import PrefixMatch
 from .registration import AskedRun
 from .types import Request
@@ -192,7 +193,7 @@ class KVCacheAllocator(BatchCommands):
                     skipped = kind.num_skipped_tokens(total) // kind.block_size
                     blocks = (0,) * skipped + blocks[skipped:]
                 if blocks:
-                    events.append(emit(PrefixAdopted(group, row, blocks)))
+                    events.append(emit(named_tuple(PrefixAdopted, (group, row, blocks))))
         for group, _, index, copy in private:
             events.append(emit(self._copies.event(group, row, index, copy)))
         taken: list[tuple[int, ...]] = []
@@ -213,7 +214,7 @@ class KVCacheAllocator(BatchCommands):
         if num_external_tokens:
             events.append(emit(TokensPlaced(rows, (written_from,), (num_external_tokens,))))
         if num_new_tokens:
-            events.append(emit(TokensPlaced(rows, (total,), (end - total,))))
+            events.append(emit(named_tuple(TokensPlaced, (rows, (total,), (end - total,)))))
         self._commit(events)
         return tuple(taken)
 
@@ -285,8 +286,9 @@ class KVCacheAllocator(BatchCommands):
         else:
             for group, blocks in segments:
                 counts = self._column_of[len(blocks)]
-                events.append(self._emit(BlocksFreed(reason, self._column_of[group], rows, counts, blocks)))
-        events.append(self._emit(RowsReleased((request_id,), rows)))
+                columns = (reason, self._column_of[group], rows, counts, blocks, ())
+                events.append(self._emit(named_tuple(BlocksFreed, columns)))
+        events.append(self._emit(named_tuple(RowsReleased, ((request_id,), rows))))
         self._request_in_row[row] = None
         self._commit(events)
 
@@ -343,7 +345,7 @@ class KVCacheAllocator(BatchCommands):
                 "are held"
             )
         row = self.state.free_rows[-1]
-        events.append(self._emit(RowsAssigned((request.request_id,), self._column_of[row])))
+        events.append(self._emit(named_tuple(RowsAssigned, ((request.request_id,), self._column_of[row]))))
         self._request_in_row[row] = request
         return row
 

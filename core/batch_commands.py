@@ -15,6 +15,7 @@ from .errors import MisuseError
 from .events import BlocksCached, BlocksFreed, Event, FreeReason, PoolCreated, TokensPlaced, frozen_column
 from .eviction import EvictionOrder
 from .ledger_writer import LedgerWriter
+from .named_tuples import named_tuple
 from .orphans import ChainLinks
 from .prefix_match import PrefixMatcher
 from .reductions import sum_of
@@ -160,8 +161,8 @@ class BatchCommands(LedgerWriter):
         counts = end - first
         # The caller goes on using its arrays; what was read out of the state for this command is its own.
         own_first = first.copy() if may_roll_back else first
-        placed = TokensPlaced(frozen_column(rows.copy()), frozen_column(own_first), frozen_column(counts))
-        events.append(self._emit(placed))
+        columns = (frozen_column(rows.copy()), frozen_column(own_first), frozen_column(counts))
+        events.append(self._emit(named_tuple(TokensPlaced, columns)))
         self._commit(events)
 
     @property

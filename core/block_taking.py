@@ -10,6 +10,7 @@ from .block_table import BlockTable
 from .command_checks import Rows
 from .events import BlocksAllocated
 from .ledger_state import LedgerState
+from .named_tuples import named_tuple
 from .reductions import sum_of
 
 # Places in a batch that need more blocks, and how many each.
@@ -30,7 +31,7 @@ class BlockTaking:
         pool = self._state.pool
         lost_keys = pool.keys_of(blocks)
         lost_groups = pool.groups_of(blocks) if lost_keys and not self._one_group else ()
-        return BlocksAllocated(group, rows, counts, blocks, lost_keys, lost_groups)
+        return named_tuple(BlocksAllocated, (group, rows, counts, blocks, lost_keys, lost_groups))
 
     def events_for_batch(
         self, rows: Rows, shortfalls: Sequence[Shortfall], blocks: tuple[int, ...] | None = None

@@ -7,6 +7,7 @@ from .errors import MisuseError
 from .events import Commit, Event, PoolCreated
 from .eviction import EvictionOrder
 from .ledger_state import LedgerState
+from .named_tuples import named_tuple
 from .types import EventSink
 
 
@@ -61,7 +62,7 @@ class LedgerWriter:
 
     def _commit(self, events: list[Event]) -> None:
         state = self.state
-        commit = Commit(state.next_sequence, tuple(events))
+        commit = named_tuple(Commit, (state.next_sequence, tuple(events)))
         state.next_sequence += 1
         failure: Exception | None = None
         for sink in self.sinks:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from .block_pool import BlockPool
 from .cache_kinds import CacheKind, FullAttention
 from .events import Key
+from .named_tuples import named_tuple
 from .types import Request
 
 
@@ -122,4 +123,5 @@ class PrefixMatcher:
             keys = source.keys(0, max_length // size)
         (blocks,) = kind.find_hit(keys, (pool.index(0),), self._alignment, self._use_eagle)
         count = len(blocks)
-        return PrefixMatch(request.request_id, count * size, (tuple(blocks),), (tuple(keys[:count]),), 0, sequence)
+        values = (request.request_id, count * size, (tuple(blocks),), (tuple(keys[:count]),), 0, sequence)
+        return named_tuple(PrefixMatch, values)

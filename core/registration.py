@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from .allocator_config import DENSE, AllocatorConfig
 from .events import BlocksCached, Key
 from .ledger_state import LedgerState
+from .named_tuples import named_tuple
 from .prefix_match import PrefixMatcher
 from .short_columns import ShortColumns
 from .types import Request
@@ -135,7 +136,7 @@ class Registrar:
                 if start:
                     parent, keys = keys[start - 1 - offset], keys[start - offset :]
                 column_of = self._column_of
-                return BlocksCached(
+                columns = (
                     group,
                     rows,
                     column_of[start],
@@ -146,6 +147,7 @@ class Registrar:
                     tuple(keys),
                     (parent,),
                 )
+                return named_tuple(BlocksCached, columns)
         return self._decide_each(group, rows, ((offset,), (keys,)), {row: request})
 
     def decide(

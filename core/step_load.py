@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from .named_tuples import named_tuple
 from .reductions import sum_of
 from .types import StepLoad, TokenBatch
 
@@ -10,7 +11,8 @@ from .types import StepLoad, TokenBatch
 def decode_load(batch: TokenBatch, num_swapped_blocks: int) -> StepLoad:
     """The load of a batch in which every request computes its newest token."""
     num_reqs = len(batch.rows)
-    return StepLoad(0, num_reqs, 0, sum_of(batch.first_positions) + num_reqs, num_reqs, num_swapped_blocks)
+    context = sum_of(batch.first_positions) + num_reqs
+    return named_tuple(StepLoad, (0, num_reqs, 0, context, num_reqs, num_swapped_blocks))
 
 
 def mixed_load(batch: TokenBatch, num_missing: NDArray[np.int64], num_swapped_blocks: int) -> StepLoad:
@@ -30,7 +32,7 @@ def mixed_load(batch: TokenBatch, num_missing: NDArray[np.int64], num_swapped_bl
         decode_context_tokens -= first + 1
         if count < num_missing.item(place):
             num_sampled -= 1
-    return StepLoad(
+    sums = (
         num_prefill_tokens,
         num_decode_tokens,
         prefill_context_tokens,
@@ -38,6 +40,7 @@ def mixed_load(batch: TokenBatch, num_missing: NDArray[np.int64], num_swapped_bl
         num_sampled,
         num_swapped_blocks,
     )
+    return named_tuple(StepLoad, sums)
 
 
 def load_with_drafts(batch: TokenBatch, num_missing: NDArray[np.int64], num_swapped_blocks: int) -> StepLoad:
