@@ -72,7 +72,7 @@ def _leading_run(keys: Sequence[Hashable], index: Mapping[Hashable, int]) -> lis
         return []
     found = list(map(index.get, keys))
     run = found if all(found) else found[: found.index(None)]  # the null block is never indexed
-    return cast(list[int], run)
+    return cast("list[int]", run)
 
 
 def _found_by_all(key: Hashable, indexes: Sequence[Mapping[Hashable, int]]) -> list[int] | None:

@@ -76,7 +76,7 @@ class EventLog:
     def _keep(self, sequence: int, events: tuple[Event, ...]) -> None:
         classes = tuple(map(type, events))
         shape = self._shape_of.get(classes) or self._new_shape(classes)
-        columns: Iterable[Iterable[Any]] = cast(tuple[tuple[Any, ...], ...], events)
+        columns: Iterable[Iterable[Any]] = cast("tuple[tuple[Any, ...], ...]", events)
         if shape.is_bare:
             self._kept.append((sequence, shape.number, *chain.from_iterable(columns)))
             return
@@ -84,7 +84,7 @@ class EventLog:
             columns = [event if isinstance(event, tuple) else (event,) for event in events]
         kept: list[Any] = [sequence, shape.number, *chain.from_iterable(columns)]
         for place in shape.reasons:
-            kept[place] = str(kept[place])
+            kept[place] = kept[place]._value_
         self._kept.append(tuple(kept))
 
     def _unkept(self, kept: _Kept) -> Commit:

@@ -71,7 +71,7 @@ def _items(value: object) -> tuple[Any, ...]:
     """None means no items; anything that cannot be listed is kept as one item, which is then found to be malformed."""
     if value is None:
         return ()
-    return tuple(cast(Iterable[Any], value)) if isinstance(value, Iterable) else (value,)
+    return tuple(cast("Iterable[Any]", value)) if isinstance(value, Iterable) else (value,)
 
 
 def _check_cache_salt(_instance: object, _field: object, value: object) -> None:

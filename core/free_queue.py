@@ -109,21 +109,21 @@ class FreeQueue:
         """The next `count` live entries of the line, from whose head the outdated ones between them are dropped."""
         line, num_outdated = self._line, self._num_outdated
         at = self._head
-        settled = line[at : at + count]
-        for block in settled:
+        chunk = line[at : at + count]
+        for block in chunk:
             if num_outdated[block]:
                 break
         else:
-            return settled
-        settled = list[int]()
-        while len(settled) < count and at < len(line):
-            chunk = line[at : at + count - len(settled)]
+            return chunk
+        settled: list[int] = []
+        while chunk:
             at += len(chunk)
             for block in chunk:
                 if num_outdated[block]:
                     num_outdated[block] -= 1
                 else:
                     settled.append(block)
+            chunk = line[at : at + count - len(settled)]
         if at - self._head > count:
             self._head = at - count
             line[self._head : at] = settled

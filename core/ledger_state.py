@@ -167,7 +167,7 @@ class LedgerState:
         self.pool.apply_take(blocks, lost_keys)
         table = self.tables[group]
         if len(rows) == 1:
-            table.extend(int(rows[0]), blocks)
+            table.extend(rows[0], blocks)
         elif len(rows) == len(blocks):
             table.extend_each(as_ints(rows), blocks)
         else:
@@ -190,11 +190,11 @@ class LedgerState:
     def _tokens_placed(self, event: TokensPlaced) -> None:
         rows, firsts, counts = event
         if len(rows) == 1:
-            row, first, count = int(rows[0]), int(firsts[0]), int(counts[0])
-            if row in self.guarded or first + count < self.placed[row]:
-                self._place(row, first, count)
+            row, end = rows[0], firsts[0] + counts[0]
+            if row in self.guarded or end < self.placed[row]:
+                self._place(int(row), int(firsts[0]), int(counts[0]))
             else:
-                self.placed[row] = first + count
+                self.placed[row] = end
             return
         places, starts = np.asarray(rows), np.asarray(firsts)
         careful = self.guarded and not self.guarded.isdisjoint(as_ints(rows))
@@ -250,7 +250,7 @@ class LedgerState:
         self.num_gains += len(blocks)
         self.pool.apply_release(blocks)
         if len(rows) == 1 and not len(indices):  # all that a request holds in one group
-            self.tables[int(groups[0])].clear(int(rows[0]))
+            self.tables[groups[0]].clear(rows[0])
             return
         start = 0
         for group, row, count in zip(as_ints(groups), as_ints(rows), as_ints(counts), strict=True):

@@ -42,8 +42,9 @@ class PoolState:
             return
         index = self._index[0]
         is_plain = not (self._group_of or self._num_keys_with_duplicates)
-        for block, key in zip(blocks, lost_keys, strict=True):
+        for block in blocks:
             ref_cnt[block] = 1
+            key = key_of[block]
             if key is None:
                 continue
             if is_plain:
@@ -93,13 +94,19 @@ class PoolState:
         unkeyed, keyed = freed[:num_unkeyed], freed[num_unkeyed:]
         for block in keyed:
             if key_of[block] is None:
-                unkeyed = [block for block in freed if key_of[block] is None]
-                keyed = [block for block in freed if key_of[block] is not None]
+                unkeyed, keyed = self._parted_by_key(freed)
                 break
         if unkeyed:
             self.free_queue.prepend(unkeyed)
         if keyed:
             self.free_queue.append(keyed)
+
+    def _parted_by_key(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The blocks without a key, and those with one."""
+        parts: tuple[list[int], list[int]] = ([], [])
+        for block in blocks:
+            parts[self._key_of[block] is not None].append(block)
+        return parts
 
     def _freed_of_shared(self, blocks: Sequence[int]) -> list[int]:
         """Drop one reference to each block; those that reach 0, in the order in which they do."""
