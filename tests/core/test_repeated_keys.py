@@ -1,7 +1,10 @@
 """A request whose keys repeat: a trace may name content alone, so that one id stands at several places of a prompt."""
 
+import numpy as np
 import pytest
-from kvledger.core import AllocatorConfig, EventLog, FreeReason, FullAttention, KVCacheAllocator, Request
+from kvledger.core import AllocatorConfig, EventLog, FreeReason, FullAttention, KVCacheAllocator, MisuseError, Request
+from kvledger.core.command_checks import Rows
+from kvledger.testing import check_log
 
 BLOCK_SIZE = 16
 
@@ -68,6 +71,106 @@ def test_forks_and_neighbours_share_such_a_block_and_the_last_one_frees_it(
         assert log.verify().snapshot() == allocator.state.snapshot()
     assert not any(allocator.pool.ref_cnts())
     assert len(set(allocator.pool.free_queue.order())) == allocator.pool.num_usable_blocks
+
+
+def held_twice(allocator: KVCacheAllocator, log: EventLog, words: str = "aab") -> tuple[Rows, int]:
+    """A request whose first two blocks are one: its row, and the block."""
+    admit(allocator, request("first", words))
+    allocator.free("first")
+    admit(allocator, request("again", words))
+    (blocks,) = allocator.block_ids("again")
+    assert blocks[0] == blocks[1]
+    return np.array([allocator.row_of("again")]), blocks[0]
+
+
+def written_blocks(allocator: KVCacheAllocator, name: str, first: int) -> set[int]:
+    (blocks,) = allocator.block_ids(name)
+    return set(blocks[first // BLOCK_SIZE :])
+
+
+@pytest.mark.parametrize("cut", [BLOCK_SIZE + 1, 2 * BLOCK_SIZE - 1])
+def test_a_row_that_is_cut_back_to_its_second_place_writes_a_copy(
+    ledger: tuple[KVCacheAllocator, EventLog], cut: int
+) -> None:
+    allocator, log = ledger
+    rows, block = held_twice(allocator, log)
+    allocator.truncate("again", cut)
+    assert not allocator.could_append(rows, 1)
+    assert allocator.append(rows)
+    (blocks,) = allocator.block_ids("again")
+    assert blocks[0] == block != blocks[1]
+    assert allocator.pool.ref_cnt(block) == 1
+    assert allocator.pool.key_of(block) == "a"
+    assert check_log(log).snapshot() == allocator.state.snapshot()
+
+
+@pytest.mark.parametrize("cut", [1, BLOCK_SIZE - 2])
+def test_a_row_that_is_cut_back_to_its_first_place_writes_there_and_nobody_finds_it(
+    ledger: tuple[KVCacheAllocator, EventLog], cut: int
+) -> None:
+    allocator, log = ledger
+    rows, block = held_twice(allocator, log)
+    allocator.truncate("again", cut)
+    assert allocator.append(rows)
+    assert [list(blocks) for blocks in allocator.block_ids("again")] == [[block]]
+    assert allocator.pool.ref_cnt(block) == 1
+    assert allocator.pool.key_of(block) is None
+    assert check_log(log).snapshot() == allocator.state.snapshot()
+
+
+def test_a_row_that_goes_back_over_both_places_writes_two_blocks(ledger: tuple[KVCacheAllocator, EventLog]) -> None:
+    allocator, log = ledger
+    _, block = held_twice(allocator, log)
+    again = request("again", "aab")
+    assert allocator.allocate(again, 2 * BLOCK_SIZE, num_computed_tokens=3) is not None
+    (blocks,) = allocator.block_ids("again")
+    assert len(set(blocks)) == len(blocks) == 4
+    assert allocator.pool.ref_cnt(block) == 1
+    assert check_log(log).snapshot() == allocator.state.snapshot()
+
+
+def test_several_steps_into_such_a_block_are_refused_and_one_copies_it(
+    ledger: tuple[KVCacheAllocator, EventLog],
+) -> None:
+    allocator, log = ledger
+    rows, block = held_twice(allocator, log)
+    allocator.truncate("again", BLOCK_SIZE + 5)
+    assert not allocator.could_append(rows, 4)
+    with pytest.raises(MisuseError, match="others read its block 1"):
+        allocator.append_steps(rows, 4)
+    assert allocator.append(rows)
+    assert block not in written_blocks(allocator, "again", BLOCK_SIZE)
+    allocator.append_steps(rows, 4)
+    assert check_log(log).snapshot() == allocator.state.snapshot()
+
+
+def test_the_forks_of_such_a_row_write_copies_of_their_own(ledger: tuple[KVCacheAllocator, EventLog]) -> None:
+    allocator, log = ledger
+    rows, block = held_twice(allocator, log)
+    allocator.truncate("again", BLOCK_SIZE + 5)
+    allocator.fork("again", request("fork", "aab"))
+    assert allocator.pool.ref_cnt(block) == 4
+    assert allocator.append(np.array([allocator.row_of("fork"), *rows]))
+    one, other = [written_blocks(allocator, name, BLOCK_SIZE) for name in ("again", "fork")]
+    assert len(one | other) == 2 and block not in one | other
+    assert allocator.pool.ref_cnt(block) == 2
+    assert check_log(log).snapshot() == allocator.state.snapshot()
+
+
+def test_without_a_free_block_for_the_copy_nothing_is_written() -> None:
+    log = EventLog()
+    config = AllocatorConfig(num_blocks=6, groups=[FullAttention(BLOCK_SIZE)], max_model_len=1024, max_num_reqs=4)
+    allocator = KVCacheAllocator(config, sinks=[log])
+    rows, block = held_twice(allocator, log)
+    allocator.truncate("again", BLOCK_SIZE + 5)
+    assert allocator.allocate(Request("else", 4 * BLOCK_SIZE), 4 * BLOCK_SIZE) is not None
+    before = allocator.state.snapshot()
+    assert not allocator.append(rows)
+    assert allocator.num_appendable(rows) == 0
+    assert allocator.state.snapshot() == before
+    allocator.free("else")
+    assert allocator.append(rows)
+    assert block not in written_blocks(allocator, "again", BLOCK_SIZE)
 
 
 def test_evicting_a_block_strands_nothing_that_a_lookup_comes_to_by_another_way() -> None:
