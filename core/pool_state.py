@@ -78,22 +78,21 @@ class PoolState:
         """
         ref_cnt, key_of = self._ref_cnt, self._key_of
         freed: Sequence[int] = blocks
+        num_unkeyed = 0
         to_come = iter(blocks)
         for block in to_come:
             if ref_cnt[block] != 1:
                 shared = (block, *to_come)
                 freed = [*blocks[: -len(shared)], *self._freed_of_shared(shared)]
+                num_unkeyed = len(self._parted_by_key(freed)[0])
                 break
             ref_cnt[block] = 0
-        # A request's last blocks, which it gives back first, are the ones without a key.
-        num_unkeyed = 0
-        for block in freed:
-            if key_of[block] is not None:
-                break
-            num_unkeyed += 1
-        unkeyed, keyed = freed[:num_unkeyed], freed[num_unkeyed:]
-        for block in keyed:
             if key_of[block] is None:
+                num_unkeyed += 1
+        # A request's last blocks, which it gives back first, are the ones without a key.
+        unkeyed, keyed = freed[:num_unkeyed], freed[num_unkeyed:]
+        for block in unkeyed:
+            if key_of[block] is not None:
                 unkeyed, keyed = self._parted_by_key(freed)
                 break
         if unkeyed:
