@@ -128,6 +128,25 @@ def test_a_refusal_ends_when_fewer_blocks_must_stay_free(
     assert refusal.still_holds(allocator, request, reserved_blocks, use_watermark) == holds
 
 
+class CompleteBlocksOnly(ListedKeys):
+    """A source that refuses blocks which its request has not filled, as one that hashes tokens does."""
+
+    def keys(self, start: int, stop: int) -> list[int]:
+        assert stop <= len(self._keys), f"no block {stop - 1}: there are {len(self._keys)}"
+        return super().keys(start, stop)
+
+
+def test_a_refused_request_asks_for_no_key_of_a_block_that_it_has_not_filled() -> None:
+    scheduler = make(num_blocks=8)
+    scheduler.submit(Request("runs", 4 * SIZE + 1, 8, CompleteBlocksOnly([1, 2, 3, 4])))
+    assert step(scheduler) and step(scheduler)
+    scheduler.submit(Request("hits", 4 * SIZE + 1, 4, CompleteBlocksOnly([1, 2, 3, 4])))
+    scheduler.submit(Request("waits", 2 * SIZE + 1, 4, CompleteBlocksOnly([1, 2])))
+    scheduler.submit(Request("waits too", 2 * SIZE + 1, 4, CompleteBlocksOnly([1, 2])))
+    while scheduler.has_unfinished:
+        assert step(scheduler)
+
+
 def test_requests_with_windowed_groups_always_look(lookups: list[str]) -> None:
     scheduler = make(num_blocks=16, groups=[FullAttention(SIZE), SlidingWindow(SIZE, 32)])
     scheduler.submit(prompt("runs", [1, 2, 3], max_tokens=8))
