@@ -28,6 +28,7 @@ from kvledger.core.events import (
     RowsReleased,
     TokensPlaced,
 )
+from kvledger.core.named_tuples import named_tuple
 
 from bench import workloads
 
@@ -132,20 +133,21 @@ class FoldedLoop:
             if block is None:
                 break
             hits.append(block)
-        events: list[Event] = [self.assigned(RowsAssigned((name,), (0,)))]
+        events: list[Event] = [self.assigned(named_tuple(RowsAssigned, ((name,), (0,))))]
         if hits:
-            events.append(self.adopted(PrefixAdopted(0, 0, tuple(hits))))
+            events.append(self.adopted(named_tuple(PrefixAdopted, (0, 0, tuple(hits)))))
         taken: list[int] = []
         while len(taken) < num_needed - len(hits):
             stop = self.head + num_needed - len(hits) - len(taken)
             taken += [block for block in self.ring[self.head : stop] if block]
             self.head = stop
         lost = tuple([self.key_of[block] for block in taken])
-        events.append(self.allocated(BlocksAllocated(0, (0,), (len(taken),), tuple(taken), lost)))
+        columns = (0, (0,), (len(taken),), tuple(taken), lost, ())
+        events.append(self.allocated(named_tuple(BlocksAllocated, columns)))
         start, stop = len(hits), len(keys)
         if stop > start:
             blocks, parent = tuple(self.table[start:stop]), keys[start - 1] if start else None
-            cached = BlocksCached(
+            columns = (
                 0,
                 (0,),
                 (start,),
@@ -156,17 +158,19 @@ class FoldedLoop:
                 tuple(keys[start:]),
                 (parent,),
             )
-            events.append(self.cached(cached))
-        events.append(self.tokens(TokensPlaced((0,), (start * 512,), (num_tokens - start * 512,))))
+            events.append(self.cached(named_tuple(BlocksCached, columns)))
+        columns = ((0,), (start * 512,), (num_tokens - start * 512,))
+        events.append(self.tokens(named_tuple(TokensPlaced, columns)))
         self.commit(events)
-        freed = BlocksFreed(FreeReason.FINISHED, (0,), (0,), (num_needed,), tuple(self.table[::-1]))
-        self.commit([self.freed(freed), self.released(RowsReleased((name,), (0,)))])
+        columns = (FreeReason.FINISHED, (0,), (0,), (num_needed,), tuple(self.table[::-1]), ())
+        freed = self.freed(named_tuple(BlocksFreed, columns))
+        self.commit([freed, self.released(named_tuple(RowsReleased, ((name,), (0,))))])
         return len(hits)
 
     def commit(self, events: list[Event]) -> None:
         """The log keeps one bare tuple a commit."""
-        commit = Commit(len(self.log), tuple(events))
-        self.log.append((commit.sequence, *chain.from_iterable(commit.events)))
+        sequence, events_kept = named_tuple(Commit, (len(self.log), tuple(events)))
+        self.log.append((sequence, *chain.from_iterable(events_kept)))
 
     def assigned(self, event: RowsAssigned) -> RowsAssigned:
         (name,), (row,) = event
