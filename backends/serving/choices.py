@@ -191,14 +191,15 @@ def _too_long(lengths: RequestLengths, wanted: Wanted, place: int) -> ApiError:
     output = wanted.max_tokens_param or "the least"
     most = lengths.most_output_tokens(num_prompt_tokens)
     if most:
-        param, way_out = wanted.max_tokens_param, f"set {output} to {most:,} at most, or shorten {prompt}"
+        param = wanted.max_tokens_param
+        way_out = f"{most:,} fit behind this prompt; set {output} to {most:,} at most, or shorten {prompt}"
     else:
-        param, way_out = wanted.prompt_param, f"shorten {prompt} to {lengths.num_prompt_tokens:,} tokens at most"
+        param = wanted.prompt_param
+        way_out = f"a prompt may have {lengths.num_prompt_tokens:,}; shorten it"
         if max_tokens > 1:
-            way_out += f", and {output} to what is left"
+            way_out += f", and set {output} to what is left"
     return invalid_request(
-        f"{num_prompt_tokens:,} tokens in {prompt} and {max_tokens:,} of output ({output}) are more than one request "
-        f"may have, {lengths.num_tokens:,} and the last one of its output; {way_out}",
+        f"{num_prompt_tokens:,} tokens in {prompt} and {max_tokens:,} of output ({output}) are too many: {way_out}",
         param,
         "context_length_exceeded",
     )

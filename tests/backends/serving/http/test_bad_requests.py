@@ -162,36 +162,34 @@ def test_a_value_out_of_its_bounds_is_said_with_the_bounds(running, given, messa
             COMPLETIONS,
             {"prompt": "a" * 70},
             "prompt",
-            "70 tokens in prompt and 1 of output (the least) are more than one request may have, 64 and the last one "
-            "of its output; shorten prompt to 64 tokens at most",
+            "70 tokens in prompt and 1 of output (the least) are too many: a prompt may have 64; shorten it",
         ),
         (
             COMPLETIONS,
             {"prompt": ["a", "a" * 70], "max_tokens": 9},
             "prompt",
-            "70 tokens in prompt[1] and 9 of output (max_tokens) are more than one request may have, 64 and the last "
-            "one of its output; shorten prompt[1] to 64 tokens at most, and max_tokens to what is left",
+            "70 tokens in prompt[1] and 9 of output (max_tokens) are too many: a prompt may have 64; shorten it, and "
+            "set max_tokens to what is left",
         ),
         (
             COMPLETIONS,
             {"prompt": "a" * 60, "max_tokens": 6},
             "max_tokens",
-            "60 tokens in prompt and 6 of output (max_tokens) are more than one request may have, 64 and the last one "
-            "of its output; set max_tokens to 5 at most, or shorten prompt",
+            "60 tokens in prompt and 6 of output (max_tokens) are too many: 5 fit behind this prompt; set max_tokens "
+            "to 5 at most, or shorten prompt",
         ),
         (
             CHAT,
             {"messages": HELLO, "max_completion_tokens": 60},
             "max_completion_tokens",
-            "10 tokens in messages and 60 of output (max_completion_tokens) are more than one request may have, 64 and "
-            "the last one of its output; set max_completion_tokens to 55 at most, or shorten messages",
+            "10 tokens in messages and 60 of output (max_completion_tokens) are too many: 55 fit behind this prompt; "
+            "set max_completion_tokens to 55 at most, or shorten messages",
         ),
         (
             CHAT,
             {"messages": [{"role": "user", "content": "a" * 60}]},
             "messages",
-            "65 tokens in messages and 1 of output (the least) are more than one request may have, 64 and the last one "
-            "of its output; shorten messages to 64 tokens at most",
+            "65 tokens in messages and 1 of output (the least) are too many: a prompt may have 64; shorten it",
         ),
     ],
 )
@@ -216,7 +214,7 @@ def test_the_longest_that_is_named_is_served_and_one_more_is_not(make_server):
         running = make_server(**settings)
         assert running.post(COMPLETIONS, {"prompt": [0] * longest, "max_tokens": 1})[0] == 200
         message = error_of(running.post(COMPLETIONS, {"prompt": [0] * (longest + 1), "max_tokens": 1}), 400)["message"]
-        assert message.endswith(f"shorten prompt to {longest} tokens at most")
+        assert message.endswith(f"a prompt may have {longest}; shorten it")
         most = running.engine.lengths.most_output_tokens(7)
         assert running.post(COMPLETIONS, {"prompt": [0] * 7, "max_tokens": most})[0] == 200
         message = error_of(running.post(COMPLETIONS, {"prompt": [0] * 7, "max_tokens": most + 1}), 400)["message"]
