@@ -114,21 +114,24 @@ class EventChecks:
             held = table.rows[row]
             if not 0 <= start <= stop <= len(held):
                 raise CorruptLedgerError(f"row {row} registers blocks {start} to {stop}; it holds {len(held)}")
-            for index, block in zip(indices[at : at + count], blocks[at : at + count], strict=True):
+            at_indices, its_blocks = indices[at : at + count], blocks[at : at + count]
+            at += count
+            if its_blocks == tuple(held[start:stop]) and at_indices == tuple(range(start, stop)):
+                continue  # all of them, as most often
+            for index, block in zip(at_indices, its_blocks, strict=True):
                 if not start <= index < stop or held[index] != block:
                     raise CorruptLedgerError(f"row {row} does not hold block {block} at index {index}")
-            at += count
         self._state.pool.check_cache(blocks)
 
     def _tokens_placed(self, event: TokensPlaced) -> None:
-        rows, firsts, counts = _int64(event.rows), _int64(event.first_positions), _int64(event.counts)
         _same_length(rows=event.rows, first_positions=event.first_positions, counts=event.counts)
-        if not len(rows):
+        if not len(event.rows):
             return
         self._are_held(as_ints(event.rows))
-        if len(rows) == 1:  # most events of a prompt, and worth not asking NumPy
-            self._has_slots(rows.item(), firsts.item(), counts.item())
+        if len(event.rows) == 1:  # most events of a prompt, and worth not asking NumPy
+            self._has_slots(int(event.rows[0]), int(event.first_positions[0]), int(event.counts[0]))
             return
+        rows, firsts, counts = _int64(event.rows), _int64(event.first_positions), _int64(event.counts)
         state = self._state
         placed = state.num_placed[rows]
         num_slots: NDArray[np.int64] = np.full(len(rows), state.created.max_model_len, dtype=np.int64)

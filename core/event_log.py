@@ -11,6 +11,7 @@ from .errors import CorruptLedgerError, KVLedgerError
 from .events import BlocksFreed, Commit, Event, FreeReason, PoolCreated
 from .eviction import EvictionOrder
 from .ledger_state import LedgerState
+from .named_tuples import named_tuple
 
 # (sequence, the number of the commit's shape, the columns of every event, one after the other)
 _Kept: TypeAlias = tuple[Any, ...]
@@ -84,7 +85,7 @@ class EventLog:
             columns = [event if isinstance(event, tuple) else (event,) for event in events]
         kept: list[Any] = [sequence, shape.number, *chain.from_iterable(columns)]
         for place in shape.reasons:
-            kept[place] = kept[place]._value_
+            kept[place] = str(kept[place])
         self._kept.append(tuple(kept))
 
     def _unkept(self, kept: _Kept) -> Commit:
@@ -96,9 +97,10 @@ class EventLog:
         for cls, width in zip(shape.classes, shape.widths, strict=True):
             stop = start + (width or 1)
             if cls is BlocksFreed:
-                events.append(BlocksFreed(FreeReason(kept[start]), *kept[start + 1 : stop]))
+                columns = (FreeReason(kept[start]), *kept[start + 1 : stop])
+                events.append(named_tuple(BlocksFreed, columns))
             else:
-                events.append(cls(*kept[start:stop]) if width else kept[start])
+                events.append(named_tuple(cls, kept[start:stop]) if width else kept[start])
             start = stop
         return Commit(kept[0], tuple(events))
 
