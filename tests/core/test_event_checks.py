@@ -143,7 +143,12 @@ FORGERIES: list[tuple[str, type[Event], Callable[[Any], dict[str, Any] | None]]]
     ("it has 16 slots", TokensPlaced, first_of("counts", 99)),
     ("at position -1", TokensPlaced, first_of("first_positions", -1)),
     ("at position 14, behind 1", TokensPlaced, to_position_14),
-    ("beyond 64 bits", TokensPlaced, first_of("first_positions", 2**70)),
+    ("at position 1180591620717411303424", TokensPlaced, first_of("first_positions", 2**70)),
+    (
+        "beyond 64 bits",
+        TokensPlaced,
+        lambda e: {"first_positions": (2**70, *e.first_positions[1:])} if len(e.rows) > 1 else None,
+    ),
     ("row 2 is held by no request", TokensPlaced, first_of("rows", 2)),
     ("rows .* one is named twice", TokensPlaced, lambda e: {"rows": e.rows * 0} if len(e.rows) > 1 else None),
     ("does not begin with them", BlocksShared, lambda event: {"blocks": event.blocks[::-1]}),
