@@ -6,14 +6,12 @@ from contextlib import aclosing
 
 import attrs
 
-from ...core.errors import DoesNotFitError, InputError
-from ...core.types import Request
+from ...core.errors import InputError
 from .errors import EngineFailedError, EngineStoppedError, QueueFullError, SettingError
 from .live_engine import LiveEngine
 from .live_request import LiveRequest
 from .openai_errors import ApiError, engine_failed, invalid_request, queue_full, shutting_down
 from .openai_responses import Piece
-from .request_lengths import RequestLengths
 from .sampling_settings import NUM_SEEDS, SamplingSettings
 from .token_stream import TokenDelta
 
@@ -44,7 +42,6 @@ class Wanted:
         settings: of every prompt; a given seed is that of its first choice, and each further one adds 1 to it.
         priority, cache_salt: as `LiveEngine.submit` takes them.
         prompt_param: the field that the prompts came from.
-        max_tokens_param: the field that said how many tokens a choice may have; None: none did.
     """
 
     name: str
@@ -54,12 +51,6 @@ class Wanted:
     priority: int = 0
     cache_salt: str | None = None
     prompt_param: str = "prompt"
-    max_tokens_param: str | None = "max_tokens"
-
-
-def name_of_prompt(param: str, place: int, num_prompts: int) -> str:
-    """What an error calls a prompt: its field, and of several its place."""
-    return param if num_prompts == 1 else f"{param}[{place}]"
 
 
 def submit_choices(engine: LiveEngine, wanted: Wanted, retry_after_s: Callable[[], int]) -> list[Choice]:
@@ -68,7 +59,6 @@ def submit_choices(engine: LiveEngine, wanted: Wanted, retry_after_s: Callable[[
     Raises:
         ApiError: what the engine answered, as a client is told it.
     """
-    _check_lengths(engine.lengths, wanted)
     choices: list[Choice] = []
     try:
         for prompt, (token_ids, settings) in enumerate(zip(wanted.prompts, wanted.settings, strict=True)):
@@ -174,35 +164,6 @@ def _of_sample(settings: SamplingSettings, sample: int) -> SamplingSettings:
     if settings.seed is None:
         return settings
     return settings.with_seed((settings.seed + sample) % NUM_SEEDS)
-
-
-def _check_lengths(lengths: RequestLengths, wanted: Wanted) -> None:
-    for place, (token_ids, settings) in enumerate(zip(wanted.prompts, wanted.settings, strict=True)):
-        try:
-            lengths.check(Request(wanted.name, len(token_ids), settings.max_tokens))
-        except DoesNotFitError as error:
-            raise _too_long(lengths, wanted, place) from error
-
-
-def _too_long(lengths: RequestLengths, wanted: Wanted, place: int) -> ApiError:
-    """400 that names the field to change: the prompt where it is too long alone, else how many tokens are to follow."""
-    num_prompt_tokens, max_tokens = len(wanted.prompts[place]), wanted.settings[place].max_tokens
-    prompt = name_of_prompt(wanted.prompt_param, place, len(wanted.prompts))
-    output = wanted.max_tokens_param or "the least"
-    most = lengths.most_output_tokens(num_prompt_tokens)
-    if most:
-        param = wanted.max_tokens_param
-        way_out = f"{most:,} fit behind this prompt; set {output} to {most:,} at most, or shorten {prompt}"
-    else:
-        param = wanted.prompt_param
-        way_out = f"a prompt may have {lengths.num_prompt_tokens:,}; shorten it"
-        if max_tokens > 1:
-            way_out += f", and set {output} to what is left"
-    return invalid_request(
-        f"{num_prompt_tokens:,} tokens in {prompt} and {max_tokens:,} of output ({output}) are too many: {way_out}",
-        param,
-        "context_length_exceeded",
-    )
 
 
 def _told(error: Exception, wanted: Wanted, retry_after_s: Callable[[], int]) -> Exception:

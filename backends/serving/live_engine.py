@@ -217,24 +217,17 @@ class LiveEngine:
         """
         self._inbox.raise_refusal()
         tokens = self._checks.prompt(prompt_token_ids)
-        self._checks.samples(settings, priority)
+        rules = self._checks.samples(settings, priority)
         if request_ids is not None and len(request_ids) != len(settings):
             raise InputError(f"{len(request_ids)} request_ids for {len(settings)} outputs; give one for each")
         now_ns = self._clock_ns()
         names = [None] * len(settings) if request_ids is None else request_ids
         generations = [
-            self._generation(tokens, each, rules, name, priority, cache_salt, now_ns)
-            for each, rules, name in zip(settings, self._rules_of(settings), names, strict=True)
+            self._generation(tokens, each, its_rules, name, priority, cache_salt, now_ns)
+            for each, its_rules, name in zip(settings, rules, names, strict=True)
         ]
         self._inbox.submit(generations)
         return [generation.live for generation in generations]
-
-    def _rules_of(self, settings: Sequence[SamplingSettings]) -> list[TokenRules]:
-        rules: list[TokenRules] = []
-        for place, each in enumerate(settings):
-            shared = place and each.says_the_same_of_tokens(settings[place - 1])
-            rules.append(rules[-1] if shared else TokenRules.of(each, self._checks.eos_token_ids))
-        return rules
 
     def _generation(
         self,

@@ -11,11 +11,12 @@ from ...core.block_hash import token_array
 from ...core.errors import InputError
 from .errors import SettingError
 from .sampling_settings import SamplingSettings
+from .token_rules import TokenRules
 
 
-@attrs.frozen(kw_only=True)
+@attrs.define(kw_only=True)
 class RequestChecks:
-    """What requests are checked against.
+    """What requests are checked against. Lists of tokens are looked at once for all settings in a row that share them.
 
     Attributes:
         vocab_size: token ids lie below it.
@@ -28,6 +29,7 @@ class RequestChecks:
     eos_token_ids: frozenset[int]
     has_tokenizer: bool
     policy: str
+    _recent: tuple[SamplingSettings, TokenRules] | None = attrs.field(init=False, default=None, repr=False)
 
     def prompt(self, prompt_token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.int64]:
         """The prompt as int64 `[num_prompt_tokens]`.
@@ -46,8 +48,8 @@ class RequestChecks:
             )
         return tokens
 
-    def samples(self, settings: Sequence[SamplingSettings], priority: int) -> None:
-        """Check the settings of each output of one prompt.
+    def samples(self, settings: Sequence[SamplingSettings], priority: int) -> list[TokenRules]:
+        """The rules of each output of one prompt, whose settings are checked.
 
         Raises:
             SettingError: one that this engine cannot serve, or would ignore.
@@ -61,9 +63,14 @@ class RequestChecks:
                 f"priority {priority} has no effect under the policy {self.policy!r}; leave it out, or serve with "
                 "policy='priority'",
             )
-        for place, each in enumerate(settings):
-            if not place or not each.says_the_same_of_tokens(settings[place - 1]):
-                self._settings(each)
+        return [self._rules(each) for each in settings]
+
+    def _rules(self, settings: SamplingSettings) -> TokenRules:
+        recent = self._recent
+        if recent is None or not settings.says_the_same_of_tokens(recent[0]):
+            self._settings(settings)
+            recent = self._recent = settings, TokenRules.of(settings, self.eos_token_ids)
+        return recent[1]
 
     def _settings(self, settings: SamplingSettings) -> None:
         if settings.stop and not self.has_tokenizer:

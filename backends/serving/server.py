@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
 from ...core.errors import InputError
-from .choices import Choice, Wanted, cancel_all, collected, merged, name_of_prompt, submit_choices
+from .choices import Choice, Wanted, cancel_all, collected, merged, submit_choices
 from .errors import SettingError
 from .event_stream import DONE, EventStream, event, unless_client_leaves
 from .live_engine import LiveEngine
@@ -32,6 +32,7 @@ from .request_limits import API_KEY, RequestGate, RequestLimits
 from .routes import build_routes
 from .sampling_settings import NUM_SEEDS, SamplingSettings
 from .serving_metrics import ServingMetrics
+from .too_long import check_lengths, name_of_prompt
 
 CLIENT_LEFT = 499
 logger = logging.getLogger("uvicorn.error")
@@ -117,16 +118,25 @@ class OpenAIServer:
     async def _answer(
         self, body: GenerationRequest, prompts: Sequence[TokenIds], shape: AnswerShape, request: Request
     ) -> Response:
+        max_tokens = [self._max_tokens(body, len(prompt)) for prompt in prompts]
+        check_lengths(
+            self.engine.lengths,
+            [len(prompt) for prompt in prompts],
+            max_tokens,
+            body.prompt_param,
+            body.max_tokens_param,
+        )
+        # Of many prompts few differ in it, and lists of tokens need not be looked at for each.
+        sampling = {each: self._sampling(body, each) for each in dict.fromkeys(max_tokens)}
         answer = Answer.new(shape.id_prefix, self.settings.model_names[0] if body.model is None else body.model)
         wanted = Wanted(
             name=answer.id,
             prompts=prompts,
             n=body.n or 1,
-            settings=[self._sampling(body, len(prompt)) for prompt in prompts],
+            settings=[sampling[each] for each in max_tokens],
             priority=body.priority or 0,
             cache_salt=self._salt(body.cache_salt, request.scope),
             prompt_param=body.prompt_param,
-            max_tokens_param=body.max_tokens_param,
         )
         choices = submit_choices(self.engine, wanted, self.metrics.retry_after_s)
         headers = {"X-Request-Id": answer.id}
@@ -182,11 +192,15 @@ class OpenAIServer:
                 "prompt" if num_prompts > most else "n",
             )
 
-    def _sampling(self, body: GenerationRequest, num_prompt_tokens: int) -> SamplingSettings:
+    def _max_tokens(self, body: GenerationRequest, num_prompt_tokens: int) -> int:
+        """As given, else what fits behind the prompt, or less by default."""
         rest = max(self.engine.lengths.num_tokens - num_prompt_tokens, 1)
+        return body.max_output_tokens or min(body.default_max_tokens or rest, rest)
+
+    def _sampling(self, body: GenerationRequest, max_tokens: int) -> SamplingSettings:
         try:
             return SamplingSettings(
-                max_tokens=body.max_output_tokens or min(body.default_max_tokens or rest, rest),
+                max_tokens=max_tokens,
                 min_tokens=body.min_tokens or 0,
                 temperature=1.0 if body.temperature is None else body.temperature,
                 top_p=1.0 if body.top_p is None else body.top_p,

@@ -35,6 +35,7 @@ FIELDS = [
     ({"prompt": "a", "max_tokens": 65}, "max_tokens", "context_length_exceeded"),
     ({"prompt": "a" * 70}, "prompt", "context_length_exceeded"),
     ({"prompt": "a" * 70, "max_tokens": 70}, "prompt", "context_length_exceeded"),
+    ({"prompt": "a" * 70, "min_tokens": 5}, "prompt", "context_length_exceeded"),
     ({"prompt": "a" * 60, "max_tokens": 6}, "max_tokens", "context_length_exceeded"),
     ({"prompt": ["a", "a" * 65, "a"]}, "prompt", "context_length_exceeded"),
     ({"prompt": "a", "n": 2, "best_of": 1}, "best_of", None),

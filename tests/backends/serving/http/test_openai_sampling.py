@@ -6,6 +6,7 @@ pytest.importorskip("openai", reason="these tests are the openai client's")
 
 import attrs
 from kvledger.backends.serving import SamplingSettings, sampling_settings
+from kvledger.backends.serving.token_rules import TokenRules
 
 from tests.backends.serving.cache_reader import Context
 from tests.backends.serving.plain_sampling import log_probabilities, outputs_alone
@@ -144,11 +145,13 @@ def test_no_stop_text_ends_an_answer_before_its_least_tokens(make_server, letter
     assert client.completions.create(**ask, stop=whole[3]).choices[0].text == whole[:3] + whole[3:].split(whole[3])[0]
 
 
-def test_lists_of_tokens_are_looked_at_once_however_many_choices_there_are(make_server, monkeypatch):
+def test_lists_of_tokens_are_looked_at_once_however_many_prompts_and_choices_there_are(make_server, monkeypatch):
     looked_at, look_at = [], sampling_settings._token_id
+    made, make = [], TokenRules.of
     monkeypatch.setattr(
         sampling_settings, "_token_id", lambda value, name: looked_at.append(value) or look_at(value, name)
     )
-    body = {"prompt": "a", "n": 20, "seed": 1, "max_tokens": 2, "stop_token_ids": [1, 2] * 50, "logit_bias": {"3": 1}}
-    assert make_server().post("/v1/completions", body)[0] == 200
-    assert len(looked_at) == 101
+    monkeypatch.setattr(TokenRules, "of", lambda settings, ends: made.append(settings) or make(settings, ends))
+    body = {"prompt": ["a", "b", "c"], "n": 7, "seed": 1, "max_tokens": 2, "stop_token_ids": [1, 2] * 50}
+    assert make_server().post("/v1/completions", {**body, "logit_bias": {"3": 1}})[0] == 200
+    assert (len(looked_at), len(made)) == (101, 1)
