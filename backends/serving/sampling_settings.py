@@ -151,9 +151,7 @@ class SamplingSettings:
         return changed
 
     def says_the_same_of_tokens(self, other: "SamplingSettings") -> bool:
-        """Whether these are the other's but for what concerns no single token and no text; sure to be found only of
-        settings that share their tuples (`with_seed`).
-        """
+        """Whether both share what they say of tokens and stop texts. Lists that are merely equal are not compared."""
         return (
             self.stop is other.stop
             and self.stop_token_ids is other.stop_token_ids

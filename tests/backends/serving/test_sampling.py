@@ -141,6 +141,22 @@ def test_tokens_of_no_probability_are_never_drawn() -> None:
             assert token.token_id in (1, 2)
 
 
+def test_settings_with_another_seed_share_everything_else() -> None:
+    settings = SamplingSettings(max_tokens=3, seed=1, stop=["end"], stop_token_ids=[3, 1, 3], logit_bias={2: 1})
+    other = settings.with_seed(9)
+    assert settings.stop_token_ids == (3, 1)
+    assert (settings.seed, other) == (1, attrs.evolve(settings, seed=9))
+    assert other.says_the_same_of_tokens(settings)
+    for change in (
+        {"ignore_eos": True},
+        {"min_tokens": 2},
+        {"stop": ["."]},
+        {"stop_token_ids": [3]},
+        {"logit_bias": {}},
+    ):
+        assert not attrs.evolve(settings, **change).says_the_same_of_tokens(settings)
+
+
 def uniform_max():
     return ((1 << 52) - 1) / (1 << 52)
 
