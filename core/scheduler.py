@@ -201,6 +201,7 @@ class Scheduler:
             raise
         self.stats.num_submitted += 1
         request.num_cached_tokens, request.num_preemptions = None, 0
+        self._admission.forget_refusal(request)
         self._requests[request.request_id] = request
 
     def abort(self, request_id: str) -> bool:

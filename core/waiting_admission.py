@@ -57,6 +57,11 @@ class WaitingAdmission:
         self.incoming = IncomingTransfers()
         self._refused: RefusedAdmission | None = None
 
+    def forget_refusal(self, request: Request) -> None:
+        """A request is submitted anew: it may need fewer blocks than when it was refused, or not all at once."""
+        if self._refused is not None and self._refused.request is request:
+            self._refused = None
+
     def take_in_received(self) -> None:
         """Requests whose tokens have come from another engine run, as far as there is a place for them."""
         while self.incoming.are_there and len(self._running) < self._config.max_num_seqs:
@@ -152,9 +157,13 @@ class WaitingAdmission:
     def _remember_refusal(
         self, request: Request, match: PrefixMatch, missing: int, reserved: int, use_watermark: bool
     ) -> None:
+        hit = match.blocks[0]
+        # Tokens that come from elsewhere come and go unseen. And a block that stands several times in a hit, as one
+        # whose key names content alone may, is several fewer to be taken as soon as anybody else holds it.
+        if self._external is not None or self._remote is not None or len(set(hit)) < len(hit):
+            return
         next_key = self._allocator.key_behind(request, match)
-        # Where tokens come from elsewhere, they come and go unseen.
-        if next_key is not None and self._external is None and self._remote is None:
+        if next_key is not None:
             gains = self._allocator.state.num_gains
             self._refused = RefusedAdmission(request, next_key, missing, gains, reserved, use_watermark)
 

@@ -180,15 +180,47 @@ def test_a_key_dropped_from_a_free_block_can_admit_by_the_block_behind_it() -> N
     assert allocator.can_admit(waits, allocator.match_prefix(waits), use_watermark=False)
 
 
+def test_a_request_that_is_submitted_anew_looks_anew() -> None:
+    scheduler = make(num_blocks=6, reserve_full_sequence=False, max_num_batched_tokens=17)
+    scheduler.submit(Request("runs", 40, 30, ListedKeys([1, 2, 3, 4, 5])))
+    again = Request("again", 33, 30, ListedKeys([11, 12, 13, 14]))
+    scheduler.submit(again)
+    while not again.num_preemptions:
+        assert step(scheduler)
+    assert step(scheduler)
+    # Preempted, it waited until the whole of it fits; aborted and new, its first chunk is all that has to.
+    assert scheduler.waiting.head() is again
+    scheduler.abort("again")
+    scheduler.submit(again)
+    assert step(scheduler)
+    assert again in running(scheduler)
+
+
+def test_a_hit_that_names_one_block_several_times_is_looked_up_again_once_others_hold_it(lookups: list[str]) -> None:
+    scheduler = make(num_blocks=9, policy="priority")
+    scheduler.submit(Request("first", SIZE + 1, 1, ListedKeys([1])))
+    assert step(scheduler)
+    scheduler.submit(Request("runs", 2 * SIZE + 1, 50, ListedKeys([2, 3])))
+    assert step(scheduler)
+    waits = Request("waits", 6 * SIZE + 1, 4, ListedKeys([1, 1, 1, 1, 7, 8]), priority=1)
+    scheduler.submit(waits)
+    assert step(scheduler)
+    assert scheduler.waiting.head() is waits
+    # It adopts the block of key 1, which is four of the seven that "waits" needs.
+    scheduler.submit(Request("adopts", SIZE + 1, 50, ListedKeys([1])))
+    assert step(scheduler) and step(scheduler)
+    assert waits in running(scheduler)
+
+
 Act = Callable[[Scheduler], object]
 
 
 @st.composite
 def acts(draw: st.DrawFn) -> list[Act]:
-    """A history of a scheduler: prompts that share their beginnings, steps, aborts, keys dropped by id."""
+    """A history of a scheduler: prompts that share their beginnings, steps, aborts, the same again, keys dropped."""
     history: list[Act] = []
     for number in range(draw(st.integers(3, 40))):
-        kind = draw(st.sampled_from(["submit", "step", "step", "step", "abort", "evict"]))
+        kind = draw(st.sampled_from(["submit", "step", "step", "step", "abort", "again", "evict"]))
         if kind == "submit":
             ids = [draw(st.integers(1, 2))]
             for _ in range(draw(st.integers(0, 4))):
@@ -204,10 +236,24 @@ def acts(draw: st.DrawFn) -> list[Act]:
         elif kind == "abort":
             name = str(draw(st.integers(0, number)))
             history.append(lambda s, n=name: s.abort(n))
+        elif kind == "again":
+            name, keeps_outputs = str(draw(st.integers(0, number))), draw(st.booleans())
+            history.append(lambda s, n=name, keeps=keeps_outputs: submit_again(s, n, keeps))
         else:
             block = draw(st.integers(1, 7))
             history.append(lambda s, b=block: s.allocator.evict([b]))
     return history
+
+
+def submit_again(scheduler: Scheduler, name: str, keeps_outputs: bool) -> None:
+    """Abort a request and submit the same object, as it is or as it was at first."""
+    request = scheduler._requests.get(name)
+    if request is None:
+        return
+    scheduler.abort(name)
+    if not keeps_outputs:
+        request.num_output_tokens = 0
+    scheduler.submit(request)
 
 
 @settings(max_examples=150, deadline=None)
