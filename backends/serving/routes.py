@@ -5,11 +5,12 @@ function for good, and so would keep alive the engine of every server that there
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
@@ -27,11 +28,38 @@ MAX_SHOWN_CHARACTERS = 100
 def build_routes(server: "OpenAIServer") -> FastAPI:
     """The application of one server."""
     routes = FastAPI(title="kvledger", openapi_url=None, exception_handlers=_EXCEPTION_HANDLERS)
+    routes.router.route_class = _StrictRoute
     routes.state.server = server
     for method, endpoints in _ENDPOINTS.items():
         for path, endpoint in endpoints.items():
             routes.add_api_route(path, endpoint, methods=[method], response_model=None)
     return routes
+
+
+class _StrictRequest(Request):
+    """Of a field that is named twice, JSON's readers keep the last one and say nothing."""
+
+    async def json(self) -> Any:
+        return json.loads(await self.body(), object_pairs_hook=_named_once)
+
+
+class _StrictRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_strictly(request: Request) -> Response:
+            return await handle(_StrictRequest(request.scope, request.receive))
+
+        return handle_strictly
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise invalid_request(f"{json.dumps(name)} is given twice; give it once", name)
+        fields[name] = value
+    return fields
 
 
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
@@ -185,6 +213,8 @@ def _of_status(error: HTTPException, request: Request) -> ApiError:
             return ApiError(
                 405, f"{request.url.path} does not take {request.method}", code="method_not_allowed", headers=headers
             )
+        case 400 if isinstance(error.__cause__, ApiError):
+            return error.__cause__
         case 400:
             return invalid_request(_unreadable(error.__cause__) or str(error.detail))
         case status if status < 500:

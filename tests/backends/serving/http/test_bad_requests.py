@@ -322,6 +322,19 @@ def test_why_a_body_cannot_be_read_is_said(running, body, message):
 
 
 @pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"prompt": "a", "n": 1, "n": 2}', "n"),
+        (b'{"prompt": "a", "prompt": "a"}', "prompt"),
+        (b'{"prompt": "a", "logit_bias": {"3": 1, "4": 1, "3": 2}}', "3"),
+    ],
+)
+def test_a_field_that_is_given_twice_is_refused_and_not_half_ignored(running, body, param):
+    error = error_of(running.post(COMPLETIONS, body), 400)
+    assert (error["param"], error["message"]) == (param, f'"{param}" is given twice; give it once')
+
+
+@pytest.mark.parametrize(
     ("kind", "body"),
     [
         (ChatCompletionRequest, {"messages": [{}] * 1_000}),
