@@ -24,7 +24,7 @@ class GroupSlots:
         self._table = table
         self._flat_table = table.reshape(-1)
         self._block_size = block_size
-        # Beside a Python int NumPy would keep a product with int32 blocks in int32; and arrays are the faster operands.
+        # Arrays are faster operands than Python ints.
         self._size: NDArray[np.int64] = np.array(block_size, dtype=np.int64)
         self._last_offset: NDArray[np.int64] = np.array(block_size - 1, dtype=np.int64)
         self._width: NDArray[np.int64] = np.array(table.shape[1], dtype=np.int64)
@@ -90,7 +90,8 @@ class GroupSlots:
         run_ends = np.add.accumulate(num_runs)
         # Run r of a request holds its block number r + ahead.
         ahead = np.subtract(end_index, run_ends, out=end_index)
-        first_slots = self._blocks_of_runs(batch, ahead, num_runs) * self._size
+        # Of int32 blocks and a size NumPy before 2 would make int32 slots, whichever kind of integer the size is.
+        first_slots = np.multiply(self._blocks_of_runs(batch, ahead, num_runs), self._size, dtype=np.int64)
         if len(first_slots) * self._block_size == len(slots):
             self._whole_blocks(first_slots, slots)
         else:
