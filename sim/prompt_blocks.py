@@ -310,8 +310,11 @@ class _ReadPrompts:
         return out
 
     def _keep_latest_ids(self) -> None:
-        try:
-            self._ids.extend(array("q", self._latest_ids))
-        except OverflowError:  # re-blocked ids may be of any size
-            self._ids = [*self._ids, *self._latest_ids]
+        latest: Sequence[int] = self._latest_ids
+        if isinstance(self._ids, array):
+            try:
+                latest = array("q", latest)
+            except OverflowError:  # re-blocked ids may be of any size
+                self._ids = self._ids.tolist()
+        self._ids.extend(latest)
         self._latest_ids.clear()
