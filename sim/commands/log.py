@@ -1,6 +1,8 @@
 """`kvledger log`: look into the event log of a run, prove it, compare it, run it again."""
 
-from typing import TYPE_CHECKING, Annotated
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,10 +21,23 @@ def build_log_app() -> typer.Typer:
         rich_markup_mode=None,
     )
     for command in (show, verify, diff, at, stats, steps, convert):
-        app.command(command.__name__)(command)
+        app.command(command.__name__)(_with_log_libraries(command))
     pass_on = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command("replay", context_settings=pass_on)(replay)
+    app.command("replay", context_settings=pass_on)(_with_log_libraries(replay))
     return app
+
+
+def _with_log_libraries(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, which says what to install where logs cannot be read, before it imports what reads them."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        from ..event_log_dir import need_log_libraries
+
+        need_log_libraries()
+        command(*args, **kwargs)
+
+    return run
 
 
 def show(
@@ -244,9 +259,7 @@ def replay(context: typer.Context, log: Directory, json: Json = False) -> None:
 
     Example: kvledger log replay run.log --num-gpu-blocks-override 2000 --eviction s3fifo
     """
-    from ..event_log_dir import need_log_libraries, open_event_log
-
-    need_log_libraries()
+    from ..event_log_dir import open_event_log
     from ..live_trace import is_live
     from ..log_replay import run_again
 
