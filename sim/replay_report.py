@@ -110,6 +110,8 @@ def _assumption_rows(assumptions: dict[str, Any]) -> list[tuple[str, str]]:
 
 def shown(value: Any) -> str:
     """A value as a person reads it."""
+    if value is None:
+        return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
@@ -118,6 +120,8 @@ def shown(value: Any) -> str:
         return f"{value:,.6g}"
     if isinstance(value, list):
         return ", ".join(shown(item) for item in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {shown(item)}" for key, item in value.items())
     return str(value)
 
 

@@ -287,18 +287,12 @@ def _assumptions(document: dict[str, Any]) -> Html:
             continue
         assumed = payload["assumptions"]
         if isinstance(assumed, dict):
-            rows: list[list[Content]] = [[breakable(key), _shown(value)] for key, value in assumed.items()]
+            rows: list[list[Content]] = [[breakable(key), shown(value)] for key, value in assumed.items()]
             content = table(f"{name}: every parameter", ["assumption", "value"], rows, left=(0, 1))
         else:
             content = bullets(assumed)
         out += [tag("h3", name), content]
     return joined(out)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key}: {shown(item)}" for key, item in value.items())
-    return "none" if value is None else shown(value)
 
 
 def _figures(document: dict[str, Any]) -> Html:

@@ -120,3 +120,13 @@ def test_quantized_weights_leave_more_blocks_and_shorten_the_prompts() -> None:
     assert fp8["ttft_s"]["p50"] < plain["ttft_s"]["p50"]
     assert fp8["assumptions"]["model"] == "llama-3.1-70b, weights fp8, KV cache auto"
     assert document(*options, *model)["ttft_s"] == plain["ttft_s"]
+
+
+def test_assumptions_are_written_for_people() -> None:
+    done = kvledger(*QUICK, "--model", "gemma-3-27b", "--gpu", "A100", "--block-size", "64")
+    assert done.returncode == 0, done.stderr
+    assumed = {
+        name: " ".join(value) for name, *value in (line.split() for line in done.stdout.splitlines() if line.strip())
+    }
+    assert assumed["kv_bytes_per_token_per_rank"] == "at most 1,024 tokens: 425,984, all tokens before: 81,920"
+    assert assumed["fp8_tflops"] == "none"
