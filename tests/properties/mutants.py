@@ -102,9 +102,9 @@ MUTANTS = (
         "        if False:",
     ),
     Mutant(
-        "blocks with and without a key that come back mixed are told apart by the first",
+        "blocks with and without a key that come back mixed are told apart by how many there are",
         "core/pool_state.py",
-        "            if key_of[block] is None:\n                unkeyed",
+        "            if key_of[block] is not None:\n                unkeyed",
         "            if False:\n                unkeyed",
     ),
     Mutant(
