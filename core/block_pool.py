@@ -106,10 +106,13 @@ class BlockPool(PoolState):
         return tuple([self._group_of[block] for block in blocks]) if self._group_of else (0,) * len(blocks)
 
     def num_free_among(self, blocks: Sequence[int]) -> int:
-        """How many of these (non-null) blocks are unreferenced: adopting them takes that many from the free queue."""
-        # Nothing ever references the null block.
-        ref_cnt = self._ref_cnt
-        return [ref_cnt[block] for block in blocks].count(0) - blocks.count(NULL_BLOCK)
+        """How many of these (non-null) blocks are unreferenced: adopting them takes that many from the free queue.
+
+        A block that is named several times, as a hit by keys of content alone may, is taken from it once.
+        """
+        ref_cnt, named = self._ref_cnt, set(blocks)
+        named.discard(NULL_BLOCK)  # which nothing ever references
+        return [ref_cnt[block] for block in named].count(0)
 
     # -- transitions, checked ----------------------------------------------------------------------------------------
 
