@@ -65,7 +65,7 @@ class KVCacheAllocator(BatchCommands):
         None where the source has no such key yet, and where there are several groups or windows, whose hits also grow
         by what others lose.
         """
-        if not self._caches or not self.can_append_several_steps:
+        if not (self._caches and self._grows_only):
             return None
         kind, count = self.config.groups[0], len(match.blocks[0])
         if (count + 1) * kind.block_size > request.num_tokens:

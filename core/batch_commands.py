@@ -72,7 +72,8 @@ class BatchCommands(LedgerWriter):
         self._one_each: NDArray[np.int64] = np.ones(config.max_num_reqs, dtype=np.int64)
         self._caches = config.enable_caching
         self._drops_orphans = config.orphans == "drop"
-        self._one_group = len(config.groups) == 1
+        # One group, whose blocks a request keeps while it runs, and whose hits are unbroken runs.
+        self._grows_only = len(config.groups) == 1 and config.groups[0].needs_whole_prefix
         self._never_skips = all(kind.computed_tokens_that_skip(np.ones(1, np.int64)) is None for kind in config.groups)
 
     # -- tokens for running requests ---------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ class BatchCommands(LedgerWriter):
     @property
     def can_append_several_steps(self) -> bool:
         """Whether `append_steps` is available: one group that never gives blocks back while it runs."""
-        return self._one_group and self.config.groups[0].needs_whole_prefix
+        return self._grows_only
 
     def could_append(self, rows: Rows, num_new_tokens: int) -> bool:
         """Whether the free blocks suffice for `num_new_tokens` further tokens of every row, as its blocks are.
@@ -304,4 +305,4 @@ class BatchCommands(LedgerWriter):
     def _note_registered(self, cached: BlocksCached, events: list[Event]) -> None:
         events.append(self._emit(cached))
         if self._drops_orphans:
-            self._links.note(cached)
+            self._links.note(cached, self.state.pool)

@@ -1,7 +1,6 @@
 """Which cached blocks no lookup can reach once a block before them has lost its key (`orphans="drop"`)."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from .block_pool import BlockPool
 from .cache_kinds import CacheKind
@@ -11,28 +10,27 @@ from .events import BlocksCached, Key
 class ChainLinks:
     """Remembers, from `BlocksCached` events, which key follows which in groups whose hits are unbroken runs.
 
-    The key of a chain follows one other, or none. One that names content alone may follow several, itself among them.
+    The key of a chain follows one other, or none. One that names content alone may follow several, itself among them;
+    where such keys follow each other in a circle, each counts as a way to the next. The memory is in proportion to the
+    cache, not to its history.
     """
 
     def __init__(self, groups: tuple[CacheKind, ...]) -> None:
-        self._children: list[dict[Key, set[Key]] | None] = [{} if kind.needs_whole_prefix else None for kind in groups]
-        # None among them: it begins a prompt.
-        self._parents: list[dict[Key, set[Key | None]]] = [{} for _ in groups]
+        self._links = [_Links() if kind.needs_whole_prefix else None for kind in groups]
 
-    def note(self, event: BlocksCached) -> None:
+    def note(self, event: BlocksCached, pool: BlockPool) -> None:
         """Learn the links of newly registered blocks."""
-        children, parents = self._children[event.group], self._parents[event.group]
-        if children is None:
+        links = self._links[event.group]
+        if links is None:
             return
         start = 0
         for parent, count in zip(event.parents, event.counts, strict=True):
             before = parent
             for key in event.keys[start : start + int(count)]:
-                if before is not None:
-                    children.setdefault(before, set()).add(key)
-                parents.setdefault(key, set()).add(before)
+                links.add(before, key)
                 before = key
             start += int(count)
+        links.forget_dead(pool, event.group)
 
     def descendants(self, blocks: Iterable[int], pool: BlockPool) -> list[int]:
         """Keyed blocks that become unreachable when `blocks` lose their keys; none of `blocks` among them.
@@ -42,37 +40,65 @@ class ChainLinks:
         """
         losing = set(blocks)
         orphans: list[int] = []
-        for group, children in enumerate(self._children):
-            if children is None:
+        for group, links in enumerate(self._links):
+            if links is None:
                 continue
             keys = {pool.key_of(block) for block in losing if pool.group_of(block) == group}
             gone = [key for key in keys if losing.issuperset(pool.copies(key, group))]
             while gone:
                 before = gone.pop()
-                for key in children.pop(before, ()):
+                for key in links.after(before):
                     copies = [block for block in pool.copies(key, group) if block not in losing]
-                    if copies and not self._follows_others(key, before, group, losing, pool):
+                    if copies and not _follows_others(key, links.before(key), group, losing, pool):
                         losing.update(copies)
                         orphans += copies
                         gone.append(key)
-            for links in (children, self._parents[group]):
-                self._forget_dead_links(links, pool, group)
         return orphans
 
-    def _follows_others(self, key: Key, before: Key, group: int, losing: set[int], pool: BlockPool) -> bool:
-        """Whether a lookup comes to this key without the one before: at a prompt's beginning, or behind a key that
-        stays.
-        """
-        return any(
-            parent is None or not losing.issuperset(pool.copies(parent, group))
-            for parent in self._parents[group].get(key, ())
-            if parent != before
-        )
 
-    @staticmethod
-    def _forget_dead_links(links: dict[Key, Any], pool: BlockPool, group: int) -> None:
-        """Keep the memory in proportion to the cache, not to its history."""
+def _follows_others(key: Key, parents: Iterable[Key | None], group: int, losing: set[int], pool: BlockPool) -> bool:
+    """Whether a lookup still comes to a key: at a prompt's beginning, or behind another key that stays."""
+    return any(
+        parent is None or (parent != key and not losing.issuperset(pool.copies(parent, group))) for parent in parents
+    )
+
+
+class _Links:
+    """Which key follows which, in one group. Before the first block of a prompt stands None."""
+
+    def __init__(self) -> None:
+        self._children: dict[Key | None, set[Key]] = {}
+        self._parents: dict[Key, set[Key | None]] = {}
+        self._num_links = 0
+        self._capacity = 1024
+
+    def add(self, parent: Key | None, key: Key) -> None:
+        parents = self._parents.setdefault(key, set())
+        if parent not in parents:
+            parents.add(parent)
+            self._num_links += 1
+            if parent is not None:
+                self._children.setdefault(parent, set()).add(key)
+
+    def after(self, key: Key) -> Iterable[Key]:
+        return self._children.get(key, ())
+
+    def before(self, key: Key) -> Iterable[Key | None]:
+        return self._parents.get(key, ())
+
+    def forget_dead(self, pool: BlockPool, group: int) -> None:
+        """Forget the links to keys that no block carries any more, once there are twice as many as there were left.
+
+        And those from such keys, where a key has others: its only one may come back before it.
+        """
+        if self._num_links <= self._capacity:
+            return
         index = pool.index(group)
-        if len(links) > 2 * len(index) + 1024:
-            for key in [key for key in links if key not in index]:
-                del links[key]
+        links = self._parents
+        self._children, self._parents, self._num_links = {}, {}, 0
+        for key, parents in links.items():
+            if key in index:
+                for parent in parents:
+                    if parent is None or parent in index or len(parents) == 1:
+                        self.add(parent, key)
+        self._capacity = 2 * self._num_links + 1024

@@ -190,3 +190,19 @@ def test_evicting_a_block_strands_nothing_that_a_lookup_comes_to_by_another_way(
     assert keyed() == {b, again, d}
     assert allocator.evict([again]) == 3
     assert keyed() == set()
+
+
+def test_what_is_remembered_of_chains_is_in_proportion_to_the_cache() -> None:
+    config = AllocatorConfig(
+        num_blocks=20, groups=[FullAttention(BLOCK_SIZE)], max_model_len=1024, max_num_reqs=4, orphans="drop"
+    )
+    allocator = KVCacheAllocator(config)
+    for number in range(3_000):
+        # All begin with the same block, and end with the same one.
+        admit(allocator, request("one", f"a{chr(2 * number + 1_000)}{chr(2 * number + 1_001)}z."))
+        allocator.free("one")
+    (links,) = allocator._links._links
+    assert links is not None
+    assert links._num_links <= 2 * (len(allocator.pool.index()) + 1) + 1_024 + 4
+    held = links._parents, links._children
+    assert all(sum(map(len, side.values())) <= links._num_links for side in held)
