@@ -108,11 +108,12 @@ class BlockPool(PoolState):
     def num_free_among(self, blocks: Sequence[int]) -> int:
         """How many of these (non-null) blocks are unreferenced: adopting them takes that many from the free queue.
 
-        A block that is named several times, as a hit by keys of content alone may, is taken from it once.
+        A block that is named several times, as a hit by keys of content alone may, counts each time: what a request
+        needs is then never less than what it would need if the hit were lost.
         """
-        ref_cnt, named = self._ref_cnt, set(blocks)
-        named.discard(NULL_BLOCK)  # which nothing ever references
-        return [ref_cnt[block] for block in named].count(0)
+        # Nothing ever references the null block.
+        ref_cnt = self._ref_cnt
+        return [ref_cnt[block] for block in blocks].count(0) - blocks.count(NULL_BLOCK)
 
     # -- transitions, checked ----------------------------------------------------------------------------------------
 

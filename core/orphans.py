@@ -43,21 +43,19 @@ class ChainLinks:
         for group, links in enumerate(self._links):
             if links is None:
                 continue
-            keys = {pool.key_of(block) for block in losing if pool.group_of(block) == group}
-            gone = [key for key in keys if losing.issuperset(pool.copies(key, group))]
-            while gone:
-                before = gone.pop()
-                for key in links.after(before):
+            before = list({pool.key_of(block) for block in losing if pool.group_of(block) == group})
+            while before:
+                for key in links.after(before.pop()):
                     copies = [block for block in pool.copies(key, group) if block not in losing]
-                    if copies and not _follows_others(key, links.before(key), group, losing, pool):
+                    if copies and not _is_reached(key, links.before(key), group, losing, pool):
                         losing.update(copies)
                         orphans += copies
-                        gone.append(key)
+                        before.append(key)
         return orphans
 
 
-def _follows_others(key: Key, parents: Iterable[Key | None], group: int, losing: set[int], pool: BlockPool) -> bool:
-    """Whether a lookup still comes to a key: at a prompt's beginning, or behind another key that stays."""
+def _is_reached(key: Key, parents: Iterable[Key | None], group: int, losing: set[int], pool: BlockPool) -> bool:
+    """Whether a lookup still comes to a key: at a prompt's beginning, or behind another key that is still carried."""
     return any(
         parent is None or (parent != key and not losing.issuperset(pool.copies(parent, group))) for parent in parents
     )

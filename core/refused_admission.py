@@ -15,8 +15,8 @@ class RefusedAdmission:
     key behind the hit is not found, the sum of the two grows only by references that are given back, and by keys that
     are dropped from free blocks where another block under the key is held: whoever adopts a block of the hit takes it
     from the free ones, and so does whoever takes it for other content, even if a block under its key comes again. A
-    block that is copied on write is one that others go on holding. All this is so while the request
-    stays what it was.
+    block that is copied on write is one that others go on holding. All this is so where the hit names no block twice,
+    and while the request stays what it was.
 
     Attributes:
         request: who was refused.

@@ -157,9 +157,13 @@ class WaitingAdmission:
     def _remember_refusal(
         self, request: Request, match: PrefixMatch, missing: int, reserved: int, use_watermark: bool
     ) -> None:
+        hit = match.blocks[0]
+        # Tokens that come from elsewhere come and go unseen. And a block that stands several times in a hit, as one
+        # whose key names content alone may, is several fewer to be taken as soon as anybody else holds it.
+        if self._external is not None or self._remote is not None or len(set(hit)) < len(hit):
+            return
         next_key = self._allocator.key_behind(request, match)
-        # Where tokens come from elsewhere, they come and go unseen.
-        if next_key is not None and self._external is None and self._remote is None:
+        if next_key is not None:
             gains = self._allocator.state.num_gains
             self._refused = RefusedAdmission(request, next_key, missing, gains, reserved, use_watermark)
 

@@ -196,19 +196,20 @@ def test_a_request_that_is_submitted_anew_looks_anew() -> None:
     assert again in running(scheduler)
 
 
-def test_a_block_that_a_hit_names_several_times_need_be_free_only_once() -> None:
-    scheduler = make(num_blocks=9)
+def test_a_hit_that_names_one_block_several_times_is_looked_up_again_once_others_hold_it(lookups: list[str]) -> None:
+    scheduler = make(num_blocks=9, policy="priority")
     scheduler.submit(Request("first", SIZE + 1, 1, ListedKeys([1])))
     assert step(scheduler)
     scheduler.submit(Request("runs", 2 * SIZE + 1, 50, ListedKeys([2, 3])))
     assert step(scheduler)
-    # Seven blocks, the first four of which are one that is free; three more of the five free ones are taken.
-    repeats = Request("repeats", 6 * SIZE + 1, 4, ListedKeys([1, 1, 1, 1, 7, 8]))
-    assert scheduler.allocator.num_missing_blocks(repeats, scheduler.allocator.match_prefix(repeats)) == 4 - 5
-    scheduler.submit(repeats)
+    waits = Request("waits", 6 * SIZE + 1, 4, ListedKeys([1, 1, 1, 1, 7, 8]), priority=1)
+    scheduler.submit(waits)
     assert step(scheduler)
-    assert repeats in running(scheduler)
-    assert scheduler.allocator.num_free_blocks == 1
+    assert scheduler.waiting.head() is waits
+    # It adopts the block of key 1, which is four of the seven that "waits" needs.
+    scheduler.submit(Request("adopts", SIZE + 1, 50, ListedKeys([1])))
+    assert step(scheduler) and step(scheduler)
+    assert waits in running(scheduler)
 
 
 Act = Callable[[Scheduler], object]

@@ -329,7 +329,7 @@ MUTANTS = (
     Mutant(
         "only the next orphan is dropped",
         "core/orphans.py",
-        "                        gone.append(key)",
+        "                        before.append(key)",
         "                        pass",
     ),
     # What only events, orders and lookups show
@@ -472,8 +472,8 @@ MUTANTS = (
     Mutant(
         "what follows an evicted duplicate is dropped too",
         "core/orphans.py",
-        "gone = [key for key in keys if losing.issuperset(pool.copies(key, group))]",
-        "gone = list(keys)",
+        "not losing.issuperset(pool.copies(parent, group))",
+        "False",
     ),
     Mutant(
         "the gate forgets what is reserved",
