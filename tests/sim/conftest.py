@@ -1,4 +1,4 @@
-"""What the tests of `kvledger log` share: the command line, and the log of a run that is made once."""
+"""What tests of the command line share: how to run it, and for `kvledger log` a run that is recorded once."""
 
 import json
 import sys
@@ -15,8 +15,8 @@ from kvledger.sim.cli import build_app, main
 def kvledger(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
     """Run the command line; return (exit code, standard output, standard error)."""
 
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["kvledger", *arguments])
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kvledger", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             main()
         out, err = capsys.readouterr()

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from kvledger.sim.cli import main
 from rich.console import Console
 
 ROWS = [
@@ -21,20 +20,6 @@ def trace(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return str(path)
-
-
-@pytest.fixture
-def kvledger(monkeypatch, capsys):
-    """Run the command line; return (exit code, standard output, standard error)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["kvledger", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return run
 
 
 def test_json_answers_every_size_with_every_key(kvledger, trace):

@@ -1,11 +1,10 @@
 """`kvledger follow`: a live publisher on loopback, a recorded stream, and what is printed of them."""
 
 import json
-import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,24 +17,9 @@ from kvledger.backends.sinks.ledger_metrics import LedgerMetrics
 from kvledger.backends.sinks.prometheus_endpoint import PrometheusEndpoint
 from kvledger.core import AllocatorConfig, FullAttention, KVCacheAllocator, Request
 from kvledger.core.errors import InputError
-from kvledger.sim.cli import main
 
 pytestmark = pytest.mark.timeout(60)
 LOCAL = "tcp://127.0.0.1:*"
-
-
-@pytest.fixture
-def kvledger(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
-    """Run the command line; return (exit code, standard output, standard error)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["kvledger", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return run
 
 
 def stored(parent: int | None, *hashes: int) -> BlockStored:

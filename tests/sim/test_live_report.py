@@ -1,7 +1,6 @@
 """Measured step times of a live run against latency models: fits find what is true, and say what is not told."""
 
 import json
-import sys
 
 import attrs
 import numpy as np
@@ -13,7 +12,6 @@ from kvledger.backends.serving.recorded_run import live_header
 from kvledger.backends.sinks import DurableLog, FlushPolicy, LogReader, StepComputed
 from kvledger.core import AllocatorConfig, FullAttention, InputError, KVCacheAllocator, SchedulerConfig, StepLoad
 from kvledger.core.model_geometry import load_geometry
-from kvledger.sim.cli import main
 from kvledger.sim.devices import find_device
 from kvledger.sim.fitted_latency import BASE, PLAIN, PREFILL_STEP, FittedLatency, fit_latency
 from kvledger.sim.live_report import fit_roofline, live_report
@@ -143,18 +141,6 @@ def test_a_roofline_is_calibrated_from_kinds_of_steps() -> None:
     before = np.abs(steps.predicted(expected) / steps.seconds - 1).mean()
     after = np.abs(steps.predicted(fit_roofline(steps, expected)) / steps.seconds - 1).mean()
     assert before > 0.2 and after < 0.06
-
-
-@pytest.fixture
-def kvledger(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["kvledger", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return run
 
 
 @pytest.fixture

@@ -1,13 +1,11 @@
 """Samples, beams and draft trees: forks and copies on write by the real allocator, counted beside arithmetic."""
 
 import json
-import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvledger.core.errors import InputError
-from kvledger.sim.cli import main
 from kvledger.sim.random_draws import Draws
 from kvledger.sim.sampling import BeamSearch, DraftTree, ParallelSampling
 from kvledger.sim.sampling_run import run_sampling
@@ -92,20 +90,6 @@ def test_one_seed_gives_one_report():
     reports = [run_sampling(requests, BeamSearch(3, 0.2), seed=seed).as_dict() for seed in (5, 5, 6)]
     assert reports[0] == reports[1] != reports[2]
     assert reports[0]["num_requests"] == 2
-
-
-@pytest.fixture
-def kvledger(monkeypatch, capsys):
-    """Run the command line; return (exit code, standard output, standard error)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["kvledger", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return run
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """Every format goes through `kvledger curve` and `kvledger replay`, with every option that says which requests."""
 
 import json
-import sys
 
 import pytest
-from kvledger.sim.cli import main
 
 QWEN = {"parent_chat_id": -1, "output_length": 3, "type": "text", "turn": 1}
 FILES = {
@@ -37,20 +35,6 @@ FILES = {
 }
 BLOCKS = ["--block-size", "16"]
 POOL = [*BLOCKS, "--num-gpu-blocks-override", "50"]
-
-
-@pytest.fixture
-def kvledger(monkeypatch, capsys):
-    """Run the command line; return (exit code, standard output, standard error)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["kvledger", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return run
 
 
 def arguments_for(tmp_path, name: str) -> list[str]:

@@ -2,13 +2,11 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from kvledger.core.errors import InputError
-from kvledger.sim.cli import main
 from kvledger.sim.prompt_blocks import read_prompt_blocks
 from kvledger.sim.random_draws import Draws
 from kvledger.sim.traces import Trace, open_trace
@@ -134,20 +132,6 @@ def test_arrivals_keep_batches_gaps_and_that_bursts_follow_bursts():
     assert short_after_short == pytest.approx(((own[1:] < 0.1) & (own[:-1] < 0.1)).mean(), abs=0.05)
     with pytest.raises(InputError, match="no arrivals to fit"):
         fit_arrivals(np.array([]))
-
-
-@pytest.fixture
-def kvledger(monkeypatch, capsys):
-    """Run the command line; return (exit code, standard output, standard error)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["kvledger", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return run
 
 
 def test_the_command_line_fits_and_says_how_close(kvledger, tmp_path):
