@@ -38,12 +38,15 @@ def test_a_pool_of_a_million_blocks_takes_at_most_64_bytes_a_block(benchmark) ->
     assert bytes_per_block <= 64
 
 
-@pytest.mark.parametrize(("num_reqs", "tokens_each"), [(1, 8192), (64, 128), (256, 32)])
-def test_slot_mapping_of_8192_tokens(benchmark, num_reqs: int, tokens_each: int) -> None:
+@pytest.mark.parametrize(
+    ("num_reqs", "tokens_each", "first_position"),
+    [(1, 8192, 0), (64, 128, 0), (256, 32, 0), (1, 8192, 5), (64, 128, 5)],
+)
+def test_slot_mapping_of_8192_tokens(benchmark, num_reqs: int, tokens_each: int, first_position: int) -> None:
     """`extra_info` (--benchmark-json) holds its time over that of plain NumPy, timed in turn with it."""
     plain = workloads.plain_slot_mapping(num_reqs, tokens_each)
     plain_seconds: list[float] = []
-    once = workloads.slot_mapping(num_reqs, tokens_each)
+    once = workloads.slot_mapping(num_reqs, tokens_each, first_position)
     rounds = 500 if benchmark.enabled else 1
     seconds = benchmark.pedantic(once, setup=lambda: plain_seconds.append(plain()), rounds=rounds)
     assert seconds > 0

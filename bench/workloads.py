@@ -169,17 +169,22 @@ def hash_chain(block_size: int, num_tokens: int = 1 << 16) -> float:
     return seconds / num_tokens
 
 
-def slot_mapping(num_reqs: int = 64, tokens_each: int = 128) -> Callable[[], float]:
-    """A function that maps a batch of `num_reqs x tokens_each` tokens to slots and returns the seconds."""
+def slot_mapping(num_reqs: int = 64, tokens_each: int = 128, first_position: int = 0) -> Callable[[], float]:
+    """A function that maps a batch of `num_reqs x tokens_each` tokens to slots and returns the seconds.
+
+    Every request's tokens start at `first_position`: inside a block, unless that is a multiple of 16.
+    """
     backend = SimBackend()
     config = AllocatorConfig(
         num_blocks=num_reqs * 600, groups=[FullAttention(16)], max_model_len=1 << 14, max_num_reqs=num_reqs
     )
     allocator = KVCacheAllocator(config, sinks=[backend])
     for i in range(num_reqs):
-        allocator.allocate(Request(str(i), tokens_each), tokens_each)
+        num_tokens = first_position + tokens_each
+        assert allocator.allocate(Request(str(i), num_tokens), num_tokens) is not None
     rows = np.array([allocator.row_of(str(i)) for i in range(num_reqs)], dtype=np.int64)
-    batch = TokenBatch(rows, np.zeros(num_reqs, np.int64), np.full(num_reqs, tokens_each, np.int64))
+    firsts, counts = np.full(num_reqs, first_position, np.int64), np.full(num_reqs, tokens_each, np.int64)
+    batch = TokenBatch(rows, firsts, counts)
 
     def once() -> float:
         started = clock()

@@ -62,8 +62,8 @@ class KVCacheAllocator(BatchCommands):
     def key_behind(self, request: Request, match: PrefixMatch) -> Key | None:
         """The key under which the block behind a hit would be found, so that the hit grows only if it is.
 
-        None where the source has no such key yet, and where there are several groups or windows, whose hits also grow
-        by what others lose.
+        None where the request has not filled that block or its source withholds the key; without caching; and where
+        there are several groups or windows, whose hits also grow by what others lose.
         """
         if not (self._caches and self._grows_only):
             return None
