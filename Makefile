@@ -29,11 +29,11 @@ lint: $(VENV)/.test-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# pyright does not follow the import hook of an editable install, so it finds the package through links.
+# The kit imports the package as its users do, so pyright reads a copy that is installed for it.
 types: $(VENV)/.test-installed
-	@mkdir -p $(VENV)/for-pyright/kvledger
-	@for folder in core backends kernels sim; do ln -sfn ../../../$$folder $(VENV)/for-pyright/kvledger/$$folder; done
-	@ln -sfn ../../../tests/kit $(VENV)/for-pyright/kvledger/testing
+	@rm -rf build $(VENV)/for-pyright
+	$(PIP) install --no-deps --upgrade --target $(VENV)/for-pyright .
+	@rm -rf build
 	$(BIN)/pyright
 
 # The interpreter that is there, no network, nothing installed: conftest.py puts the folders on the import path, and the
@@ -51,13 +51,13 @@ gpu-kernels:
 	$(GPU_PYTEST) -s -m gpu bench/test_gpu_kernels.py tests/kernels/test_gpu_graphs.py
 
 gpu-live:
-	$(GPU_PYTEST) -s -m gpu bench/test_gpu_live.py tests/backends/test_gpu_memory_profiler.py \
-		tests/backends/serving/test_sizing.py
+	$(GPU_PYTEST) -s -m gpu bench/test_gpu_live.py tests/backends/profiling/test_gpu_memory_profiler.py \
+		tests/backends/serving/model/test_sizing.py
 
 # On a card the kernels' own tests run the real kernels; what is compiled for other cards needs none.
 gpu-tests:
-	$(GPU_PYTEST) $(GPU_WORKERS) -m gpu tests/backends/test_gpu_cuda_backend.py tests/backends/serving \
-		--ignore=tests/backends/serving/test_sizing.py
+	$(GPU_PYTEST) $(GPU_WORKERS) -m gpu tests/backends/cuda/test_gpu_cuda_backend.py tests/backends/serving \
+		--ignore=tests/backends/serving/model/test_sizing.py
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 		$(GPU_PYTEST) $(GPU_WORKERS) -m "not slow" --ignore=tests/kernels/test_machine_code.py tests/kernels tests/field/test_f0*.py; \
 	else echo "There is no GPU here: the kernels' tests were not run on one, and nothing was measured."; fi

@@ -4,27 +4,18 @@ import importlib.util
 import os
 import signal
 import sys
-import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parent
-FOLDERS = {"core": "core", "backends": "backends", "kernels": "kernels", "sim": "sim", "testing": "tests/kit"}
+BARE = Path(__file__).parent / "tests" / "bare"
 
 
 def make_importable() -> None:
-    """Make `kvledger` importable from the checkout, here and in what tests start, unless it is installed.
-
-    The folders are linked under a package on the path.
-    """
+    """Make `kvledger` importable from the checkout, here and in what tests start, unless it is installed."""
     if importlib.util.find_spec("kvledger") is not None:
         return
-    package = Path(tempfile.mkdtemp(prefix="kvledger-")) / "kvledger"
-    package.mkdir()
-    for name, folder in FOLDERS.items():
-        (package / name).symlink_to(ROOT / folder, target_is_directory=True)
-    sys.path.insert(0, str(package.parent))
+    sys.path.insert(0, str(BARE))
     others = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(package.parent) if not others else os.pathsep.join([str(package.parent), others])
+    os.environ["PYTHONPATH"] = str(BARE) if not others else os.pathsep.join([str(BARE), others])
 
 
 # The conftests of folders import the package when they are loaded, which is before any hook is called.

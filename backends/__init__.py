@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..core.types import Backend
-    from .cache_arrangement import CacheArrangement
     from .context_rank import ContextRank
-    from .cuda_backend import CudaBackend
-    from .layer_access import KVScales
+    from .cuda.backend import CudaBackend
+    from .cuda.layer_access import KVScales
+    from .cuda.layout import CacheArrangement
     from .sim_backend import SimBackend
 
 _MODULES = {
     "Backend": "..core.types",
-    "CacheArrangement": ".cache_arrangement",
+    "CacheArrangement": ".cuda.layout",
     "ContextRank": ".context_rank",
-    "CudaBackend": ".cuda_backend",
-    "KVScales": ".layer_access",
+    "CudaBackend": ".cuda.backend",
+    "KVScales": ".cuda.layer_access",
     "SimBackend": ".sim_backend",
 }
 

@@ -27,8 +27,8 @@ from kvledger.core.events import (
     RowsAssigned,
     RowsReleased,
     TokensPlaced,
+    named_tuple,
 )
-from kvledger.core.named_tuples import named_tuple
 
 from bench import workloads
 

@@ -13,8 +13,8 @@ import time
 
 import numpy as np
 import pytest
-from kvledger.core.block_hash import ALGORITHMS, block_hasher
-from kvledger.core.token_key_source import TokenKeySource
+from kvledger.core.keys.block_hash import ALGORITHMS, block_hasher
+from kvledger.core.keys.token_keys import TokenKeySource
 
 NUM_TOKENS = 1 << 16
 ROUNDS = 15

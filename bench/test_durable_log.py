@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvledger.backends.sinks.durable_log import DurableLog
-from kvledger.backends.sinks.flush_policy import FlushPolicy
-from kvledger.backends.sinks.log_reader import LogReader
+from kvledger.backends.sinks.log.durable_log import DurableLog
+from kvledger.backends.sinks.log.flush_policy import FlushPolicy
+from kvledger.backends.sinks.log.reader import LogReader
 from kvledger.core import AllocatorConfig, FullAttention, KVCacheAllocator, Request
 from kvledger.core.types import EventSink
 
@@ -144,8 +144,8 @@ def test_a_million_events_on_disk(benchmark, logs: dict[int, tuple[Path, dict]])
 
 VERIFY = """
 import json, sys, time
-from kvledger.backends.sinks.log_reader import LogReader
-from kvledger.sim.log_verification import verify_log
+from kvledger.backends.sinks.log.reader import LogReader
+from kvledger.sim.logs.verification import verify_log
 started, on_cpu = time.perf_counter(), time.process_time()
 found = verify_log(LogReader(sys.argv[1]))
 seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - on_cpu

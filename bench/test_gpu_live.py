@@ -48,7 +48,7 @@ def bench_model(device: str) -> Any:
 
     folder = os.environ.get("KVLEDGER_BENCH_MODEL")
     if folder:
-        from kvledger.backends.serving.model_loading import load_model
+        from kvledger.backends.serving.model.loading import load_model
 
         return load_model(folder, device=device).model
     config = LlamaConfig(
@@ -97,7 +97,7 @@ def test_decode_throughput_beside_transformers_own_serving(served: Any, num_reqs
 
 
 def test_a_calibrated_model_predicts_steps_that_it_has_not_seen(served: Any) -> None:
-    from kvledger.sim.live_report import live_report
+    from kvledger.sim.logs.live_report import live_report
 
     random = np.random.default_rng(1)
     longest = 4 * (PROMPT_TOKENS + OUTPUT_TOKENS)

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from kvledger.backends import SimBackend
 from kvledger.core import AllocatorConfig, BlockPool, EventLog, FullAttention, KVCacheAllocator, Request, TokenBatch
-from kvledger.core.block_hash import block_hasher
 from kvledger.core.events import BlocksAllocated, BlocksFreed, FreeReason, as_ints
-from kvledger.sim.trace_keys import TraceKeySource
+from kvledger.core.keys.block_hash import block_hasher
+from kvledger.sim.engine.trace_keys import TraceKeySource
 
 clock = time.perf_counter
 # How often a process of the side-by-side comparison does its work; the median counts.

@@ -7,31 +7,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .allocator import KVCacheAllocator
-    from .allocator_config import AllocatorConfig
-    from .allocator_groups import allocator_groups
-    from .belady import BeladyOrder, FutureUses
-    from .block_hash import block_hasher
-    from .block_pool import NULL_BLOCK, BlockPool
+    from .allocator.allocator import KVCacheAllocator
+    from .allocator.config import AllocatorConfig
+    from .allocator.prefix_match import PrefixMatch
     from .cache_kinds import CacheKind, ChunkedLocal, CompressedState, FullAttention, SequenceState, SlidingWindow
-    from .deployment import Deployment
-    from .deployment_plan import DeploymentPlan, plan_deployment
-    from .engine import Wait, engine_loop
+    from .deployment.deployment import Deployment
+    from .deployment.plan import DeploymentPlan, plan_deployment
     from .errors import CorruptLedgerError, DoesNotFitError, InputError, KVLedgerError, MisuseError
-    from .event_log import EventLog
     from .events import Commit, Event, FreeReason
-    from .eviction import EvictionOrder, make_eviction_order
-    from .extra_keys import ExtraKeys, LoraIdentity, MultimodalItem
-    from .ledger_state import LedgerState
-    from .memory_ledger import MemoryLedger
-    from .model_geometry import ModelGeometry, builtin_geometry, geometry_from_config, load_geometry
-    from .plan_inputs import PlanInputs
-    from .planning import KVCachePlan, plan_kv_cache
-    from .prefix_match import PrefixMatch
-    from .scheduler import Scheduler, StepOutcome
-    from .scheduler_config import SchedulerConfig
-    from .scheduler_stats import SchedulerStats
-    from .token_key_source import TokenKeySource
+    from .keys.block_hash import block_hasher
+    from .keys.extra_keys import ExtraKeys, LoraIdentity, MultimodalItem
+    from .keys.token_keys import TokenKeySource
+    from .ledger.event_log import EventLog
+    from .ledger.state import LedgerState
+    from .memory.ledger import MemoryLedger
+    from .models.geometry import ModelGeometry, builtin_geometry, geometry_from_config, load_geometry
+    from .planner.groups import allocator_groups
+    from .planner.inputs import PlanInputs
+    from .planner.plan import KVCachePlan, plan_kv_cache
+    from .pool.block_pool import NULL_BLOCK, BlockPool
+    from .pool.policies.belady import BeladyOrder, FutureUses
+    from .pool.policies.registry import EvictionOrder, make_eviction_order
+    from .scheduler.config import SchedulerConfig
+    from .scheduler.engine import Wait, engine_loop
+    from .scheduler.scheduler import Scheduler, StepOutcome
+    from .scheduler.stats import SchedulerStats
     from .types import (
         Backend,
         DraftModel,
@@ -47,64 +47,64 @@ if TYPE_CHECKING:
 
 # Name -> the module that it is imported from when it is first asked for.
 _ON_FIRST_USE = {
-    "AllocatorConfig": "allocator_config",
+    "AllocatorConfig": "allocator.config",
     "Backend": "types",
-    "BeladyOrder": "belady",
-    "BlockPool": "block_pool",
+    "BeladyOrder": "pool.policies.belady",
+    "BlockPool": "pool.block_pool",
     "CacheKind": "cache_kinds",
     "ChunkedLocal": "cache_kinds",
     "Commit": "events",
     "CompressedState": "cache_kinds",
     "CorruptLedgerError": "errors",
-    "Deployment": "deployment",
-    "DeploymentPlan": "deployment_plan",
+    "Deployment": "deployment.deployment",
+    "DeploymentPlan": "deployment.plan",
     "DoesNotFitError": "errors",
     "DraftModel": "types",
     "Event": "events",
-    "EventLog": "event_log",
+    "EventLog": "ledger.event_log",
     "EventSink": "types",
-    "EvictionOrder": "eviction",
-    "ExtraKeys": "extra_keys",
+    "EvictionOrder": "pool.policies.registry",
+    "ExtraKeys": "keys.extra_keys",
     "FreeReason": "events",
     "FullAttention": "cache_kinds",
-    "FutureUses": "belady",
+    "FutureUses": "pool.policies.belady",
     "InputError": "errors",
-    "KVCacheAllocator": "allocator",
-    "KVCachePlan": "planning",
+    "KVCacheAllocator": "allocator.allocator",
+    "KVCachePlan": "planner.plan",
     "KVLedgerError": "errors",
     "KeySource": "types",
     "LatencyModel": "types",
-    "LedgerState": "ledger_state",
-    "LoraIdentity": "extra_keys",
-    "MemoryLedger": "memory_ledger",
+    "LedgerState": "ledger.state",
+    "LoraIdentity": "keys.extra_keys",
+    "MemoryLedger": "memory.ledger",
     "MisuseError": "errors",
-    "ModelGeometry": "model_geometry",
-    "MultimodalItem": "extra_keys",
-    "NULL_BLOCK": "block_pool",
-    "PlanInputs": "plan_inputs",
-    "PrefixMatch": "prefix_match",
+    "ModelGeometry": "models.geometry",
+    "MultimodalItem": "keys.extra_keys",
+    "NULL_BLOCK": "pool.block_pool",
+    "PlanInputs": "planner.inputs",
+    "PrefixMatch": "allocator.prefix_match",
     "Request": "types",
     "ScheduledStep": "types",
-    "Scheduler": "scheduler",
-    "SchedulerConfig": "scheduler_config",
-    "SchedulerStats": "scheduler_stats",
+    "Scheduler": "scheduler.scheduler",
+    "SchedulerConfig": "scheduler.config",
+    "SchedulerStats": "scheduler.stats",
     "SequenceState": "cache_kinds",
     "SlidingWindow": "cache_kinds",
     "StepLoad": "types",
-    "StepOutcome": "scheduler",
+    "StepOutcome": "scheduler.scheduler",
     "StepResult": "types",
     "TokenBatch": "types",
-    "TokenKeySource": "token_key_source",
-    "Wait": "engine",
-    "allocator_groups": "allocator_groups",
-    "block_hasher": "block_hash",
-    "builtin_geometry": "model_geometry",
-    "engine_loop": "engine",
-    "geometry_from_config": "model_geometry",
-    "load_geometry": "model_geometry",
-    "make_eviction_order": "eviction",
-    "plan_deployment": "deployment_plan",
-    "plan_kv_cache": "planning",
+    "TokenKeySource": "keys.token_keys",
+    "Wait": "scheduler.engine",
+    "allocator_groups": "planner.groups",
+    "block_hasher": "keys.block_hash",
+    "builtin_geometry": "models.geometry",
+    "engine_loop": "scheduler.engine",
+    "geometry_from_config": "models.geometry",
+    "load_geometry": "models.geometry",
+    "make_eviction_order": "pool.policies.registry",
+    "plan_deployment": "deployment.plan",
+    "plan_kv_cache": "planner.plan",
 }
 
 __all__ = [

@@ -12,7 +12,7 @@ are short and read-only NumPy arrays where a whole batch is written at once; bot
 
 from collections.abc import Hashable
 from enum import StrEnum
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import attrs
 import numpy as np
@@ -250,3 +250,79 @@ class Commit(NamedTuple):
 
     sequence: int
     events: tuple[Event, ...]
+
+
+# Named tuples at the price of tuples: for those that every request or step makes.
+
+
+class _MakesNamedTuple(Protocol):
+    def __call__(self, cls: type[_T], values: tuple[Any, ...], /) -> _T: ...
+
+
+# An instance of `cls` out of all its values, in order and without defaults. Half of what calling the class takes, whose
+# constructor is a function in Python.
+named_tuple: _MakesNamedTuple = cast("Any", tuple).__new__
+
+# Columns of one entry, made once: most commands are about one request, and a log keeps what it is given.
+
+
+class ShortColumns(dict[int, tuple[int]]):
+    """Number -> the column that holds it alone; of rows, groups and counts of blocks, so there are not many.
+
+    A tuple made for each event would be looked at by the garbage collector before it is left alone.
+    """
+
+    def __missing__(self, number: int) -> tuple[int]:
+        column = self[number] = (number,)
+        return column
+
+
+# What happens behind a pool: blocks that move between tiers. A log of its own, each commit caused by one of the pool.
+
+POOL = 0
+"""The tier that the pool itself is; those behind it count from 1."""
+
+
+class MoveReason(StrEnum):
+    """Why content moved."""
+
+    WRITTEN_BACK = "written_back"
+    PROMOTED = "promoted"
+    OVERFLOWED = "overflowed"
+    SUPERSEDED = "superseded"
+    CLEARED = "cleared"
+
+
+@attrs.frozen
+class TiersCreated:
+    """The first event of a tier log: names and sizes in blocks, from the nearest to the farthest."""
+
+    names: tuple[str, ...]
+    num_blocks: tuple[int, ...]
+    block_size: int
+
+
+@attrs.frozen
+class BlocksMoved:
+    """Content, by its keys in the order of moving, went from one tier to another.
+
+    `from_tier` and `to_tier` count from `POOL` = 0; `to_tier` None: the content is gone. It joins the end of the queue
+    in which its new tier forgets.
+    """
+
+    reason: MoveReason
+    keys: tuple[Key, ...]
+    from_tier: int
+    to_tier: int | None
+
+
+TierEvent: TypeAlias = TiersCreated | BlocksMoved
+
+
+@attrs.frozen
+class TierCommit:
+    """What one commit of the pool (`pool_sequence`) brought about behind it; `sequence` counts 0, 1, 2, ..."""
+
+    sequence: int
+    pool_sequence: int
+    events: tuple[TierEvent, ...]

@@ -9,7 +9,23 @@ from numpy.typing import NDArray
 
 from .errors import InputError
 from .events import Commit, Key
-from .reductions import sum_of
+
+# Sums and extremes of short columns, without the Python layer of ndarray's methods.
+
+
+def sum_of(column: NDArray[Any]) -> int:
+    """The sum of a column of integers; 0 for an empty one."""
+    return int(np.add.reduce(column))
+
+
+def smallest(column: NDArray[Any]) -> int:
+    """The smallest entry of a column of integers that is not empty."""
+    return column.item(column.argmin())
+
+
+def largest(column: NDArray[Any]) -> int:
+    """The largest entry of a column of integers that is not empty."""
+    return column.item(column.argmax())
 
 
 class KeySource(Protocol):

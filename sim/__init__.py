@@ -20,46 +20,44 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .baselines import compare_allocators
-    from .capacity_curve import CapacityCurve, capacity_curve
-    from .draft_acceptance import DraftAcceptance
-    from .latency import LinearLatency
-    from .latency_table import TableLatency
-    from .reblocking import ReblockedTrace
-    from .replay import ReplayReport, replay
-    from .roofline import RooflineLatency
-    from .sampling import BeamSearch, DraftTree, ParallelSampling
-    from .sampling_run import run_sampling
-    from .swap_latency import SwapLatency
+    from .baselines.baselines import compare_allocators
+    from .cache.capacity_curve import CapacityCurve, capacity_curve
+    from .engine.drafts import DraftAcceptance
+    from .engine.replay import ReplayReport, replay
+    from .engine.sampling import BeamSearch, DraftTree, ParallelSampling, run_sampling
+    from .latency.linear import LinearLatency, SwapLatency
+    from .latency.roofline import RooflineLatency
+    from .latency.table import TableLatency
     from .traces import TraceRequest, Turn, open_trace
-    from .workload import open_workload
-    from .workload_fitting import fit_workload
-    from .workload_mix import MixPart, mix_workloads
+    from .traces.reblocking import ReblockedTrace
+    from .workloads.builtin import open_workload
+    from .workloads.fitting import fit_workload
+    from .workloads.mix import MixPart, mix_workloads
 
 # Name -> the module that it is imported from when it is first asked for.
 _ON_FIRST_USE = {
-    "BeamSearch": "sampling",
-    "CapacityCurve": "capacity_curve",
-    "DraftAcceptance": "draft_acceptance",
-    "DraftTree": "sampling",
-    "LinearLatency": "latency",
-    "MixPart": "workload_mix",
-    "ParallelSampling": "sampling",
-    "ReblockedTrace": "reblocking",
-    "ReplayReport": "replay",
-    "RooflineLatency": "roofline",
-    "SwapLatency": "swap_latency",
-    "TableLatency": "latency_table",
+    "BeamSearch": "engine.sampling",
+    "CapacityCurve": "cache.capacity_curve",
+    "DraftAcceptance": "engine.drafts",
+    "DraftTree": "engine.sampling",
+    "LinearLatency": "latency.linear",
+    "MixPart": "workloads.mix",
+    "ParallelSampling": "engine.sampling",
+    "ReblockedTrace": "traces.reblocking",
+    "ReplayReport": "engine.replay",
+    "RooflineLatency": "latency.roofline",
+    "SwapLatency": "latency.linear",
+    "TableLatency": "latency.table",
     "TraceRequest": "traces",
     "Turn": "traces",
-    "capacity_curve": "capacity_curve",
-    "compare_allocators": "baselines",
-    "fit_workload": "workload_fitting",
-    "mix_workloads": "workload_mix",
+    "capacity_curve": "cache.capacity_curve",
+    "compare_allocators": "baselines.baselines",
+    "fit_workload": "workloads.fitting",
+    "mix_workloads": "workloads.mix",
     "open_trace": "traces",
-    "open_workload": "workload",
-    "replay": "replay",
-    "run_sampling": "sampling_run",
+    "open_workload": "workloads.builtin",
+    "replay": "engine.replay",
+    "run_sampling": "engine.sampling",
 }
 
 __all__ = [

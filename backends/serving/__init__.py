@@ -4,47 +4,46 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .detokenizer import Tokenizer
-    from .engine_options import EngineOptions
+    from .engine.live_engine import EngineStats, LiveEngine
+    from .engine.options import EngineOptions
+    from .engine.recording import LiveRecording
+    from .engine.request import Completion, LiveRequest, RequestStats
+    from .engine.token_stream import TokenDelta
     from .errors import EngineFailedError, EngineStoppedError, QueueFullError
-    from .live_engine import EngineStats, LiveEngine
-    from .live_request import Completion, LiveRequest, RequestStats
-    from .model_runner import ModelRunner, RequestTokens, StepTokens
-    from .recording import LiveRecording
-    from .registered_attention import register_paged_attention
-    from .sampling_settings import SamplingSettings
-    from .served_model import kv_cache_config, kv_cache_groups, served_layers, transformers_geometry
-    from .sizing import SizedEngine, size_engine
-    from .token_runner import TokenRunner
-    from .token_stream import TokenDelta
-    from .transformers_cache import LedgerCache
+    from .model.attention import register_paged_attention
+    from .model.runner import ModelRunner, RequestTokens, StepTokens, TokenRunner
+    from .model.served_model import kv_cache_config, kv_cache_groups, served_layers, transformers_geometry
+    from .model.sizing import SizedEngine, size_engine
+    from .model.transformers_cache import LedgerCache
+    from .sampling.detokenizer import Tokenizer
+    from .sampling.settings import SamplingSettings
 
 _ROOMS = {
-    "Completion": "live_request",
+    "Completion": "engine.request",
     "EngineFailedError": "errors",
-    "EngineOptions": "engine_options",
-    "EngineStats": "live_engine",
+    "EngineOptions": "engine.options",
+    "EngineStats": "engine.live_engine",
     "EngineStoppedError": "errors",
-    "LedgerCache": "transformers_cache",
-    "LiveEngine": "live_engine",
-    "LiveRecording": "recording",
-    "LiveRequest": "live_request",
-    "ModelRunner": "model_runner",
+    "LedgerCache": "model.transformers_cache",
+    "LiveEngine": "engine.live_engine",
+    "LiveRecording": "engine.recording",
+    "LiveRequest": "engine.request",
+    "ModelRunner": "model.runner",
     "QueueFullError": "errors",
-    "RequestStats": "live_request",
-    "RequestTokens": "model_runner",
-    "SamplingSettings": "sampling_settings",
-    "SizedEngine": "sizing",
-    "StepTokens": "model_runner",
-    "TokenDelta": "token_stream",
-    "TokenRunner": "token_runner",
-    "Tokenizer": "detokenizer",
-    "kv_cache_config": "served_model",
-    "kv_cache_groups": "served_model",
-    "register_paged_attention": "registered_attention",
-    "served_layers": "served_model",
-    "size_engine": "sizing",
-    "transformers_geometry": "served_model",
+    "RequestStats": "engine.request",
+    "RequestTokens": "model.runner",
+    "SamplingSettings": "sampling.settings",
+    "SizedEngine": "model.sizing",
+    "StepTokens": "model.runner",
+    "TokenDelta": "engine.token_stream",
+    "TokenRunner": "model.runner",
+    "Tokenizer": "sampling.detokenizer",
+    "kv_cache_config": "model.served_model",
+    "kv_cache_groups": "model.served_model",
+    "register_paged_attention": "model.attention",
+    "served_layers": "model.served_model",
+    "size_engine": "model.sizing",
+    "transformers_geometry": "model.served_model",
 }
 
 __all__ = [

@@ -7,49 +7,48 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .durable_log import Clock, DurableLog
     from .errors import LogDamagedError, LogInUseError, LogWriteError
-    from .flush_policy import FlushPolicy
-    from .kv_event_encoder import KVEventEncoder
-    from .kv_event_publisher import KVEventPublisher
-    from .kv_event_subscriber import Endpoints, KVEventSubscriber
-    from .kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-    from .kv_events_config import KVEventsConfig
-    from .log_reader import LogReader
-    from .log_rows import LoggedCommit, LoggedNote, RequestArrived, RequestEnded, RunEnded, StepComputed
-    from .request_content import ContentRegistry, ListedTokens, RequestContent, SyntheticTokens
-    from .shadow_pool import ShadowPool
-    from .stream_order import StreamOrder
+    from .kv_events.content import ContentRegistry, ListedTokens, RequestContent, SyntheticTokens
+    from .kv_events.encoder import KVEventEncoder
+    from .kv_events.publisher import KVEventPublisher
+    from .kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, KVEventsConfig
+    from .kv_events.shadow_pool import ShadowPool
+    from .kv_events.stream_order import StreamOrder
+    from .kv_events.subscriber import Endpoints, KVEventSubscriber
+    from .log.durable_log import Clock, DurableLog
+    from .log.flush_policy import FlushPolicy
+    from .log.reader import LogReader
+    from .log.rows import LoggedCommit, LoggedNote, RequestArrived, RequestEnded, RunEnded, StepComputed
 
 _MODULES = {
-    "AllBlocksCleared": "kv_events",
-    "BlockRemoved": "kv_events",
-    "BlockStored": "kv_events",
-    "Clock": "durable_log",
-    "ContentRegistry": "request_content",
-    "DurableLog": "durable_log",
-    "Endpoints": "kv_event_subscriber",
-    "FlushPolicy": "flush_policy",
-    "KVEventBatch": "kv_events",
-    "KVEventEncoder": "kv_event_encoder",
-    "KVEventPublisher": "kv_event_publisher",
-    "KVEventSubscriber": "kv_event_subscriber",
-    "KVEventsConfig": "kv_events_config",
-    "ListedTokens": "request_content",
+    "AllBlocksCleared": "kv_events.schema",
+    "BlockRemoved": "kv_events.schema",
+    "BlockStored": "kv_events.schema",
+    "Clock": "log.durable_log",
+    "ContentRegistry": "kv_events.content",
+    "DurableLog": "log.durable_log",
+    "Endpoints": "kv_events.subscriber",
+    "FlushPolicy": "log.flush_policy",
+    "KVEventBatch": "kv_events.schema",
+    "KVEventEncoder": "kv_events.encoder",
+    "KVEventPublisher": "kv_events.publisher",
+    "KVEventSubscriber": "kv_events.subscriber",
+    "KVEventsConfig": "kv_events.schema",
+    "ListedTokens": "kv_events.content",
     "LogDamagedError": "errors",
     "LogInUseError": "errors",
-    "LogReader": "log_reader",
+    "LogReader": "log.reader",
     "LogWriteError": "errors",
-    "LoggedCommit": "log_rows",
-    "LoggedNote": "log_rows",
-    "RequestArrived": "log_rows",
-    "RequestContent": "request_content",
-    "RequestEnded": "log_rows",
-    "RunEnded": "log_rows",
-    "ShadowPool": "shadow_pool",
-    "StepComputed": "log_rows",
-    "StreamOrder": "stream_order",
-    "SyntheticTokens": "request_content",
+    "LoggedCommit": "log.rows",
+    "LoggedNote": "log.rows",
+    "RequestArrived": "log.rows",
+    "RequestContent": "kv_events.content",
+    "RequestEnded": "log.rows",
+    "RunEnded": "log.rows",
+    "ShadowPool": "kv_events.shadow_pool",
+    "StepComputed": "log.rows",
+    "StreamOrder": "kv_events.stream_order",
+    "SyntheticTokens": "kv_events.content",
 }
 
 __all__ = [

@@ -15,12 +15,12 @@ from typing import Any
 
 import attrs
 from kvledger.core.errors import KVLedgerError
-from kvledger.sim.calibration import Calibration, MeasuredStep, fit_factors, leave_one_out
-from kvledger.sim.device_factors import DeviceFactors, expected_factors
-from kvledger.sim.fidelity import FIGURES, GOALS_PCT, ComparedRun, mape_over_runs
-from kvledger.sim.measured_serving import MeasuredServer, read_measured_serving
-from kvledger.sim.served_run import ClientTerms, measured_steps, simulate_server
-from kvledger.sim.workload_multi_turn import ARRIVALS, TURNS
+from kvledger.sim.fidelity.fidelity import FIGURES, GOALS_PCT, ComparedRun, mape_over_runs
+from kvledger.sim.fidelity.measured_serving import MeasuredServer, read_measured_serving
+from kvledger.sim.fidelity.served_run import ClientTerms, measured_steps, simulate_server
+from kvledger.sim.latency.calibration import Calibration, MeasuredStep, fit_factors, leave_one_out
+from kvledger.sim.latency.devices import DeviceFactors, expected_factors
+from kvledger.sim.workloads.multi_turn import ARRIVALS, TURNS
 
 DEFAULT_FILE = Path(__file__).parents[2] / "tests" / "golden" / "measured_serving.jsonl"
 # Assumptions that differ from run to run; the others are printed once.

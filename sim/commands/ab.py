@@ -29,10 +29,10 @@ def ab(
 
     Example: kvledger ab --workload conversation --model llama-3.1-8b --gpu H100 --b kv-cache-dtype=fp8
     """
-    from ..ab_run import AbQuestion, ab_document
-    from ..ab_tables import print_ab
-    from ..console import print_json
-    from ..given_options import option_texts, parse_change
+    from ..report.comparisons import print_ab
+    from ..report.console import print_json
+    from ..scenario.given_options import option_texts, parse_change
+    from ..search.ab import AbQuestion, ab_document
 
     document = ab_document(
         AbQuestion(

@@ -27,10 +27,10 @@ def block_size(
 
     Example: kvledger block-size --workload conversation --model llama-3.1-8b --gpu H100
     """
-    from ..block_size_run import BlockSizeQuestion, block_size_document, parse_block_sizes
-    from ..block_size_tables import print_block_sizes
-    from ..console import print_json
-    from ..given_options import option_texts
+    from ..report.comparisons import print_block_sizes
+    from ..report.console import print_json
+    from ..scenario.given_options import option_texts
+    from ..search.block_size import BlockSizeQuestion, block_size_document, parse_block_sizes
 
     document = block_size_document(
         BlockSizeQuestion(

@@ -49,11 +49,11 @@ def compare(
 
     Example: kvledger compare --workload sharegpt --model opt-13b --kv-cache-memory-bytes 12GiB
     """
-    from ..baselines import compare_allocators
-    from ..compare_report import compare_payload, print_compare
-    from ..compare_setup import kv_memory, longest_request, read_lengths, token_bytes
-    from ..console import print_json
-    from ..trace_source import open_trace_or_workload
+    from ..baselines.baselines import compare_allocators
+    from ..report.compare import compare_payload, print_compare
+    from ..report.console import print_json
+    from ..scenario.compare_setup import kv_memory, longest_request, read_lengths, token_bytes
+    from ..scenario.trace_source import open_trace_or_workload
 
     tokens = token_bytes(model, kv_cache_dtype)
     memory = kv_memory(tokens, kv_cache_tokens, num_gpu_blocks_override, kv_cache_memory_bytes, block_size)

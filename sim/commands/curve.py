@@ -65,10 +65,10 @@ def curve(
 
     Example: kvledger curve --workload conversation --capacities 1000,10000,100000
     """
-    from ..capacity_curve import capacity_curve
-    from ..console import print_json, progress
-    from ..curve_report import CountedTrace, print_curve
-    from ..trace_source import open_trace_or_workload
+    from ..cache.capacity_curve import capacity_curve
+    from ..report.console import print_json, progress
+    from ..report.curve import CountedTrace, print_curve
+    from ..scenario.trace_source import open_trace_or_workload
 
     source = open_trace_or_workload(
         trace,
@@ -106,7 +106,7 @@ def curve(
         )
     size_bytes = None
     if model is not None:
-        from ..model_bytes import bytes_per_block
+        from ..scenario.model_bytes import bytes_per_block
 
         size_bytes = bytes_per_block(model, kv_cache_dtype, result.block_size)
     if json:

@@ -85,17 +85,16 @@ def fleet(
     """
     import attrs
 
-    from ..console import print_json, progress
-    from ..disaggregated_replay import replay_disaggregated
-    from ..disaggregation import DisaggregatedShape
-    from ..engine_options import open_source, read_engine
-    from ..fleet import FleetShape, replay_fleet
-    from ..fleet_options import DisaggregationOptions
-    from ..fleet_tables import print_fleet
-    from ..replay_report import trace_as_dict
-    from ..routing import make_router
-    from ..run_exports import ExportOptions, RunExports
-    from ..tier_options import TierOptions, with_tiers
+    from ..exports.run_exports import ExportOptions, RunExports
+    from ..fleet.disaggregated_replay import replay_disaggregated
+    from ..fleet.disaggregation import DisaggregatedShape
+    from ..fleet.fleet import FleetShape, replay_fleet
+    from ..fleet.routing import make_router
+    from ..report.console import print_json, progress
+    from ..report.fleet import print_fleet
+    from ..report.replay import trace_as_dict
+    from ..scenario.engine_options import open_source, read_engine
+    from ..scenario.fleet_options import DisaggregationOptions, TierOptions, with_tiers
 
     engine = with_tiers(
         read_engine(given),

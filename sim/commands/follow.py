@@ -43,11 +43,11 @@ def follow(
     from ...core.errors import InputError
 
     try:
-        from ..follow_run import Follower, FollowOptions
+        from ..logs.follow import Follower, FollowOptions
     except ModuleNotFoundError as error:
         raise InputError(f"KV events need {error.name}: pip install 'kvledger[events]'") from None
-    from ..follow_report import LINE_HEADER, describe_report, line_of
-    from ..shadow_ledger import ASSUMPTIONS
+    from ..logs.shadow_ledger import ASSUMPTIONS
+    from ..report.follow import LINE_HEADER, describe_report, line_of
 
     if interval <= 0:
         raise InputError(f"--interval is {interval}; it must be above 0 seconds")
@@ -63,8 +63,8 @@ def follow(
     )
     with Follower(options) as follower, ExitStack() as serving:
         if prometheus_port is not None:
-            from ...backends.sinks.prometheus_endpoint import PrometheusEndpoint
-            from ..shadow_metrics import ShadowMetrics
+            from ...backends.sinks.metrics.endpoint import PrometheusEndpoint
+            from ..logs.shadow_ledger import ShadowMetrics
 
             metrics = ShadowMetrics(follower.ledger, follower.order.counts)
             serving.enter_context(PrometheusEndpoint(metrics, prometheus_port))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from ...backends.sinks.log_reader import LogReader
+    from ...backends.sinks.log.reader import LogReader
 
 Directory = Annotated[str, typer.Argument(metavar="LOG", help="Directory of an event log.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
@@ -32,7 +32,7 @@ def _with_log_libraries(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
-        from ..event_log_dir import need_log_libraries
+        from ..traces.event_log import need_log_libraries
 
         need_log_libraries()
         command(*args, **kwargs)
@@ -56,8 +56,8 @@ def show(
     """
     from itertools import islice
 
-    from ..event_log_dir import open_event_log
-    from ..log_text import Wanted, described, plain_record
+    from ..logs.text import Wanted, described, plain_record
+    from ..traces.event_log import open_event_log
 
     reader = open_event_log(log)
     # Who holds which row is known only from the start.
@@ -95,9 +95,9 @@ def verify(
     import time
 
     from ...core.errors import InputError
-    from ..console import print_json, progress
-    from ..event_log_dir import open_event_log
-    from ..log_verification import verify_log
+    from ..logs.verification import verify_log
+    from ..report.console import print_json, progress
+    from ..traces.event_log import open_event_log
 
     if checked_every is not None and checked_every < 1:
         raise InputError(f"--checked-every is {checked_every}; it must be 1 commit or more")
@@ -126,9 +126,9 @@ def diff(
 
     Example: kvledger log diff before.log after.log --ignore-times
     """
-    from ..console import print_json
-    from ..event_log_dir import open_event_log
-    from ..log_diff import describe_divergence, divergence_as_dict, first_divergence
+    from ..logs.diff import describe_divergence, divergence_as_dict, first_divergence
+    from ..report.console import print_json
+    from ..traces.event_log import open_event_log
 
     first = open_event_log(one)
     divergence = first_divergence(first, open_event_log(other), ignore_times)
@@ -156,9 +156,9 @@ def at(
     Example: kvledger log at run.log --time 12.5
     """
     from ...core.errors import InputError
-    from ..console import print_json
-    from ..event_log_dir import open_event_log
-    from ..log_state import print_state, state_as_dict
+    from ..logs.state import print_state, state_as_dict
+    from ..report.console import print_json
+    from ..traces.event_log import open_event_log
 
     if (commit is None) == (time is None):
         raise InputError("give --commit N or --time SECONDS, one of them")
@@ -178,9 +178,9 @@ def stats(log: Directory, json: Json = False) -> None:
 
     Example: kvledger log stats run.log
     """
-    from ..console import print_json
-    from ..event_log_dir import open_event_log
-    from ..log_stats import log_stats, print_stats
+    from ..logs.stats import log_stats, print_stats
+    from ..report.console import print_json
+    from ..traces.event_log import open_event_log
 
     counted = log_stats(open_event_log(log))
     if json:
@@ -206,10 +206,10 @@ def steps(
     Example: kvledger log steps run.log --model llama-3.1-8b --gpu H200
     """
     from ...core.errors import InputError
-    from ..console import print_json
-    from ..event_log_dir import open_event_log
-    from ..live_report import live_report, print_live_report, served_roofline
-    from ..measured_steps import measured_steps
+    from ..latency.measured_steps import measured_steps
+    from ..logs.live_report import live_report, print_live_report, served_roofline
+    from ..report.console import print_json
+    from ..traces.event_log import open_event_log
 
     if (model is None) != (gpu is None):
         raise InputError("--model and --gpu go together: a roofline needs both")
@@ -239,9 +239,9 @@ def convert(
 
     Example: kvledger log convert run.log requests.jsonl --to trace
     """
-    from ..console import print_json
-    from ..event_log_dir import open_event_log
-    from ..log_convert import convert_log
+    from ..logs.convert import convert_log
+    from ..report.console import print_json
+    from ..traces.event_log import open_event_log
 
     count = convert_log(open_event_log(log), to, output, wire)
     if json:
@@ -259,9 +259,9 @@ def replay(context: typer.Context, log: Directory, json: Json = False) -> None:
 
     Example: kvledger log replay run.log --num-gpu-blocks-override 2000 --eviction s3fifo
     """
-    from ..event_log_dir import open_event_log
-    from ..live_trace import is_live
-    from ..log_replay import run_again
+    from ..logs.replay import run_again
+    from ..traces.event_log import open_event_log
+    from ..traces.recorded import is_live
 
     reader = open_event_log(log)
     if is_live(reader) and not context.args:
@@ -271,8 +271,8 @@ def replay(context: typer.Context, log: Directory, json: Json = False) -> None:
 
 
 def _decide_again(reader: "LogReader", log: str, json: bool) -> None:
-    from ..console import print_json, progress
-    from ..live_rerun import run_live_again
+    from ..logs.live_rerun import run_live_again
+    from ..report.console import print_json, progress
 
     bar, task = progress("Deciding again")
     with bar:

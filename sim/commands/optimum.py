@@ -29,10 +29,10 @@ def optimum(
 
     Example: kvledger optimum --workload conversation --model llama-3.1-8b --gpu H100 --price-per-gpu-hour 2.5
     """
-    from ..console import print_json
-    from ..engine_options import open_source, read_engine
-    from ..optimum_tables import print_worth
-    from ..optimum_worth import optimum_worth
+    from ..report.comparisons import print_worth
+    from ..report.console import print_json
+    from ..scenario.engine_options import open_source, read_engine
+    from ..search.optimum import optimum_worth
 
     defaults = {name: option.default for name, option in inspect.signature(replay).parameters.items()}
     options = {**defaults, **given}

@@ -125,8 +125,8 @@ def plan(
     import attrs
 
     from ..cli import EXIT_DOES_NOT_FIT
-    from ..plan_run import PlanExtras, run_plan
-    from ..plan_setup import PlanOptions
+    from ..scenario.plan_question import PlanOptions
+    from ..scenario.plan_run import PlanExtras, run_plan
 
     for name in ("assume", "neighbour_utilization"):
         given[name] = tuple(given[name] or ())

@@ -22,7 +22,7 @@ from .trace_options import (
 )
 
 if TYPE_CHECKING:
-    from ..run_log import RunLog
+    from ..logs.run_log import RunLog
     from ..traces import Trace
 
 
@@ -157,18 +157,18 @@ def replay(
 
     from ...core.errors import InputError
     from ...core.quantities import parse_bytes
-    from ...core.scheduler_config import SchedulerConfig
-    from ..console import print_json, progress
-    from ..draft_acceptance import DraftAcceptance
-    from ..plot_files import write_plots
-    from ..replay import replay as replay_trace
-    from ..replay_report import print_replay, trace_as_dict
-    from ..replay_setup import LatencyOptions, PoolOptions, make_latency, make_pool
-    from ..report_plots import replay_plots
-    from ..run_exports import ExportOptions, RunExports
-    from ..study_parts import latency_distributions
-    from ..trace_source import open_trace_or_workload
-    from ..workload_samples import SampledTrace
+    from ...core.scheduler.config import SchedulerConfig
+    from ..engine.drafts import DraftAcceptance
+    from ..engine.replay import replay as replay_trace
+    from ..exports.run_exports import ExportOptions, RunExports
+    from ..report.console import print_json, progress
+    from ..report.plot_files import write_plots
+    from ..report.plots import replay_plots
+    from ..report.replay import print_replay, trace_as_dict
+    from ..scenario.replay_setup import LatencyOptions, PoolOptions, make_latency, make_pool
+    from ..scenario.trace_source import open_trace_or_workload
+    from ..study.parts import latency_distributions
+    from ..workloads.samples import SampledTrace
 
     pool = make_pool(
         PoolOptions(
@@ -285,10 +285,10 @@ def replay(
 
 def start_log(directory: str, flush: str, options: dict[str, Any], source: "Trace") -> "RunLog":
     """The log that a replay writes: a listener, and the trace that it notes as it is read."""
-    from ..event_log_dir import need_log_libraries
+    from ..traces.event_log import need_log_libraries
 
     need_log_libraries()
-    from ...backends.sinks.flush_policy import FlushPolicy
-    from ..run_log import RunLog
+    from ...backends.sinks.log.flush_policy import FlushPolicy
+    from ..logs.run_log import RunLog
 
     return RunLog(directory, command="replay", options=options, trace=source, flush=FlushPolicy.parse(flush))

@@ -52,11 +52,11 @@ def sampling(
 
     Example: kvledger sampling --workload sharegpt --beam-width 4
     """
-    from ..console import console, percent, print_json, progress, table
-    from ..replay_report import trace_as_dict
-    from ..sampling_run import run_sampling
-    from ..sampling_setup import read_sampling
-    from ..trace_source import open_trace_or_workload
+    from ..engine.sampling import run_sampling
+    from ..report.console import console, percent, print_json, progress, table
+    from ..report.replay import trace_as_dict
+    from ..scenario.sampling_setup import read_sampling
+    from ..scenario.trace_source import open_trace_or_workload
 
     how = read_sampling(n, beam_width, beam_replaced, draft_tree, draft_acceptance_rate)
     source = open_trace_or_workload(

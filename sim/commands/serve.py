@@ -110,7 +110,7 @@ def serve(
     """
     given = dict(locals())
 
-    from ..serve_run import ServeOptions, run_serve
+    from ..scenario.serve_run import ServeOptions, run_serve
 
     given["served_model_name"] = tuple(served_model_name or ())
     given["api_key"] = tuple(api_key or ())

@@ -61,9 +61,9 @@ def size(
     Example: kvledger size trace.jsonl --model llama-3.1-70b --gpu H100 --slo-ttft-p99 2 --block-size 64
     """
     from ..cli import EXIT_DOES_NOT_FIT
-    from ..size_question import SizeQuestion
-    from ..size_run import run_size
-    from ..slo import Slo
+    from ..scenario.size_run import run_size
+    from ..search.size_question import SizeQuestion
+    from ..search.slo import Slo
 
     question = SizeQuestion(
         given=given,

@@ -84,7 +84,7 @@ def study(
     given = dict(locals())
 
     from ..cli import EXIT_DOES_NOT_FIT
-    from ..study_run import run_study
+    from ..study.run import run_study
 
     if not run_study(given):
         raise typer.Exit(EXIT_DOES_NOT_FIT)

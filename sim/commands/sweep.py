@@ -35,8 +35,8 @@ def sweep(
 
     Example: kvledger sweep --set workload=code --grid num-gpu-blocks-override=2000,4000 --grid max-num-seqs=64,128
     """
-    from ..console import print_json
-    from ..sweep_report import Sweep, SweepQuestion, print_sweep
+    from ..report.console import print_json
+    from ..report.sweep import Sweep, SweepQuestion, print_sweep
 
     question = SweepQuestion(
         command=command,

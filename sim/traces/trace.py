@@ -186,3 +186,8 @@ class Trace(Protocol):
     def __iter__(self) -> Iterator[TraceRequest]:
         """The requests, one at a time; memory does not grow with the trace."""
         ...
+
+
+# The units in which traces count time.
+
+UNITS_PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}

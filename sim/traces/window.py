@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable, Iterator
 
 from ...core.errors import InputError
+from .format import Row
 from .sessions import OpenSessions
 from .trace import TraceInfo, TraceRequest
-from .trace_format import Row
 
 
 def check_window(skip_first: int, limit: int | None, rate_scale: float) -> None:

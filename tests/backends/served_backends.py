@@ -12,10 +12,13 @@ from kvledger.core import (  # noqa: E402
     KVCacheAllocator,
     TokenBatch,
 )
-from kvledger.core.kv_cache_config import KVCacheConfig, KVCacheGroup  # noqa: E402
-from kvledger.core.kv_cache_layout import KVCacheLayout  # noqa: E402
-from kvledger.core.kv_cache_spec import FullAttentionSpec, KVCacheSpec  # noqa: E402
-from kvledger.core.kv_cache_tensors import lay_out  # noqa: E402
+from kvledger.core.planner.layout import (  # noqa: E402
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheLayout,
+    lay_out,
+)
+from kvledger.core.planner.specs import FullAttentionSpec, KVCacheSpec  # noqa: E402
 
 FULL = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=16, dtype="bf16")
 NUM_BLOCKS = 60

@@ -22,7 +22,7 @@ from kvledger.core import (
     StepLoad,
     TokenBatch,
 )
-from kvledger.sim.latency import LinearLatency
+from kvledger.sim.latency.linear import LinearLatency
 
 
 def make(groups=None, context=None) -> tuple[KVCacheAllocator, SimBackend]:

@@ -101,5 +101,5 @@ def test_every_name_of_core_together_loads_little_beside_numpy_and_attrs() -> No
 
 
 def test_every_package_is_typed() -> None:
-    for folder in (*ALLOWED, "tests/kit"):
+    for folder in (".", "tests/kit"):
         assert (ROOT / folder / "py.typed").exists()

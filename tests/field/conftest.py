@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 from kvledger.core import AllocatorConfig, CacheKind, EventLog, FullAttention, KVCacheAllocator, PrefixMatch, Request
-from kvledger.core.block_hash import block_hasher
-from kvledger.core.extra_keys import ExtraKeys
-from kvledger.core.scheduler import Scheduler
-from kvledger.core.scheduler_config import SchedulerConfig
-from kvledger.core.token_key_source import TokenKeySource
+from kvledger.core.keys.block_hash import block_hasher
+from kvledger.core.keys.extra_keys import ExtraKeys
+from kvledger.core.keys.token_keys import TokenKeySource
+from kvledger.core.scheduler.config import SchedulerConfig
+from kvledger.core.scheduler.scheduler import Scheduler
 from kvledger.core.types import StepLoad
-from kvledger.sim.trace_keys import TraceKeySource
+from kvledger.sim.engine.trace_keys import TraceKeySource
 
 
 class DrivenLedger:
@@ -117,8 +117,8 @@ def simulate(
     macro_steps: bool = True,
 ) -> dict[str, Any]:
     """The report of a replay of (arrival in seconds, prompt tokens, output tokens); a step takes 0.1 s unless told."""
-    from kvledger.sim.latency import LinearLatency
-    from kvledger.sim.replay import replay
+    from kvledger.sim.engine.replay import replay
+    from kvledger.sim.latency.linear import LinearLatency
     from kvledger.sim.traces import TraceRequest
 
     trace = [TraceRequest(*request, None, place) for place, request in enumerate(requests, 1)]

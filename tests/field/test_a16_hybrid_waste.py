@@ -1,11 +1,11 @@
 """A16 hybrid-waste: windowed layers charged at full length (over) or at window length (under)."""
 
 import pytest
-from kvledger.core.capacity_mix import capacity_mix
-from kvledger.core.hybrid_waste import hybrid_waste
-from kvledger.core.kv_cache_spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
-from kvledger.core.plan_inputs import PlanInputs
-from kvledger.core.planning import plan_kv_cache
+from kvledger.core.planner.inputs import PlanInputs
+from kvledger.core.planner.plan import plan_kv_cache
+from kvledger.core.planner.report import capacity_mix
+from kvledger.core.planner.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from kvledger.core.planner.verdict import hybrid_waste
 
 
 def _hybrid(num_full: int, num_sliding: int, window: int) -> dict[str, KVCacheSpec]:

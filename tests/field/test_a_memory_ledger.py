@@ -5,24 +5,30 @@ from typing import Any
 
 import attrs
 import pytest
-from kvledger.core.deployment import Deployment, GivenMemory
-from kvledger.core.deployment_plan import DeploymentPlan, plan_deployment
-from kvledger.core.diagnosis import one_request_does_not_fit
-from kvledger.core.largest_fitting import fitting_values
-from kvledger.core.memory_budget import (
+from kvledger.core.deployment.deployment import Deployment, GivenMemory
+from kvledger.core.deployment.diagnosis import one_request_does_not_fit
+from kvledger.core.deployment.plan import DeploymentPlan, plan_deployment
+from kvledger.core.deployment.remedies import fitting_values, minimum_tensor_parallel_size
+from kvledger.core.memory.budget import (
     BudgetSemantics,
+    MemoryCondition,
+    MemoryShortfallError,
     check_explicit_kv_bytes,
     check_startup_under_override,
     largest_utilization,
     neighbour_warnings,
     request_memory,
 )
-from kvledger.core.memory_errors import MemoryCondition, MemoryShortfallError
-from kvledger.core.memory_ledger import RowRole
-from kvledger.core.memory_probe import MemoryProfile, MemorySnapshot
-from kvledger.core.memory_sizing import SizingOptions, determine_available_memory, graph_utilizations, largest_fitting
-from kvledger.core.model_geometry import builtin_geometry, geometry_from_description
-from kvledger.core.remedies import minimum_tensor_parallel_size
+from kvledger.core.memory.ledger import RowRole
+from kvledger.core.memory.profile import (
+    MemoryProfile,
+    MemorySnapshot,
+    SizingOptions,
+    determine_available_memory,
+    graph_utilizations,
+    largest_fitting,
+)
+from kvledger.core.models.geometry import builtin_geometry, geometry_from_description
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -4,11 +4,11 @@ from fractions import Fraction
 
 import pytest
 from kvledger.core.errors import InputError
-from kvledger.core.kv_cache_spec import FullAttentionSpec
-from kvledger.core.node_totals import node_totals
-from kvledger.core.parallel_shards import kv_heads_per_rank, stage_layer_names, tensor_parallel_layers
-from kvledger.core.plan_inputs import PlanInputs
-from kvledger.core.planning import KVCachePlan, plan_kv_cache
+from kvledger.core.planner.inputs import PlanInputs
+from kvledger.core.planner.parallel import kv_heads_per_rank, stage_layer_names, tensor_parallel_layers
+from kvledger.core.planner.plan import KVCachePlan, plan_kv_cache
+from kvledger.core.planner.report import node_totals
+from kvledger.core.planner.specs import FullAttentionSpec
 
 GIB = 2**30
 

@@ -5,13 +5,12 @@ from fractions import Fraction
 import attrs
 import numpy as np
 import pytest
-from kvledger.core.cache_dtype import cache_format
-from kvledger.core.capacity_mix import capacity_mix
-from kvledger.core.kv_cache_spec import FullAttentionSpec
-from kvledger.core.plan_inputs import PlanInputs
-from kvledger.core.plan_refusal import PlanCondition, PlanRefusedError
-from kvledger.core.plan_report import plan_as_dict
-from kvledger.core.planning import plan_kv_cache
+from kvledger.core.planner.cache_dtype import cache_format
+from kvledger.core.planner.inputs import PlanInputs
+from kvledger.core.planner.plan import plan_kv_cache
+from kvledger.core.planner.report import capacity_mix, plan_as_dict
+from kvledger.core.planner.specs import FullAttentionSpec
+from kvledger.core.planner.verdict import PlanCondition, PlanRefusedError
 
 
 def _gib(figure: str) -> int:

@@ -2,8 +2,8 @@
 
 import pytest
 from kvledger.core import FullAttention
-from kvledger.sim.prompt_blocks import read_prompt_blocks
-from kvledger.sim.reuse_by_block_size import ReuseAtBlockSize, shared_tokens
+from kvledger.sim.cache.prompt_blocks import read_prompt_blocks
+from kvledger.sim.cache.reuse import ReuseAtBlockSize, shared_tokens
 from kvledger.sim.traces import TraceInfo, TraceRequest, Window
 
 SHARED = list(range(240))

@@ -1,10 +1,10 @@
 """B03: requests of different tenants or adapters share no key (the hashing part; 48 tokens, blocks of 16)."""
 
 import pytest
-from kvledger.core.block_hash import ALGORITHMS, block_hasher
 from kvledger.core.errors import InputError
-from kvledger.core.extra_keys import ExtraKeys, LoraIdentity
-from kvledger.core.token_key_source import TokenKeySource
+from kvledger.core.keys.block_hash import ALGORITHMS, block_hasher
+from kvledger.core.keys.extra_keys import ExtraKeys, LoraIdentity
+from kvledger.core.keys.token_keys import TokenKeySource
 
 
 def keys_of(extra_keys: ExtraKeys, algorithm: str) -> list[bytes]:

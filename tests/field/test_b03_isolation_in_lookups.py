@@ -1,7 +1,7 @@
 """B03: what is cached for one tenant or adapter is found by that one alone (48 tokens, blocks of 16)."""
 
 import pytest
-from kvledger.core.extra_keys import ExtraKeys, LoraIdentity
+from kvledger.core.keys.extra_keys import ExtraKeys, LoraIdentity
 
 V1, V2 = ExtraKeys(lora=LoraIdentity("x", "weights-v1")), ExtraKeys(lora=LoraIdentity("x", "weights-v2"))
 

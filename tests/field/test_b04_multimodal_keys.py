@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from kvledger.core.block_hash import ALGORITHMS, block_hasher
-from kvledger.core.extra_keys import ExtraKeys, MultimodalItem
-from kvledger.core.token_key_source import TokenKeySource
+from kvledger.core.keys.block_hash import ALGORITHMS, block_hasher
+from kvledger.core.keys.extra_keys import ExtraKeys, MultimodalItem
+from kvledger.core.keys.token_keys import TokenKeySource
 
 IMG = 32_000
 

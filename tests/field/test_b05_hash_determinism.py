@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvledger.core.block_hash import block_hasher
-from kvledger.core.extra_keys import ExtraKeys
-from kvledger.core.token_key_source import TokenKeySource
+from kvledger.core.keys.block_hash import block_hasher
+from kvledger.core.keys.extra_keys import ExtraKeys
+from kvledger.core.keys.token_keys import TokenKeySource
 
 TOKENS = list(range(1, 33))
 REFERENCE = [  # docs/block_hashes.md
@@ -18,8 +18,8 @@ REFERENCE = [  # docs/block_hashes.md
 ]
 
 LIBRARY_SCRIPT = """
-from kvledger.core.block_hash import ALGORITHMS, block_hasher
-from kvledger.core.extra_keys import ExtraKeys, LoraIdentity, MultimodalItem
+from kvledger.core.keys.block_hash import ALGORITHMS, block_hasher
+from kvledger.core.keys.extra_keys import ExtraKeys, LoraIdentity, MultimodalItem
 extra = ExtraKeys("salt", LoraIdentity("x", "v1"), [MultimodalItem("a", 3, 20), MultimodalItem("b", 25, 2)])
 for algorithm in ALGORITHMS:
     for keys in (None, extra.for_blocks(0, 2, 16)):

@@ -1,7 +1,7 @@
 """B06: what differs has different keys, in particular the inputs at which weaker schemes were seen to collide."""
 
 import pytest
-from kvledger.core.block_hash import ALGORITHMS, block_hasher
+from kvledger.core.keys.block_hash import ALGORITHMS, block_hasher
 
 DISTINCT = {
     "a +31/-1 step between neighbours": ([5, 100, 7, 9], [36, 99, 7, 9]),

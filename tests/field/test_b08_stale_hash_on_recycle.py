@@ -1,8 +1,8 @@
 """B08: a block that is taken for new content loses its old key, and says so before it gets a new one."""
 
-from kvledger.backends.sinks.kv_event_encoder import KVEventEncoder
-from kvledger.backends.sinks.kv_events import BlockRemoved, BlockStored
-from kvledger.backends.sinks.request_content import ContentRegistry, ListedTokens, RequestContent
+from kvledger.backends.sinks.kv_events.content import ContentRegistry, ListedTokens, RequestContent
+from kvledger.backends.sinks.kv_events.encoder import KVEventEncoder
+from kvledger.backends.sinks.kv_events.schema import BlockRemoved, BlockStored
 from kvledger.core.events import BlocksAllocated, BlocksCached
 
 

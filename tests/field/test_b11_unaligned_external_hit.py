@@ -3,9 +3,9 @@
 import pytest
 from kvledger.core import InputError, Request
 from kvledger.core.events import TokensPlaced
-from kvledger.core.scheduler import Scheduler
-from kvledger.core.scheduler_config import SchedulerConfig
-from kvledger.sim.tiers import Tier, TierStore
+from kvledger.core.scheduler.config import SchedulerConfig
+from kvledger.core.scheduler.scheduler import Scheduler
+from kvledger.sim.fleet.tiers import Tier, TierStore
 
 PROMPT = list(range(600))
 

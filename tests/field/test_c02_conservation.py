@@ -2,8 +2,8 @@
 
 import pytest
 from kvledger.core import Commit, CorruptLedgerError, EventLog, FreeReason
-from kvledger.core.conservation import Balance
 from kvledger.core.events import BlocksFreed, BlocksShared, RowsReleased
+from kvledger.core.ledger.audit import Balance
 
 
 def test_c02_4224_tokens_too_many_are_a_double_free_of_264_blocks_of_16() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from kvledger.core import InputError
-from kvledger.core.block_table import BlockTable
+from kvledger.core.pool.block_table import BlockTable
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks", "in_last"), [(8, 2, 4), (9, 3, 1), (1, 1, 1), (4, 1, 4)])

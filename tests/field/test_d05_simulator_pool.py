@@ -5,12 +5,12 @@ from typing import Any
 
 import attrs
 import pytest
-from kvledger.core.deployment import Deployment, GivenMemory
-from kvledger.core.deployment_plan import DeploymentPlan, plan_deployment
-from kvledger.core.diagnosis import one_request_does_not_fit
+from kvledger.core.deployment.deployment import Deployment, GivenMemory
+from kvledger.core.deployment.diagnosis import one_request_does_not_fit
+from kvledger.core.deployment.plan import DeploymentPlan, plan_deployment
 from kvledger.core.errors import InputError
-from kvledger.core.model_geometry import builtin_geometry, geometry_from_description
-from kvledger.core.weight_quantization import quantization_schemes
+from kvledger.core.models.geometry import builtin_geometry, geometry_from_description
+from kvledger.core.models.weights import quantization_schemes
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -3,15 +3,15 @@ counts what it cannot place (llm-d-kv-cache#372; vllm PR#44488; vllm-ascend#1200
 """
 
 import pytest
-from kvledger.backends.sinks.kv_event_encoder import KVEventEncoder
-from kvledger.backends.sinks.kv_events import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
-from kvledger.backends.sinks.request_content import ContentRegistry, ListedTokens, RequestContent
-from kvledger.backends.sinks.shadow_pool import ShadowPool
+from kvledger.backends.sinks.kv_events.content import ContentRegistry, ListedTokens, RequestContent
+from kvledger.backends.sinks.kv_events.encoder import KVEventEncoder
+from kvledger.backends.sinks.kv_events.schema import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+from kvledger.backends.sinks.kv_events.shadow_pool import ShadowPool
 from kvledger.core import AllocatorConfig, KVCacheAllocator, Request
-from kvledger.core.block_hash import block_hasher
 from kvledger.core.cache_kinds import FullAttention, SlidingWindow
 from kvledger.core.events import BlocksCached, Commit, PoolCreated, RowsAssigned
-from kvledger.core.token_key_source import TokenKeySource
+from kvledger.core.keys.block_hash import block_hasher
+from kvledger.core.keys.token_keys import TokenKeySource
 
 TOKENS = list(range(100, 120))
 HASHES = TokenKeySource(TOKENS, block_hasher(), 4).keys(0, 5)

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import zmq
-from kvledger.backends.sinks.kv_event_encoder import KVEventEncoder, block_hash
-from kvledger.backends.sinks.kv_event_publisher import END_OF_REPLAY, KVEventPublisher
-from kvledger.backends.sinks.kv_event_subscriber import Endpoints, KVEventSubscriber
-from kvledger.backends.sinks.kv_events import BlockStored, KVEventBatch
-from kvledger.backends.sinks.kv_events_config import KVEventsConfig
-from kvledger.backends.sinks.request_content import ContentRegistry, RequestContent, SyntheticTokens
-from kvledger.backends.sinks.shadow_pool import ShadowPool
-from kvledger.backends.sinks.stream_order import Gap, StreamOrder
+from kvledger.backends.sinks.kv_events.content import ContentRegistry, RequestContent, SyntheticTokens
+from kvledger.backends.sinks.kv_events.encoder import KVEventEncoder, block_hash
+from kvledger.backends.sinks.kv_events.publisher import END_OF_REPLAY, KVEventPublisher
+from kvledger.backends.sinks.kv_events.schema import BlockStored, KVEventBatch, KVEventsConfig
+from kvledger.backends.sinks.kv_events.shadow_pool import ShadowPool
+from kvledger.backends.sinks.kv_events.stream_order import Gap, StreamOrder
+from kvledger.backends.sinks.kv_events.subscriber import Endpoints, KVEventSubscriber
 from kvledger.core import AllocatorConfig, FullAttention, KVCacheAllocator, Request
 
 pytestmark = pytest.mark.timeout(60)

@@ -38,7 +38,7 @@ def test_where_the_package_is_not_installed_the_gpu_tests_are_collected_and_its_
     # Without `site` no editable install is found, as on a machine that has torch and nothing of this project.
     environment = os.environ | {"PYTHONPATH": sysconfig.get_paths()["purelib"]}
     pytest_here = [sys.executable, "-S", "-m", "pytest", "-q", "-p", "no:kvledger", "-o", f"addopts={OPTIONS}"]
-    files = ["tests/backends/test_gpu_cuda_backend.py", "tests/backends/serving/test_detokenizer.py"]
+    files = ["tests/backends/cuda/test_gpu_cuda_backend.py", "tests/backends/serving/sampling/test_detokenizer.py"]
     probe = "tests/kernels/test_launch.py::test_nothing_heavy_is_imported_before_it_is_asked_for"
     done = subprocess.run([*pytest_here, *files, probe], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,8 +8,8 @@ import math
 from typing import TypeAlias
 
 import numpy as np
-from kvledger.core.kv_cache_config import KVCacheConfig, KVCacheTensor
-from kvledger.core.kv_cache_spec import AttentionSpec, KVCacheSpec
+from kvledger.core.planner.layout import KVCacheConfig, KVCacheTensor
+from kvledger.core.planner.specs import AttentionSpec, KVCacheSpec
 from numpy.typing import NDArray
 
 Elements: TypeAlias = NDArray[np.generic]

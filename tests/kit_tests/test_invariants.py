@@ -8,8 +8,8 @@ import attrs
 import numpy as np
 import pytest
 from kvledger.core import AllocatorConfig, CorruptLedgerError, EventLog, FullAttention, KVCacheAllocator, Request
-from kvledger.core.block_hash import block_hasher
-from kvledger.core.token_key_source import TokenKeySource
+from kvledger.core.keys.block_hash import block_hasher
+from kvledger.core.keys.token_keys import TokenKeySource
 from kvledger.testing import INVARIANTS, AllocatorView, InvariantViolation, check, check_log, violations
 from kvledger.testing.invariants import CONSERVATION
 

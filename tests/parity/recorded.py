@@ -5,12 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvledger.core.allocator import KVCacheAllocator
-from kvledger.core.allocator_config import AllocatorConfig
+from kvledger.core.allocator.allocator import KVCacheAllocator
+from kvledger.core.allocator.config import AllocatorConfig
 from kvledger.core.cache_kinds import CacheKind, ChunkedLocal, FullAttention, SlidingWindow
 from kvledger.core.errors import DoesNotFitError, MisuseError
-from kvledger.core.event_log import EventLog
 from kvledger.core.events import FreeReason
+from kvledger.core.ledger.event_log import EventLog
 from kvledger.core.types import Request
 
 STREAM = 1_000_000

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvledger.backends.sinks.kv_event_encoder import KVEventEncoder
-from kvledger.backends.sinks.kv_events import (
+from kvledger.backends.sinks.kv_events.content import ListedTokens, RequestContent
+from kvledger.backends.sinks.kv_events.encoder import KVEventEncoder
+from kvledger.backends.sinks.kv_events.schema import (
     AllBlocksCleared,
     BatchDecoder,
     BlockRemoved,
@@ -14,7 +15,6 @@ from kvledger.backends.sinks.kv_events import (
     KVEventBatch,
     encode_batch,
 )
-from kvledger.backends.sinks.request_content import ListedTokens, RequestContent
 
 from tests.parity.golden import golden_dir
 from tests.parity.recorded import STREAM, Recorded, read_jsonl

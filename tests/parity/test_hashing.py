@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from kvledger.core.block_hash import block_hasher, key_low64, key_with_group
+from kvledger.core.keys.block_hash import block_hasher, key_low64, key_with_group
 
 from tests.parity.golden import golden_dir
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 from kvledger.core.errors import InputError
-from kvledger.core.kv_cache_layout import (
+from kvledger.core.planner.layout import (
     KVCacheLayout,
     block_table_width,
     layer_shape_bytes,
     layout_strides_bytes,
 )
-from kvledger.core.kv_cache_spec import FullAttentionSpec, KVCacheSpec
-from kvledger.core.latent_and_state_spec import MLASpec
+from kvledger.core.planner.specs import FullAttentionSpec, KVCacheSpec, MLASpec
 
 Record = dict[str, Any]
 

@@ -8,14 +8,14 @@ import json
 from typing import Any
 
 import pytest
-from kvledger.core.deployment import Deployment
-from kvledger.core.deployment_plan import DeploymentPlan, plan_deployment
-from kvledger.core.memory_budget import requested_bytes
-from kvledger.core.memory_estimates import reserves_graph_memory
-from kvledger.core.memory_ledger import RowSource, sum_bytes
-from kvledger.core.model_geometry import builtin_geometry, catalogue_name
-from kvledger.core.weight_quantization import scheme_by_name
-from kvledger.sim.devices import find_device
+from kvledger.core.deployment.deployment import Deployment
+from kvledger.core.deployment.estimates import reserves_graph_memory
+from kvledger.core.deployment.plan import DeploymentPlan, plan_deployment
+from kvledger.core.memory.budget import requested_bytes
+from kvledger.core.memory.ledger import RowSource, sum_bytes
+from kvledger.core.models.geometry import builtin_geometry, catalogue_name
+from kvledger.core.models.weights import scheme_by_name
+from kvledger.sim.latency.devices import find_device
 
 from tests.parity.golden import golden_dir
 

@@ -1,7 +1,7 @@
 """Measured servers, predicted from their configuration and workload: one test per row of measured_serving.jsonl.
 
 The quick tests compare the mean decode step of each stage; the slow ones simulate every server's whole workload and
-hold the errors over all of them to the goals of `kvledger.sim.fidelity`.
+hold the errors over all of them to the goals of `kvledger.sim.fidelity.fidelity`.
 """
 
 import functools
@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 from kvledger.core.errors import InputError
-from kvledger.sim.calibration import FITTED_FACTORS, fit_factors, leave_one_out, mean_absolute_percentage_error
-from kvledger.sim.device_factors import device_factors, expected_factors
-from kvledger.sim.devices import find_device
-from kvledger.sim.fidelity import ComparedRun, mape_over_runs, missed_goals
-from kvledger.sim.measured_serving import MeasuredServer, read_measured_serving
-from kvledger.sim.served_run import ClientTerms, measured_steps, simulate_server
+from kvledger.sim.fidelity.fidelity import ComparedRun, mape_over_runs, missed_goals
+from kvledger.sim.fidelity.measured_serving import MeasuredServer, read_measured_serving
+from kvledger.sim.fidelity.served_run import ClientTerms, measured_steps, simulate_server
+from kvledger.sim.latency.calibration import FITTED_FACTORS, fit_factors, leave_one_out, mean_absolute_percentage_error
+from kvledger.sim.latency.devices import device_factors, expected_factors, find_device
 
 from tests.parity.golden import golden_dir
 

@@ -4,10 +4,15 @@ import json
 from typing import Any
 
 import pytest
-from kvledger.core.memory_budget import check_enough_kv_cache_memory, request_memory, requested_bytes
-from kvledger.core.memory_errors import MemoryShortfallError
-from kvledger.core.memory_probe import MemoryProfile, MemorySnapshot
-from kvledger.core.memory_sizing import (
+from kvledger.core.memory.budget import (
+    MemoryShortfallError,
+    check_enough_kv_cache_memory,
+    request_memory,
+    requested_bytes,
+)
+from kvledger.core.memory.profile import (
+    MemoryProfile,
+    MemorySnapshot,
     SizingOptions,
     applicable_startup_plan,
     determine_available_memory,

@@ -7,21 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvledger.core.cache_dtype import CacheFormat, ScaleStorage, cache_format
 from kvledger.core.errors import KVLedgerError
-from kvledger.core.kv_cache_config import KVCacheGroup, KVCacheTensor
-from kvledger.core.kv_cache_layout import KVCacheLayout
-from kvledger.core.kv_cache_spec import (
+from kvledger.core.planner.cache_dtype import CacheFormat, ScaleStorage, cache_format
+from kvledger.core.planner.inputs import PlanInputs
+from kvledger.core.planner.layout import KVCacheGroup, KVCacheLayout, KVCacheTensor
+from kvledger.core.planner.plan import KVCachePlan, plan_kv_cache
+from kvledger.core.planner.specs import (
     ChunkedLocalSpec,
+    CompressedStateSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
+    MambaLikeSpec,
+    MLASpec,
+    OpaqueSpec,
     SlidingWindowSpec,
+    StateArray,
 )
-from kvledger.core.latent_and_state_spec import CompressedStateSpec, MambaLikeSpec, MLASpec, OpaqueSpec, StateArray
-from kvledger.core.plan_inputs import PlanInputs
-from kvledger.core.plan_refusal import PlanCondition, PlanRefusedError
-from kvledger.core.planning import KVCachePlan, plan_kv_cache
+from kvledger.core.planner.verdict import PlanCondition, PlanRefusedError
 
 Record = dict[str, Any]
 

@@ -15,11 +15,11 @@ FOLDERS = {"core": "core", "backends": "backends", "kernels": "kernels", "sim": 
 
 # What the kit's adapter needs of the core, without the rest, whose import takes longer than finding a fault.
 _EXPORTS = """
-from .allocator import KVCacheAllocator
-from .allocator_config import AllocatorConfig
+from .allocator.allocator import KVCacheAllocator
+from .allocator.config import AllocatorConfig
 from .cache_kinds import ChunkedLocal, CompressedState, FullAttention, SequenceState, SlidingWindow
 from .errors import DoesNotFitError, InputError, MisuseError
-from .event_log import EventLog
+from .ledger.event_log import EventLog
 from .types import Request
 """
 
@@ -75,6 +75,7 @@ class Mutant:
         """Make `kvledger` below `folder`, with the fault in it, for a process that has `folder` on its PYTHONPATH."""
         package = folder / "kvledger"
         package.mkdir()
+        shutil.copy(ROOT / "__init__.py", package)
         for name, directory in FOLDERS.items():
             if Path(self.file).is_relative_to(directory):
                 shutil.copytree(ROOT / directory, package / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -14,11 +14,10 @@ import attrs
 import numpy as np
 import torch
 from kvledger.backends import SimBackend
-from kvledger.backends.cache_arrangement import CacheArrangement
 from kvledger.backends.context_rank import ContextRank
-from kvledger.backends.cuda_backend import CudaBackend
-from kvledger.backends.layer_access import KVScales
-from kvledger.backends.torch_dtypes import torch_dtype
+from kvledger.backends.cuda.backend import CudaBackend
+from kvledger.backends.cuda.layer_access import KVScales
+from kvledger.backends.cuda.layout import CacheArrangement, torch_dtype
 from kvledger.core import Commit, TokenBatch
 from kvledger.core.events import (
     BlockCopied,
@@ -32,12 +31,16 @@ from kvledger.core.events import (
     TokensPlaced,
     as_ints,
 )
-from kvledger.core.kv_cache_config import KVCacheConfig, KVCacheGroup, needs_zeroing
-from kvledger.core.kv_cache_layout import KVCacheLayout
-from kvledger.core.kv_cache_spec import FullAttentionSpec, KVCacheSpec
-from kvledger.core.kv_cache_tensors import lay_out
-from kvledger.core.latent_and_state_spec import CompressedStateSpec, MambaLikeSpec, MLASpec, StateArray
-from kvledger.core.ledger_state import LedgerState
+from kvledger.core.ledger.state import LedgerState
+from kvledger.core.planner.layout import KVCacheConfig, KVCacheGroup, KVCacheLayout, lay_out, needs_zeroing
+from kvledger.core.planner.specs import (
+    CompressedStateSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaLikeSpec,
+    MLASpec,
+    StateArray,
+)
 from kvledger.testing.scenario import GroupShape
 from kvledger.testing.shadow_cache import ShadowCache
 from kvledger.testing.slot_oracle import slot_of

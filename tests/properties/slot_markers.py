@@ -11,7 +11,7 @@ import math
 import attrs
 import numpy as np
 import torch
-from kvledger.backends.torch_dtypes import torch_dtype
+from kvledger.backends.cuda.layout import torch_dtype
 from numpy.typing import NDArray
 
 MODEL_DTYPE = torch.bfloat16

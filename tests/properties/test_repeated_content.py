@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
-from kvledger.core.conservation import first_conservation_fault
+from kvledger.core.ledger.audit import first_conservation_fault
 from kvledger.testing import Scenario, Trial, check_log
 from kvledger.testing.choices import RandomChooser, choose_scenario, pick
 from kvledger.testing.rules import RULES

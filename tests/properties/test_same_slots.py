@@ -17,10 +17,10 @@ torch = pytest.importorskip("torch", reason="real memory needs torch")
 
 from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from kvledger.backends.cache_arrangement import CacheArrangement  # noqa: E402
 from kvledger.backends.context_rank import ContextRank  # noqa: E402
-from kvledger.backends.cuda_backend import CudaBackend  # noqa: E402
-from kvledger.core.kv_cache_layout import KVCacheLayout  # noqa: E402
+from kvledger.backends.cuda.backend import CudaBackend  # noqa: E402
+from kvledger.backends.cuda.layout import CacheArrangement  # noqa: E402
+from kvledger.core.planner.layout import KVCacheLayout  # noqa: E402
 from kvledger.testing import KitFailure, LedgerAdapter, Scenario, ledger_supports  # noqa: E402
 from kvledger.testing.choices import Chooser, choose_scenario, pick  # noqa: E402
 from kvledger.testing.strategies import Drawn  # noqa: E402

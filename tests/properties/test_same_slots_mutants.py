@@ -12,14 +12,18 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="real memory needs torch")
 
-from kvledger.backends import cache_place, device_pool  # noqa: E402
-from kvledger.backends.cache_arrangement import CacheArrangement  # noqa: E402
-from kvledger.backends.device_tables import DeviceTables  # noqa: E402
-from kvledger.backends.layer_access import LayerAccess  # noqa: E402
-from kvledger.backends.step_staging import StepStaging  # noqa: E402
-from kvledger.backends.table_events import TableEvents  # noqa: E402
-from kvledger.backends.table_mirror import TableChanges, TableMirror  # noqa: E402
-from kvledger.core.kv_cache_layout import KVCacheLayout  # noqa: E402
+from kvledger.backends.cuda import layout as cache_place  # noqa: E402
+from kvledger.backends.cuda import pool as device_pool  # noqa: E402
+from kvledger.backends.cuda.layer_access import LayerAccess  # noqa: E402
+from kvledger.backends.cuda.layout import CacheArrangement  # noqa: E402
+from kvledger.backends.cuda.staging import StepStaging  # noqa: E402
+from kvledger.backends.cuda.tables import (  # noqa: E402
+    DeviceTables,
+    TableChanges,
+    TableEvents,
+    TableMirror,
+)
+from kvledger.core.planner.layout import KVCacheLayout  # noqa: E402
 from kvledger.kernels import reshape_and_cache  # noqa: E402
 from kvledger.kernels.torch_kernels import TorchKernels  # noqa: E402
 from kvledger.testing import KitFailure, LedgerAdapter, Scenario, ledger_supports  # noqa: E402

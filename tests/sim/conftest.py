@@ -54,7 +54,7 @@ def record(trace: str) -> Callable[..., dict[str, Any]]:
         command = typer.main.get_command(build_app()).commands["replay"]  # pyright: ignore[reportAttributeAccessIssue]
         printed: list[dict[str, Any]] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvledger.sim.console.print_json", printed.append)
+            patch.setattr("kvledger.sim.report.console.print_json", printed.append)
             with command.make_context("replay", given) as context:
                 command.invoke(context)
         return printed[0]

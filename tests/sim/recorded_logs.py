@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from kvledger.backends.sinks.durable_log import DurableLog
-from kvledger.backends.sinks.flush_policy import FlushPolicy
-from kvledger.backends.sinks.log_reader import LogReader
+from kvledger.backends.sinks.log.durable_log import DurableLog
+from kvledger.backends.sinks.log.flush_policy import FlushPolicy
+from kvledger.backends.sinks.log.reader import LogReader
 from kvledger.core.events import Commit
 
 POOL = ["--num-gpu-blocks-override", "40", "--block-size", "512"]

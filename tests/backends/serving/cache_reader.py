@@ -6,12 +6,10 @@ import numpy as np
 import torch
 from kvledger.backends import CudaBackend
 from kvledger.backends.serving import LiveEngine, StepTokens
-from kvledger.backends.serving.length_limit import LengthLimit
+from kvledger.backends.serving.engine.lengths import LengthLimit
 from kvledger.core import AllocatorConfig, FullAttention, SchedulerConfig, SlidingWindow
-from kvledger.core.kv_cache_config import KVCacheGroup
-from kvledger.core.kv_cache_layout import KVCacheLayout
-from kvledger.core.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
-from kvledger.core.kv_cache_tensors import lay_out
+from kvledger.core.planner.layout import KVCacheGroup, KVCacheLayout, lay_out
+from kvledger.core.planner.specs import FullAttentionSpec, SlidingWindowSpec
 
 VOCAB_SIZE = 61
 BLOCK_SIZE = 4

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="live serving needs torch")
 
-from kvledger.backends.serving.sampling import NextToken, choose_tokens, uniform  # noqa: E402
+from kvledger.backends.serving.sampling.sampling import NextToken, choose_tokens, uniform  # noqa: E402
 
 from tests.backends.serving.cache_reader import Text, logits_of, make_reading_engine  # noqa: E402
 from tests.backends.serving.model_families import EVERYWHERE  # noqa: E402

@@ -5,7 +5,7 @@ Shares no code with it but `uniform`, which is what a request's draws are define
 
 import math
 
-from kvledger.backends.serving.sampling import uniform
+from kvledger.backends.serving.sampling.sampling import uniform
 
 NOTHING = -math.inf
 

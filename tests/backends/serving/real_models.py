@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch", reason="live serving needs torch")
 transformers = pytest.importorskip("transformers", reason="real models need transformers")
 
 from kvledger.backends import CudaBackend  # noqa: E402
+from kvledger.backends.cuda.step_runner import StepOutputs  # noqa: E402
 from kvledger.backends.serving import (  # noqa: E402
     LiveEngine,
     ModelRunner,
@@ -18,7 +19,6 @@ from kvledger.backends.serving import (  # noqa: E402
     served_layers,
     transformers_geometry,
 )
-from kvledger.backends.step_runner import StepOutputs  # noqa: E402
 from kvledger.core import (  # noqa: E402
     AllocatorConfig,
     EventLog,
@@ -28,10 +28,10 @@ from kvledger.core import (  # noqa: E402
     SchedulerConfig,
     TokenBatch,
 )
-from kvledger.core.allocator_groups import allocator_groups  # noqa: E402
-from kvledger.core.block_hash import block_hasher  # noqa: E402
-from kvledger.core.engine import Wait, engine_loop  # noqa: E402
-from kvledger.core.token_key_source import TokenKeySource  # noqa: E402
+from kvledger.core.keys.block_hash import block_hasher  # noqa: E402
+from kvledger.core.keys.token_keys import TokenKeySource  # noqa: E402
+from kvledger.core.planner.groups import allocator_groups  # noqa: E402
+from kvledger.core.scheduler.engine import Wait, engine_loop  # noqa: E402
 
 from tests.backends.serving.model_families import FAMILIES  # noqa: E402
 

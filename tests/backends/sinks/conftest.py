@@ -9,11 +9,11 @@ import attrs
 import numpy as np
 import pytest
 from kvledger.core import AllocatorConfig, EventLog, FullAttention, KVCacheAllocator, Request
-from kvledger.core.block_hash import block_hasher
 from kvledger.core.cache_kinds import CacheKind, ChunkedLocal, SlidingWindow
 from kvledger.core.errors import DoesNotFitError, MisuseError
 from kvledger.core.events import Key
-from kvledger.core.token_key_source import TokenKeySource
+from kvledger.core.keys.block_hash import block_hasher
+from kvledger.core.keys.token_keys import TokenKeySource
 from kvledger.core.types import EventSink
 
 POOLS: dict[str, Sequence[CacheKind]] = {

@@ -12,15 +12,15 @@ import pytest
 pytest.importorskip("fastapi", reason="the server needs fastapi")
 pytest.importorskip("transformers", reason="the server needs transformers")
 
-from kvledger.backends.serving.prompt_encoder import PromptEncoder
-from kvledger.backends.serving.request_limits import RequestLimits
-from kvledger.backends.serving.server import OpenAIServer, ServerSettings
-from kvledger.backends.serving.serving_metrics import ServingMetrics
-from kvledger.backends.serving.serving_process import (
+from kvledger.backends.serving.http.limits import RequestLimits
+from kvledger.backends.serving.http.metrics import ServingMetrics
+from kvledger.backends.serving.http.process import (
     ProcessSettings,
     ServingProcess,
     listening_socket,
 )
+from kvledger.backends.serving.http.prompt_encoder import PromptEncoder
+from kvledger.backends.serving.http.server import OpenAIServer, ServerSettings
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ.,;:!?-"
 CHAT_TEMPLATE = (

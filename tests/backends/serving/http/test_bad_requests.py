@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from kvledger.backends.serving.openai_requests import ChatCompletionRequest, CompletionRequest
+from kvledger.backends.serving.http.requests import ChatCompletionRequest, CompletionRequest
 from pydantic import ValidationError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -214,7 +214,7 @@ def test_what_is_not_finished_in_time_is_aborted_and_its_client_told(make_server
 
 
 def test_a_reader_that_does_not_read_does_not_keep_a_server_from_ending(make_server, wait_for, monkeypatch):
-    monkeypatch.setattr("kvledger.backends.serving.serving_process.READERS_GRACE_S", 0.3)
+    monkeypatch.setattr("kvledger.backends.serving.http.process.READERS_GRACE_S", 0.3)
     running = make_server(stall_timeout_s=60, send_buffer=8192)
     with start(running, {**LONG, "n": 8, "logprobs": 20, "stream": True}, receive_buffer=4096):
         wait_for(lambda: running.engine.stats.scheduler.num_finished == 8)

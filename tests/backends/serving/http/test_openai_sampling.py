@@ -6,7 +6,7 @@ pytest.importorskip("openai", reason="these tests are the openai client's")
 
 import attrs
 from kvledger.backends.serving import SamplingSettings, sampling_settings
-from kvledger.backends.serving.token_rules import TokenRules
+from kvledger.backends.serving.sampling.settings import TokenRules
 
 from tests.backends.serving.cache_reader import Context
 from tests.backends.serving.plain_sampling import log_probabilities, outputs_alone

@@ -3,9 +3,9 @@
 import copy
 
 import pytest
-from kvledger.backends.serving.openai_errors import ApiError
-from kvledger.backends.serving.openai_requests import ChatCompletionRequest
-from kvledger.backends.serving.prompt_encoder import PromptEncoder
+from kvledger.backends.serving.http.errors import ApiError
+from kvledger.backends.serving.http.prompt_encoder import PromptEncoder
+from kvledger.backends.serving.http.requests import ChatCompletionRequest
 
 CONVERSATION = [
     {"role": "system", "content": "be brief"},

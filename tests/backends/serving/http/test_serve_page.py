@@ -4,8 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
-from kvledger.backends.serving.openai_requests import ChatCompletionRequest, CompletionRequest, StreamOptions
-from kvledger.backends.serving.unsupported_parameters import OF_CHAT, OF_COMPLETIONS
+from kvledger.backends.serving.http.requests import (
+    OF_CHAT,
+    OF_COMPLETIONS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    StreamOptions,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 PAGE = (Path(__file__).parents[4] / "docs" / "serve.md").read_text()

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("prometheus_client", reason="metrics need prometheus_client")
 
-from kvledger.backends.serving.live_request import RequestStats
-from kvledger.backends.serving.sampling_settings import SamplingSettings
-from kvledger.backends.serving.serving_metrics import ServingMetrics
+from kvledger.backends.serving.engine.request import RequestStats
+from kvledger.backends.serving.http.metrics import ServingMetrics
+from kvledger.backends.serving.sampling.settings import SamplingSettings
 from prometheus_client.parser import text_string_to_metric_families
 
 
@@ -101,7 +101,7 @@ def test_a_running_request_shows_in_the_gauges(make_server, wait_for):
 
 def test_the_wait_that_is_advised_is_the_mean_time_between_ends(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("kvledger.backends.serving.serving_metrics.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvledger.backends.serving.http.metrics.time.monotonic", lambda: now[0])
     metrics = ServingMetrics("honest", 64)
     assert metrics.retry_after_s() == 1  # nothing is known yet
 

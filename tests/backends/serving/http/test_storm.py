@@ -5,7 +5,7 @@ import gc
 import tracemalloc
 
 import pytest
-from kvledger.backends.serving.live_request import LiveRequest
+from kvledger.backends.serving.engine.request import LiveRequest
 
 from tests.backends.serving.http.storm_clients import check_outcomes, wave
 
@@ -16,10 +16,10 @@ def live_requests():
 
 def run_storm(make_server, tmp_path, num_requests, num_at_once, traces_memory):
     pytest.importorskip("pyarrow", reason="the log of the run needs pyarrow")
-    from kvledger.backends.serving.recording import LiveRecording
+    from kvledger.backends.serving.engine.recording import LiveRecording
     from kvledger.backends.sinks import FlushPolicy
-    from kvledger.sim.event_log_dir import open_event_log
-    from kvledger.sim.log_verification import verify_log
+    from kvledger.sim.logs.verification import verify_log
+    from kvledger.sim.traces.event_log import open_event_log
 
     def recording(allocator, scheduler):
         flush = FlushPolicy(every_commits=50)

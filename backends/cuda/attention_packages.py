@@ -1,0 +1,347 @@
+"""Attention by other packages, for those who ask for it: FlashAttention's and FlashInfer's kernels on this cache.
+
+CudaBackend(device="cuda", ..., attention_packages=installed_packages())
+
+For each call the first package that fits computes; where none does, the backend's own kernel. The call signatures are
+those of `flash_attn/flash_attn_interface.py` (Dao-AILab/flash-attention, commit 0053002) and of `flashinfer/decode.py`
+(flashinfer-ai/flashinfer, commit 002752a). Tests call stand-ins of these signatures; the packages themselves have not
+been run.
+"""
+
+import logging
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Protocol
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...core.types import TokenBatch
+from ..context_rank import ContextRank
+from .staging import on_device
+
+# The block tables of a batch as FlashInfer takes them: pages of all requests in one flat list.
+
+
+@attrs.frozen(eq=False)
+class FlashInferTables:
+    """Arguments of FlashInfer's paged attention, in pages of the kernel's block size.
+
+    Attributes:
+        indptr: int32 `[num_reqs + 1]`, where each request's pages start in `indices`.
+        indices: int32 `[num_pages]`, the pages.
+        last_page_len: int32 `[num_reqs]`, tokens in each request's last page: 1 to the page size, 0 for a request
+            without tokens on this rank.
+        indptr_host: `indptr`, for FlashInfer's plan, which runs on the host.
+        last_page_len_host: `last_page_len`, for the same.
+    """
+
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
+    indptr_host: NDArray[np.int32]
+    last_page_len_host: NDArray[np.int32]
+
+
+def num_local_tokens(num_tokens: NDArray[np.int64], context: ContextRank) -> NDArray[np.int64]:
+    """How many of a request's first `num_tokens` tokens this rank of decode context parallelism holds."""
+    stripe = context.interleave_tokens
+    rounds, rest = np.divmod(num_tokens, stripe * context.size)
+    return rounds * stripe + np.clip(rest - context.rank * stripe, 0, stripe)
+
+
+def flashinfer_tables(
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    batch: TokenBatch,
+    page_size: int,
+    pages_per_block: int,
+    context: ContextRank,
+) -> FlashInferTables:
+    """Read the pages of a batch out of a block table on the device, without waiting for it.
+
+    Args:
+        table: int32 `[max_num_reqs, width]` on the device.
+        rows: int32 `[num_reqs]` on the device, the batch's rows.
+        batch: the batch; its tokens count as written.
+        page_size: tokens of a page on this rank.
+        pages_per_block: pages that one entry of the table stands for.
+        context: which rank this is; `ContextRank()` where the group's tokens are not dealt out.
+    """
+    lengths = num_local_tokens(batch.first_positions + batch.counts, context)
+    num_pages = -(-lengths // page_size)
+    indptr = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(num_pages)])
+    last_page_len = (lengths - np.maximum(num_pages - 1, 0) * page_size).astype(np.int32)
+    total = int(indptr[-1])
+    device = table.device
+    staged = on_device(np.concatenate([indptr, num_pages]), device)
+    starts, counts = staged[: len(indptr)], staged[len(indptr) :]
+    # With its length given, repeat_interleave does not have to ask the device for it.
+    requests = torch.repeat_interleave(torch.arange(len(counts), device=device), counts.clone(), output_size=total)
+    page = torch.arange(total, device=device) - starts[requests]
+    blocks = table[rows.long()[requests], page // pages_per_block]
+    indices = (blocks * pages_per_block + page % pages_per_block).to(torch.int32)
+    return FlashInferTables(
+        starts.to(torch.int32), indices, on_device(last_page_len, device), indptr.astype(np.int32), last_page_len
+    )
+
+
+HALF_FLOATS = (torch.float16, torch.bfloat16)
+FLASH_ATTENTION_PAGE_TOKENS = 256
+FLASH_ATTENTION_MAX_HEAD_SIZE = 256
+FLASHINFER_HEAD_SIZES = (64, 128, 256)
+FLASHINFER_GROUP_SIZES = (1, 2, 4, 8)
+FLASHINFER_WORKSPACE_BYTES = 128 << 20
+
+
+@attrs.frozen(eq=False)
+class AttentionCall:
+    """Attention of a prepared batch over one layer's cache.
+
+    Attributes:
+        batch: the batch on the host.
+        query: `[num_tokens, num_q_heads, head_size]`, padding allowed behind the batch's tokens.
+        key_cache, value_cache: logical `[num_blocks, block_size, num_kv_heads, head_size]`, last stride 1.
+        block_table: int32 `[max_num_reqs, width]`.
+        table_block_size: tokens of one entry of the block table.
+        rows: int32 `[num_reqs]`; -1 is a padding request.
+        query_start_loc: int32 `[num_reqs + 1]`.
+        seq_lens: int32 `[num_reqs]`, the batch's tokens included; 0 for a padding request.
+        scale: of the scores.
+        window: tokens that a query sees, itself among them; None: all.
+        softcap: scores become softcap * tanh(score / softcap); None: they stay.
+    """
+
+    batch: TokenBatch
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_table: Tensor
+    table_block_size: int
+    rows: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    @property
+    def is_decode(self) -> bool:
+        """Every request has one token, so token i is request i's."""
+        return bool((self.batch.counts == 1).all())
+
+    @property
+    def misfit(self) -> str | None:
+        """What no package takes."""
+        dtypes, sizes = {self.query.dtype, self.key_cache.dtype}, (self.key_cache.shape[3], self.value_cache.shape[3])
+        if len(dtypes) > 1 or not dtypes <= set(HALF_FLOATS):
+            return (
+                f"it takes one of {HALF_FLOATS}, not queries and keys of {self.query.dtype} and {self.key_cache.dtype}"
+            )
+        return None if sizes[0] == sizes[1] else f"it takes keys and values of one head size, not {sizes}"
+
+
+class AttentionPackage(Protocol):
+    """A package with kernels for paged attention."""
+
+    @property
+    def name(self) -> str:
+        """As it is imported."""
+        ...
+
+    def misfit(self, call: AttentionCall) -> str | None:
+        """Why it cannot compute this call; None: it can."""
+        ...
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """`[num_tokens, num_q_heads, head_size]` of the query's dtype; zeros for padding."""
+        ...
+
+
+def installed_packages() -> list[AttentionPackage]:
+    """What can be imported where torch sees a GPU, FlashAttention first."""
+    found: list[AttentionPackage] = []
+    if torch.cuda.is_available():
+        for make in (FlashAttention, FlashInfer):
+            try:
+                found.append(make(import_module(make.name)))
+            except ImportError:
+                continue
+    return found
+
+
+class AttentionChoices:
+    """Who computes attention: for each call the first package that fits, else the backend's own kernel.
+
+    Attributes:
+        by_layer: layer -> who computed it last, and why no package did. Each new answer is logged once.
+    """
+
+    def __init__(self, packages: Sequence[AttentionPackage]) -> None:
+        self._packages = tuple(packages)
+        self._logged: set[str] = set()
+        self.by_layer: dict[str, str] = {}
+
+    def choose(self, layer: str, call: AttentionCall) -> AttentionPackage | None:
+        """The package for this call; None: the backend's own kernel."""
+        misfits: list[str] = []
+        chosen: AttentionPackage | None = None
+        for package in self._packages:
+            misfit = package.misfit(call)
+            if misfit is None:
+                chosen = package
+                break
+            misfits.append(f"{package.name}: {misfit}")
+        told = chosen.name if chosen is not None else "; ".join(["own kernel", *misfits])
+        self.by_layer[layer] = told
+        if told not in self._logged:
+            self._logged.add(told)
+            logging.getLogger(__name__).info("attention of layer %s: %s", layer, told)
+        return chosen
+
+
+class FlashAttention:
+    """`flash_attn`: decodes by `flash_attn_with_kvcache`, everything else by `flash_attn_varlen_func`.
+
+    It reads the block tables as they are, in blocks of a multiple of 256 tokens.
+    """
+
+    name = "flash_attn"
+
+    def __init__(self, module: Any) -> None:
+        """Use the imported package `flash_attn`."""
+        self._module = module
+
+    def misfit(self, call: AttentionCall) -> str | None:
+        """See `AttentionPackage`."""
+        page_size, head_size = call.key_cache.shape[1], call.key_cache.shape[3]
+        if page_size % FLASH_ATTENTION_PAGE_TOKENS:
+            return f"it takes blocks of a multiple of {FLASH_ATTENTION_PAGE_TOKENS} tokens, not of {page_size}"
+        if call.table_block_size != page_size:
+            return f"an entry of the block table is {call.table_block_size} tokens, and a block of its own {page_size}"
+        if head_size % 8 or head_size > FLASH_ATTENTION_MAX_HEAD_SIZE:
+            return f"it takes head sizes of a multiple of 8 up to {FLASH_ATTENTION_MAX_HEAD_SIZE}, not {head_size}"
+        return call.misfit
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """See `AttentionPackage`."""
+        # A padding request has any row, of which it reads nothing.
+        table = call.block_table[call.rows.clamp(min=0).long()]
+        options = {
+            "softmax_scale": call.scale,
+            "causal": True,
+            # How many keys a query sees before and behind its own.
+            "window_size": (-1, -1) if call.window is None else (call.window - 1, 0),
+            "softcap": 0.0 if call.softcap is None else call.softcap,
+        }
+        output = torch.zeros_like(call.query, memory_format=torch.contiguous_format)
+        if call.is_decode:
+            count = min(len(call.query), len(call.rows))
+            output[:count] = self._module.flash_attn_with_kvcache(
+                call.query[:count, None],
+                call.key_cache,
+                call.value_cache,
+                cache_seqlens=call.seq_lens[:count],
+                block_table=table[:count],
+                **options,
+            )[:, 0]
+            return output
+        count = call.batch.num_tokens
+        output[:count] = self._module.flash_attn_varlen_func(
+            call.query[:count],
+            call.key_cache,
+            call.value_cache,
+            cu_seqlens_q=call.query_start_loc,
+            cu_seqlens_k=torch.nn.functional.pad(call.seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+            max_seqlen_q=int(call.batch.counts.max()),
+            max_seqlen_k=table.shape[1] * call.table_block_size,
+            block_table=table,
+            **options,
+        )
+        return output
+
+
+@attrs.define(eq=False)
+class _Plan:
+    """FlashInfer's wrapper for layers that are alike, and the batch that it was planned for."""
+
+    wrapper: Any
+    batch: TokenBatch | None = None
+
+
+class FlashInfer:
+    """`flashinfer`: decodes by `BatchDecodeWithPagedKVCacheWrapper`, planned once a batch for layers that are alike.
+
+    Its plan runs on the host, so no graph captures it. Its workspace of 128 MiB is not in the memory plan: leave room.
+    """
+
+    name = "flashinfer"
+
+    def __init__(self, module: Any) -> None:
+        """Use the imported package `flashinfer`."""
+        self._module = module
+        self._workspace: Tensor | None = None
+        self._plans: dict[tuple[Any, ...], _Plan] = {}
+
+    def misfit(self, call: AttentionCall) -> str | None:
+        """See `AttentionPackage`."""
+        head_size, group = call.key_cache.shape[3], call.query.shape[1] // call.key_cache.shape[2]
+        if not call.is_decode or not call.batch.num_tokens:
+            return "its decode kernel takes one token of each request"
+        if call.query.is_cuda and torch.cuda.is_current_stream_capturing():
+            return "its plan runs on the host, which a graph does not capture"
+        if head_size not in FLASHINFER_HEAD_SIZES or group not in FLASHINFER_GROUP_SIZES:
+            return (
+                f"it takes head sizes {FLASHINFER_HEAD_SIZES} and {FLASHINFER_GROUP_SIZES} query heads a key head, not "
+                f"{head_size} and {group}"
+            )
+        if call.key_cache.stride() != call.value_cache.stride():
+            return "it takes keys and values of the same strides"
+        return call.misfit
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """See `AttentionPackage`."""
+        count = len(call.batch.rows)
+        # Its last dimensions are [tokens, heads] or [heads, tokens]: whichever the memory has.
+        is_heads_first = call.key_cache.stride(1) < call.key_cache.stride(2)
+        caches = (call.key_cache, call.value_cache)
+        if is_heads_first:
+            caches = (call.key_cache.transpose(1, 2), call.value_cache.transpose(1, 2))
+        wrapper = self._planned(call, "HND" if is_heads_first else "NHD")
+        output = torch.zeros_like(call.query, memory_format=torch.contiguous_format)
+        output[:count] = wrapper.run(call.query[:count].contiguous(), caches)
+        return output
+
+    def _planned(self, call: AttentionCall, layout: str) -> Any:
+        num_kv_heads, head_size = call.key_cache.shape[2:]
+        page_size, query = call.key_cache.shape[1], call.query
+        shape = (query.shape[1], num_kv_heads, head_size, page_size)
+        options = (call.scale, call.window, call.softcap, query.dtype)
+        key = (layout, call.block_table.data_ptr(), *shape, *options)
+        plan = self._plans.get(key)
+        if plan is None:
+            if self._workspace is None:
+                self._workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=query.device)
+            wrapper = self._module.BatchDecodeWithPagedKVCacheWrapper(self._workspace, layout)
+            plan = self._plans[key] = _Plan(wrapper)
+        if plan.batch is not call.batch:
+            pages_per_block = call.table_block_size // page_size
+            rows = call.rows[: len(call.batch.rows)]
+            tables = flashinfer_tables(call.block_table, rows, call.batch, page_size, pages_per_block, ContextRank())
+            plan.wrapper.plan(
+                torch.from_numpy(tables.indptr_host),
+                tables.indices,
+                torch.from_numpy(tables.last_page_len_host),
+                *shape,
+                pos_encoding_mode="NONE",
+                window_left=-1 if call.window is None else call.window - 1,
+                logits_soft_cap=call.softcap,
+                q_data_type=query.dtype,
+                kv_data_type=query.dtype,
+                sm_scale=call.scale,
+            )
+            plan.batch = call.batch
+        return plan.wrapper

@@ -1,0 +1,126 @@
+"""The largest step of a server, run once over callables that the user gives, with the peak of each part."""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from ...core.deployment.estimates import profiling_tokens
+from ...core.errors import InputError
+from ...core.memory.profile import MemoryProbe, MemorySnapshot
+
+
+@attrs.frozen(kw_only=True)
+class StepLimits:
+    """How large a step can be.
+
+    Attributes:
+        max_num_batched_tokens: tokens of one forward pass.
+        max_num_seqs: requests of one step.
+        num_speculative_tokens: draft tokens of each request; 0 where nothing drafts.
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    num_speculative_tokens: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        profiling_tokens(self.max_num_batched_tokens, self.max_num_seqs)
+        if self.num_speculative_tokens < 0:
+            raise InputError(f"num_speculative_tokens is {self.num_speculative_tokens}; give 0 or more")
+
+    @property
+    def tokens_per_request(self) -> tuple[int, ...]:
+        """`max_num_batched_tokens` spread over `max_num_seqs` requests; they add up to it exactly."""
+        return profiling_tokens(self.max_num_batched_tokens, self.max_num_seqs)
+
+
+@attrs.frozen(kw_only=True)
+class ProfilingStep:
+    """What one largest step runs, in the order in which it runs it.
+
+    Attributes:
+        encoder: a multimodal encoder on its largest batch; its output is held until the step has ended, as a server
+            holds it. None where the model has none.
+        model: the forward pass, called with the tokens of each request; its output goes to what follows.
+        sampler: sampling from that output for every request. None on a pooling model.
+        rejection_sampler: verification of drafts, called with the model's output and the draft tokens of each
+            request; needed where drafts are used.
+        pooler: pooling of that output. None on a generating model.
+        is_last_rank: whether this pipeline rank is the one that samples or pools.
+    """
+
+    model: Callable[[tuple[int, ...]], Any]
+    encoder: Callable[[], Any] | None = None
+    sampler: Callable[[Any], Any] | None = None
+    rejection_sampler: Callable[[Any, int], Any] | None = None
+    pooler: Callable[[Any], Any] | None = None
+    is_last_rank: bool = True
+
+    def check(self, limits: StepLimits) -> None:
+        """Refuse a step that lacks a part or has one that would not run.
+
+        Raises:
+            InputError: neither or both of sampler and pooler, drafts with no rejection sampler or the reverse.
+        """
+        if not self.is_last_rank:
+            given = [name for name in ("sampler", "rejection_sampler", "pooler") if getattr(self, name) is not None]
+            if given:
+                raise InputError(f"{', '.join(given)}: given for a pipeline rank that is not the last and runs none")
+            return
+        if (self.sampler is None) == (self.pooler is None):
+            found = "neither was" if self.sampler is None else "both were"
+            raise InputError(
+                f"a step ends in a sampler (generating model) or a pooler (pooling model), and {found} given; give"
+                " exactly one, or is_last_rank=False for a pipeline rank that has neither"
+            )
+        drafts = limits.num_speculative_tokens
+        if drafts and self.rejection_sampler is None:
+            raise InputError(
+                f"{drafts} draft tokens a request are to be verified and no rejection_sampler was given; its memory"
+                " would be missing from the peak"
+            )
+        if not drafts and self.rejection_sampler is not None:
+            raise InputError("a rejection_sampler was given and num_speculative_tokens is 0: it would never run")
+        if self.pooler is not None and drafts:
+            raise InputError(f"a pooling model drafts nothing, and num_speculative_tokens is {drafts}")
+
+
+@attrs.frozen(kw_only=True)
+class PartPeak:
+    """The most that torch had allocated while one part of the step ran, in bytes, with what the parts before kept."""
+
+    name: str
+    peak_bytes: int
+
+
+def run_profiling_step(
+    step: ProfilingStep, limits: StepLimits, probe: MemoryProbe, read: Callable[[], MemorySnapshot]
+) -> tuple[PartPeak, ...]:
+    """Run every part once and say how high each of them went.
+
+    Args:
+        step: the callables, checked.
+        limits: their sizes.
+        probe: where the peak is reset before each part.
+        read: a reading that gives nothing back, so that the parts find the allocator as a server's would.
+    """
+    peaks: list[PartPeak] = []
+
+    def run(name: str, part: Callable[[], Any]) -> Any:
+        probe.reset_peak()
+        output = part()
+        peaks.append(PartPeak(name=name, peak_bytes=read().torch_peak_bytes))
+        return output
+
+    held = run("encoder", step.encoder) if step.encoder is not None else None
+    hidden = run("model", lambda: step.model(limits.tokens_per_request))
+    sampler, verify, pooler = step.sampler, step.rejection_sampler, step.pooler
+    if sampler is not None:
+        run("sampler", lambda: sampler(hidden))
+    if verify is not None:
+        run("rejection sampler", lambda: verify(hidden, limits.num_speculative_tokens))
+    if pooler is not None:
+        run("pooler", lambda: pooler(hidden))
+    del held
+    return tuple(peaks)

@@ -1,0 +1,203 @@
+"""What clients get back: whole answers and the chunks of a stream, in the shapes of OpenAI's two endpoints."""
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import attrs
+
+from ..engine.request import RequestStats
+from ..engine.token_stream import TokenDelta
+from ..sampling.detokenizer import REPLACEMENT, TokenSpelling
+
+Speller = Callable[[int], TokenSpelling]
+
+# What OpenAI's API gives for tokens that are next to impossible; JSON has no infinity for those that are quite so.
+LEAST_LOGPROB = -9999.0
+
+
+@attrs.frozen
+class Piece:
+    """Part of one choice's output: what has become certain since the last part.
+
+    Attributes:
+        text: to be shown.
+        deltas: the tokens that it came from, where log probabilities were asked for.
+        finish_reason: in the last part.
+        num_characters_before: of the choice's text, in front of this part.
+    """
+
+    text: str
+    deltas: tuple[TokenDelta, ...] = ()
+    finish_reason: str | None = None
+    num_characters_before: int = 0
+
+
+@attrs.frozen
+class Answer:
+    """What all parts of one answer have in common."""
+
+    id: str
+    created: int
+    model: str
+
+    @classmethod
+    def new(cls, prefix: str, model: str) -> "Answer":
+        """An answer with an id that no other has."""
+        return cls(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
+
+    def document(self, kind: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """An object of OpenAI's API; usage is added by whoever knows it."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": list(choices)}
+
+
+class AnswerShape(Protocol):
+    """How one endpoint spells its choices."""
+
+    id_prefix: ClassVar[str]
+    whole: ClassVar[str]
+    chunk: ClassVar[str]
+
+    def choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        """A complete choice."""
+        ...
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """What a stream says of a choice before its first text; None: nothing."""
+        ...
+
+    def delta(self, index: int, piece: Piece) -> dict[str, Any]:
+        """A part of a choice in a stream."""
+        ...
+
+
+@attrs.frozen
+class CompletionShape:
+    """`/v1/completions`. `spell` is given where log probabilities were asked for."""
+
+    id_prefix: ClassVar[str] = "cmpl"
+    whole: ClassVar[str] = "text_completion"
+    chunk: ClassVar[str] = "text_completion"
+
+    spell: Speller | None = None
+
+    def choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        """`{"index", "text", "logprobs", "finish_reason"}`."""
+        logprobs = None if self.spell is None else _completion_logprobs(piece, self.spell)
+        return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+
+    def opening(self, index: int) -> None:
+        """Nothing."""
+
+    def delta(self, index: int, piece: Piece) -> dict[str, Any]:
+        """The same as a whole choice."""
+        return self.choice(index, piece)
+
+
+@attrs.frozen
+class ChatShape:
+    """`/v1/chat/completions`. `spell` is given where log probabilities were asked for."""
+
+    id_prefix: ClassVar[str] = "chatcmpl"
+    whole: ClassVar[str] = "chat.completion"
+    chunk: ClassVar[str] = "chat.completion.chunk"
+
+    spell: Speller | None = None
+
+    def choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        """`{"index", "message": {"role", "content"}, "logprobs", "finish_reason"}`."""
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return {"index": index, "message": message, **self._end(piece)}
+
+    def opening(self, index: int) -> dict[str, Any]:
+        """Who speaks."""
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, **self._end(Piece(""))}
+
+    def delta(self, index: int, piece: Piece) -> dict[str, Any]:
+        """`{"index", "delta": {"content"}, "logprobs", "finish_reason"}`."""
+        return {"index": index, "delta": {"content": piece.text} if piece.text else {}, **self._end(piece)}
+
+    def _end(self, piece: Piece) -> dict[str, Any]:
+        logprobs = None
+        if self.spell is not None and piece.deltas:
+            logprobs = {"content": [_chat_logprob(delta, self.spell) for delta in piece.deltas], "refusal": None}
+        return {"logprobs": logprobs, "finish_reason": piece.finish_reason}
+
+
+def usage(stats_by_prompt: Sequence[Sequence[RequestStats]]) -> dict[str, Any]:
+    """Tokens of a whole answer. A prompt counts once, however many choices it has; so do its cached tokens, which are
+    those that its first choice found.
+    """
+    prompt_tokens = sum(choices[0].num_prompt_tokens for choices in stats_by_prompt)
+    cached_tokens = sum(choices[0].num_cached_tokens or 0 for choices in stats_by_prompt)
+    completion_tokens = sum(stats.num_output_tokens for choices in stats_by_prompt for stats in choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def model_list(names: Iterable[str], created: int, max_model_len: int) -> dict[str, Any]:
+    """`/v1/models`; `max_model_len` is vLLM's extension."""
+    return {"object": "list", "data": [model_card(name, created, max_model_len) for name in names]}
+
+
+def model_card(name: str, created: int, max_model_len: int) -> dict[str, Any]:
+    """`/v1/models/{name}`."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "kvledger",
+        "max_model_len": max_model_len,
+    }
+
+
+def _completion_logprobs(piece: Piece, spell: Speller) -> dict[str, Any]:
+    tokens: list[str] = []
+    likeliest: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    place = piece.num_characters_before
+    for delta in piece.deltas:
+        text = _distinct_text(spell(delta.token_id))
+        tokens.append(text)
+        offsets.append(place)
+        place += len(delta.text or "")
+        by_text: dict[str, float] = {}
+        for token_id, logprob in delta.top_logprobs:
+            by_text.setdefault(_distinct_text(spell(token_id)), _shown(logprob))
+        if delta.logprob is not None:
+            by_text.setdefault(text, _shown(delta.logprob))
+        likeliest.append(by_text if delta.top_logprobs else None)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [None if delta.logprob is None else _shown(delta.logprob) for delta in piece.deltas],
+        "top_logprobs": likeliest,
+        "text_offset": offsets,
+    }
+
+
+def _distinct_text(spelling: TokenSpelling) -> str:
+    r"""What keeps tokens apart that are shown as the same replacement characters: their bytes (`bytes:\xe2\x82`), as
+    OpenAI names them.
+    """
+    if REPLACEMENT not in spelling.text or spelling.utf8 is None:
+        return spelling.text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling.utf8)
+
+
+def _chat_logprob(delta: TokenDelta, spell: Speller) -> dict[str, Any]:
+    top = [_token_logprob(spell(token_id), logprob) for token_id, logprob in delta.top_logprobs]
+    return {**_token_logprob(spell(delta.token_id), delta.logprob), "top_logprobs": top}
+
+
+def _token_logprob(spelling: TokenSpelling, logprob: float | None) -> dict[str, Any]:
+    utf8 = None if spelling.utf8 is None else list(spelling.utf8)
+    return {"token": spelling.text, "logprob": None if logprob is None else _shown(logprob), "bytes": utf8}
+
+
+def _shown(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

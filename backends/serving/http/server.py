@@ -1,0 +1,240 @@
+"""The OpenAI-compatible HTTP server on a live engine: completions, chat, models, health and metrics.
+
+    server = OpenAIServer(engine, encoder, metrics, ServerSettings(model_names=("tiny",), limits=limits, ...))
+    uvicorn.run(server.gate)
+
+Every answer that is no success has OpenAI's error shape, and none shows a stack trace.
+"""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import attrs
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
+
+from ....core.errors import InputError
+from ..engine.live_engine import LiveEngine
+from ..errors import SettingError
+from ..sampling.settings import NUM_SEEDS, SamplingSettings
+from .choices import Choice, Wanted, cancel_all, collected, merged, submit_choices
+from .errors import ApiError, internal_error, invalid_request, unknown_model
+from .event_stream import DONE, EventStream, event, unless_client_leaves
+from .limits import API_KEY, RequestGate, RequestLimits
+from .metrics import ServingMetrics
+from .prompt_encoder import PromptEncoder
+from .requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, TokenIds
+from .responses import Answer, AnswerShape, ChatShape, CompletionShape, Speller, usage
+from .routes import build_routes
+from .too_long import check_lengths, name_of_prompt
+
+CLIENT_LEFT = 499
+logger = logging.getLogger("uvicorn.error")
+Result = TypeVar("Result")
+
+
+@attrs.frozen(kw_only=True)
+class ServerSettings:
+    """What the server is besides its engine.
+
+    Attributes:
+        model_names: what clients may call the model; the first is what answers call it.
+        limits: on what clients can make the server hold.
+        max_queued_requests: as the engine was given it.
+        isolates_api_keys: clients with different API keys share no cached prefixes, whatever their cache_salt.
+    """
+
+    model_names: tuple[str, ...] = attrs.field(converter=tuple)
+    limits: RequestLimits
+    max_queued_requests: int
+    isolates_api_keys: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        if not self.model_names or "" in self.model_names:
+            raise InputError(f"model_names is {self.model_names}; give the model one name or more, none of them empty")
+
+
+class OpenAIServer:
+    """Answers requests from one engine.
+
+    Attributes:
+        gate: the application that a server of HTTP runs; tell it when the server drains.
+        engine: that serves.
+        metrics: of the server.
+        settings: of the server.
+        created: when it was, in seconds since 1970.
+    """
+
+    def __init__(
+        self, engine: LiveEngine, encoder: PromptEncoder, metrics: ServingMetrics, settings: ServerSettings
+    ) -> None:
+        """Close the server after its last request."""
+        self.engine = engine
+        self._encoder = encoder
+        self.metrics = metrics
+        self.settings = settings
+        self.created = int(time.time())
+        # One thread: tokenizers are not made for more, and long prompts must not hold up the streams of others.
+        self._encoding = ThreadPoolExecutor(1, "kvledger-tokenizer")
+        self.gate = RequestGate(build_routes(self), settings.limits, metrics.retry_after_s, metrics.answered)
+
+    def close(self) -> None:
+        """Let go of the tokenizer's thread."""
+        self._encoding.shutdown(cancel_futures=True)
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    def is_known(self, model_name: str) -> bool:
+        """Whether clients may call the model so."""
+        return model_name in self.settings.model_names
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        """The answer to `POST /v1/completions`."""
+        self._check(body, len(body.prompts))
+        prompts = [
+            await self._encoded(
+                self._encoder.of_text, prompt, name_of_prompt(body.prompt_param, place, len(body.prompts))
+            )
+            for place, prompt in enumerate(body.prompts)
+        ]
+        return await self._answer(body, prompts, CompletionShape(self._speller(body)), request)
+
+    async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
+        """The answer to `POST /v1/chat/completions`."""
+        self._check(body, 1)
+        prompt = await self._encoded(self._encoder.of_conversation, body)
+        return await self._answer(body, [prompt], ChatShape(self._speller(body)), request)
+
+    # -- how ---------------------------------------------------------------------------------------------------------
+
+    async def _answer(
+        self, body: GenerationRequest, prompts: Sequence[TokenIds], shape: AnswerShape, request: Request
+    ) -> Response:
+        max_tokens = [self._max_tokens(body, len(prompt)) for prompt in prompts]
+        check_lengths(
+            self.engine.lengths,
+            [len(prompt) for prompt in prompts],
+            max_tokens,
+            body.prompt_param,
+            body.max_tokens_param,
+        )
+        # Of many prompts few differ in it, and lists of tokens need not be looked at for each.
+        sampling = {each: self._sampling(body, each) for each in dict.fromkeys(max_tokens)}
+        answer = Answer.new(shape.id_prefix, self.settings.model_names[0] if body.model is None else body.model)
+        wanted = Wanted(
+            name=answer.id,
+            prompts=prompts,
+            n=body.n or 1,
+            settings=[sampling[each] for each in max_tokens],
+            priority=body.priority or 0,
+            cache_salt=self._salt(body.cache_salt, request.scope),
+            prompt_param=body.prompt_param,
+        )
+        choices = submit_choices(self.engine, wanted, self.metrics.retry_after_s)
+        headers = {"X-Request-Id": answer.id}
+        if body.stream:
+            events = self._events(choices, answer, shape, body.includes_usage)
+            return EventStream(events, self.metrics.client_left, lambda: cancel_all(choices), headers)
+        try:
+            pieces = await unless_client_leaves(request.receive, collected(choices, self.metrics.gap))
+        finally:
+            cancel_all(choices)
+        if pieces is None:
+            self.metrics.client_left()
+            return Response(status_code=CLIENT_LEFT)
+        document = answer.document(
+            shape.whole, [shape.choice(choice.index, piece) for choice, piece in zip(choices, pieces, strict=True)]
+        )
+        return JSONResponse({**document, "usage": _usage(choices)}, headers=headers)
+
+    async def _events(
+        self, choices: Sequence[Choice], answer: Answer, shape: AnswerShape, includes_usage: bool
+    ) -> AsyncGenerator[bytes, None]:
+        # With its usage at the end, a stream says in every other chunk that it is not there yet.
+        no_usage = {"usage": None} if includes_usage else {}
+        try:
+            for choice in choices:
+                opening = shape.opening(choice.index)
+                if opening is not None:
+                    yield event({**answer.document(shape.chunk, [opening]), **no_usage})
+            async for choice, piece in merged(choices, self.metrics.gap):
+                delta = shape.delta(choice.index, piece)
+                yield event({**answer.document(shape.chunk, [delta]), **no_usage})
+            if includes_usage:
+                yield event({**answer.document(shape.chunk, []), "usage": _usage(choices)})
+        except ApiError as error:  # the status has been sent, so the stream says it
+            self.metrics.answered(error.status)
+            yield event(error.body())
+        except Exception:
+            logger.exception("a stream ended by an error")
+            self.metrics.answered(500)
+            yield event(internal_error().body())
+        yield DONE
+
+    def _check(self, body: GenerationRequest, num_prompts: int) -> None:
+        """What needs no tokens to be refused."""
+        if body.model is not None and not self.is_known(body.model):
+            raise unknown_model(body.model, self.settings.model_names)
+        n, most = body.n or 1, self.settings.max_queued_requests
+        if num_prompts * n > most:
+            prompts = f"{num_prompts} prompts" if num_prompts > 1 else "1 prompt"
+            raise invalid_request(
+                f"{prompts} with n {n} are {num_prompts * n} choices, more than the {most} that may wait at once; send "
+                "them in several requests",
+                "prompt" if num_prompts > most else "n",
+            )
+
+    def _max_tokens(self, body: GenerationRequest, num_prompt_tokens: int) -> int:
+        """As given, else what fits behind the prompt, or less by default."""
+        rest = max(self.engine.lengths.num_tokens - num_prompt_tokens, 1)
+        return body.max_output_tokens or min(body.default_max_tokens or rest, rest)
+
+    def _sampling(self, body: GenerationRequest, max_tokens: int) -> SamplingSettings:
+        try:
+            return SamplingSettings(
+                max_tokens=max_tokens,
+                min_tokens=body.min_tokens or 0,
+                temperature=1.0 if body.temperature is None else body.temperature,
+                top_p=1.0 if body.top_p is None else body.top_p,
+                top_k=min(max(body.top_k or 0, 0), self._encoder.vocab_size),
+                min_p=body.min_p or 0.0,
+                presence_penalty=body.presence_penalty or 0.0,
+                frequency_penalty=body.frequency_penalty or 0.0,
+                repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+                logit_bias=body.biases,
+                seed=None if body.seed is None else body.seed % NUM_SEEDS,
+                stop=body.stop_strings,
+                stop_token_ids=body.stop_token_ids or (),
+                ignore_eos=bool(body.ignore_eos),
+                logprobs=body.num_logprobs,
+            )
+        except SettingError as error:
+            raise invalid_request(str(error), error.setting) from None
+
+    def _salt(self, given: str | None, scope: Scope) -> str | None:
+        """The salt of a request: the client's own, and that of its API key before it, which nobody else can give."""
+        key: str | None = scope.get(API_KEY)
+        if key is None or not self.settings.isolates_api_keys:
+            return given
+        return f"key:{hashlib.sha256(key.encode()).hexdigest()}" + ("" if given is None else f":{given}")
+
+    def _speller(self, body: GenerationRequest) -> Speller | None:
+        return None if body.num_logprobs is None else self._encoder.spell
+
+    async def _encoded(self, encode: Callable[..., Result], *prompt: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._encoding, encode, *prompt)
+
+
+def _usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    by_prompt: dict[int, list[Any]] = {}
+    for choice in choices:
+        by_prompt.setdefault(choice.prompt, []).append(choice.live.stats)
+    return usage(list(by_prompt.values()))

@@ -1,0 +1,142 @@
+"""Attention for transformers models that writes to the pool and reads it through block tables, with no gather.
+
+A whole continuous batch (decodes and prefill chunks of many requests) is one flat row of tokens. Registering a name
+in transformers' `AttentionInterface` is how a model comes to call us; no mask function is registered under it, since
+transformers makes no mask at all for such a name, and the kernel needs none.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from ....core.errors import InputError, MisuseError
+from ...cuda.backend import CudaBackend
+from .served_model import ServedLayer
+
+ATTENTION_NAME = "kvledger"
+BATCH_KEYWORD = "paged_batch"
+
+# What models hand to every attention function and what decides nothing here: positions are in the keys already.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+    }
+)
+
+
+@attrs.define(eq=False)
+class PagedBatch:
+    """The batch of one forward pass; travels through the model as the keyword `paged_batch`.
+
+    Attributes:
+        backend: has the batch's slots and tables ready.
+        layers: the model's layers in order.
+        num_reqs: requests of the batch.
+        num_layers_done: layers that have written and attended so far.
+    """
+
+    backend: CudaBackend
+    layers: Sequence[ServedLayer]
+    num_reqs: int
+    num_layers_done: int = 0
+
+
+def register_paged_attention() -> str:
+    """Make the attention known to transformers; any number of times.
+
+    Returns:
+        The name for `model.set_attn_implementation`.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+    return ATTENTION_NAME
+
+
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    paged_batch: PagedBatch | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Store the batch's keys and values, then attend over the pool.
+
+    Args:
+        module: the attention layer; has `layer_idx`.
+        query: `[1, num_q_heads, num_tokens, head_size]` of the flat batch.
+        key: `[1, num_kv_heads, num_tokens, head_size]`, positions applied.
+        value: `[1, num_kv_heads, num_tokens, head_size_v]`.
+        attention_mask: must be None; causality follows from the batch.
+        scaling: of the scores; None: head_size ** -0.5.
+        dropout: must be 0.
+        sliding_window: as the layer sees it; must be the plan's.
+        softcap: scores become softcap * tanh(score / softcap).
+        paged_batch: what `ModelRunner` passes to the model.
+        others: whatever else the model hands over.
+
+    Returns:
+        `[1, num_tokens, num_q_heads, head_size_v]`, and None for the weights.
+
+    Raises:
+        MisuseError: the model was not run by `ModelRunner`.
+        InputError: a kind of attention that this is not (a mask, dropout, attention sinks, another window).
+    """
+    if paged_batch is None:
+        raise MisuseError(
+            f"attention {ATTENTION_NAME!r} reads the pool of a backend; run the model through ModelRunner, or give it "
+            "another attention with model.set_attn_implementation"
+        )
+    layer = paged_batch.layers[int(module.layer_idx)]  # pyright: ignore[reportArgumentType]
+    _refuse_other_attention(layer, module, attention_mask, dropout, sliding_window, others)
+    paged_batch.backend.write_kv(layer.name, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    output = paged_batch.backend.attend(
+        layer.name,
+        query[0].transpose(0, 1),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        num_reqs=paged_batch.num_reqs,
+        window=layer.window,
+        softcap=softcap,
+    )
+    paged_batch.num_layers_done += 1
+    return output.unsqueeze(0), None
+
+
+def _refuse_other_attention(
+    layer: ServedLayer,
+    module: torch.nn.Module,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    sliding_window: int | None,
+    others: dict[str, Any],
+) -> None:
+    wrong: list[str] = []
+    if attention_mask is not None:
+        wrong.append("an attention mask")
+    if dropout:
+        wrong.append(f"dropout {dropout}")
+    if not getattr(module, "is_causal", True):
+        wrong.append("attention to later tokens")
+    if sliding_window is not None and sliding_window != layer.window:
+        wrong.append(f"a window of {sliding_window} tokens where the plan has {layer.window}")
+    wrong += [name for name, given in others.items() if given is not None and name not in _WITHOUT_EFFECT]
+    if wrong:
+        raise InputError(
+            f"{type(module).__name__} of layer {layer.name} asks for {', '.join(wrong)}; paged attention is causal, "
+            "with the plan's window, a scale and a softcap"
+        )

@@ -1,0 +1,278 @@
+"""From commits to KV events: what a cache that says what vLLM says would publish."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from ....core.cache_kinds import CacheKind, ChunkedLocal, CompressedState, FullAttention, SequenceState, SlidingWindow
+from ....core.errors import InputError, MisuseError
+from ....core.events import (
+    POOL,
+    BlockCopied,
+    BlocksAllocated,
+    BlocksCached,
+    BlocksUncached,
+    CacheReset,
+    Commit,
+    Key,
+    PoolCreated,
+    RowsAssigned,
+    RowsReleased,
+    TierCommit,
+    TiersCreated,
+    as_ints,
+)
+from ....core.keys.block_hash import key_low64
+from ..log.keys import encode_key
+from .content import RequestContent, RequestContents
+from .schema import WIRES, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVCacheEvent, Wire
+
+SPEC_KINDS: Final[dict[type, str]] = {
+    FullAttention: "full_attention",
+    CompressedState: "compressed_state",
+    SlidingWindow: "sliding_window",
+    ChunkedLocal: "chunked_local_attention",
+    SequenceState: "mamba",
+}
+MEDIUM: Final = "GPU"
+
+
+def block_hash(key: Key) -> BlockHash:
+    """A key as it travels: bytes as they are, integers as unsigned 64 bits, others as the SHA-256 of their encoding.
+
+    Negative integers (a trace's partial blocks) take the upper half of the unsigned range, where no positive one that
+    stays an integer lies.
+    """
+    if isinstance(key, bytes):
+        return key
+    if isinstance(key, int) and -(1 << 63) <= key < 1 << 63:
+        return key if key >= 0 else key + (1 << 64)
+    return hashlib.sha256(encode_key(key)).digest()
+
+
+def block_hash_low64(key: Key) -> int:
+    """The form of servers that are configured for 64-bit hashes: the last 64 bits of the bytes."""
+    hashed = block_hash(key)
+    return hashed if isinstance(hashed, int) else key_low64(hashed)
+
+
+class KVEventEncoder:
+    """Follows the commits of one allocator and says of each what vLLM would publish.
+
+    With `wire="vllm"` event for event (golden/events): one `BlockStored` for each group and request that was looked
+    at, perhaps without hashes; one `BlockRemoved` for each block. With `wire="strict"` as field report E01 asks:
+    consecutive hashes with their own tokens and the hash just before them; nothing where nothing was stored; the
+    removed blocks of a group in one event. Both describe the same set of blocks.
+    """
+
+    def __init__(
+        self,
+        contents: RequestContents,
+        wire: Wire = "vllm",
+        as_hash: Callable[[Key], BlockHash] = block_hash,
+        medium: str = MEDIUM,
+    ) -> None:
+        """Start before the first commit.
+
+        Args:
+            contents: where tokens and keys of requests are found.
+            wire: "vllm" or "strict".
+            as_hash: what a key becomes: `block_hash` or `block_hash_low64`.
+            medium: what the blocks are in.
+        """
+        if wire not in WIRES:
+            raise InputError(f"wire is {wire!r}; it must be one of {', '.join(WIRES)}")
+        self._contents = contents
+        self._wire = wire
+        self._as_hash = as_hash
+        self._medium = medium
+        self._groups: tuple[CacheKind, ...] = ()
+        self._hash_block_size = 0
+        self._request_in: dict[int, str] = {}
+
+    def encode(self, commit: Commit) -> list[KVCacheEvent]:
+        """The events of one commit, in order; often none."""
+        out: list[KVCacheEvent] = []
+        for event in commit.events:
+            match event:
+                case BlocksCached():
+                    self._stored(event, out)
+                case BlocksAllocated() if event.lost_keys:
+                    self._removed(event.lost_keys, event.lost_groups, out)
+                case BlockCopied() if event.lost_key is not None:
+                    self._removed((event.lost_key,), (event.lost_group,), out)
+                case BlocksUncached():
+                    self._removed(event.keys, as_ints(event.groups), out)
+                case CacheReset():
+                    out.append(AllBlocksCleared())
+                case RowsAssigned():
+                    self._request_in.update(zip(as_ints(event.rows), event.requests, strict=True))
+                case RowsReleased():
+                    for row in as_ints(event.rows):
+                        self._request_in.pop(row, None)
+                case PoolCreated():
+                    self._groups, self._hash_block_size = event.groups, event.hash_block_size
+                case _:
+                    pass
+        return out
+
+    # -- removed -----------------------------------------------------------------------------------------------------
+
+    def _removed(self, keys: Sequence[Key | None], groups: Sequence[int], out: list[KVCacheEvent]) -> None:
+        pairs = zip(keys, groups or (0,) * len(keys), strict=True)
+        lost = [(self._as_hash(key), group) for key, group in pairs if key is not None]
+        if self._wire == "vllm":
+            out += [BlockRemoved([hashed], self._medium, group) for hashed, group in lost]
+            return
+        by_group: dict[int, list[BlockHash]] = {}
+        for hashed, group in lost:
+            by_group.setdefault(group, []).append(hashed)
+        out += [BlockRemoved(hashes, self._medium, group) for group, hashes in by_group.items()]
+
+    # -- stored ------------------------------------------------------------------------------------------------------
+
+    def _stored(self, event: BlocksCached, out: list[KVCacheEvent]) -> None:
+        indices = as_ints(event.indices)
+        begin = 0
+        ranges = zip(
+            as_ints(event.rows), as_ints(event.starts), as_ints(event.stops), as_ints(event.counts), strict=True
+        )
+        for place, (row, start, stop, count) in enumerate(ranges):
+            keys, own = event.keys[begin : begin + count], indices[begin : begin + count]
+            begin += count
+            content = self._content_in(row)
+            if self._wire == "vllm":
+                parent = event.parents[place]
+                hashed_parent = None if parent is None else self._as_hash(parent)
+                out.append(self._event(content, event.group, own, keys, hashed_parent, (start, stop)))
+            else:
+                self._stored_runs(content, event.group, own, keys, out)
+
+    def _stored_runs(
+        self,
+        content: RequestContent,
+        group: int,
+        indices: Sequence[int],
+        keys: Sequence[Key],
+        out: list[KVCacheEvent],
+    ) -> None:
+        """One event for each run of consecutive blocks, behind the block just before it, registered or not."""
+        begin = 0
+        for end in range(1, len(indices) + 1):
+            if end < len(indices) and indices[end] == indices[end - 1] + 1:
+                continue
+            first = indices[begin]
+            parent = self._as_hash(self._key_of_block(content, group, first - 1)) if first else None
+            run = indices[begin:end]
+            out.append(self._event(content, group, run, keys[begin:end], parent, (first, run[-1] + 1)))
+            begin = end
+
+    def _key_of_block(self, content: RequestContent, group: int, index: int) -> Key:
+        """The chain's value at a block's end, whatever became of the block."""
+        at = (index + 1) * self._groups[group].block_size // self._hash_block_size - 1
+        (key,) = content.keys.keys(at, at + 1)
+        return key
+
+    def _event(
+        self,
+        content: RequestContent,
+        group: int,
+        indices: Sequence[int],
+        keys: Sequence[Key],
+        parent: BlockHash | None,
+        blocks: tuple[int, int],
+    ) -> BlockStored:
+        kind = self._groups[group]
+        size = kind.block_size
+        return BlockStored(
+            block_hashes=[self._as_hash(key) for key in keys],
+            parent_block_hash=parent,
+            token_ids=list(content.tokens.token_ids(blocks[0] * size, blocks[1] * size)),
+            block_size=size,
+            lora_id=content.lora_id,
+            medium=self._medium,
+            lora_name=content.lora_name,
+            extra_keys=_extra_keys(content, indices, size),
+            group_idx=group,
+            kv_cache_spec_kind=SPEC_KINDS.get(type(kind), type(kind).__name__),
+            kv_cache_spec_sliding_window=kind.window if isinstance(kind, SlidingWindow) else None,
+        )
+
+    def _content_in(self, row: int) -> RequestContent:
+        request_id = self._request_in.get(row)
+        if request_id is None:
+            raise MisuseError(f"row {row} caches blocks but no request holds it: the encoder missed its assignment")
+        return self._contents.content_of(request_id)
+
+
+def _extra_keys(content: RequestContent, indices: Sequence[int], block_size: int) -> list[Any] | None:
+    """What else went into the key of each stored block: a list as long as the hashes, None where there are none."""
+    if not indices:
+        return None
+    of_range = None
+    first, stop = indices[0], indices[-1] + 1
+    if content.extra_keys is not None:
+        of_range = content.extra_keys(first, stop, block_size)
+    return [None if of_range is None else of_range[index - first] for index in indices]
+
+
+# From tier commits to KV events: what a server with offloading publishes beside its GPU's events.
+
+# vLLM's offloading connector says "CPU" of host memory.
+MEDIA: Final[Mapping[str, str]] = {"host": "CPU", "ssd": "SSD"}
+
+
+class TierEventEncoder:
+    """Follows the commits of one engine's tiers: `BlockStored` and `BlockRemoved` with the tier as `medium`.
+
+    As vLLM's offloading connector has it, stored blocks come without tokens and without a parent: who wants those knows
+    them from the GPU's event of the same hashes. What the pool itself gains or loses is said by its own encoder.
+    """
+
+    def __init__(
+        self, as_hash: Callable[[Key], BlockHash] = block_hash, media: Mapping[str, str] = MEDIA, group_idx: int = 0
+    ) -> None:
+        """Start before the first commit.
+
+        Args:
+            as_hash: what a key becomes: `block_hash` or `block_hash_low64`.
+            media: the medium of each tier by its name; a tier that is not named here is its own medium.
+            group_idx: the group whose blocks are kept.
+        """
+        self._as_hash = as_hash
+        self._names = media
+        self._group = group_idx
+        self._created: TiersCreated | None = None
+
+    def encode(self, commit: TierCommit) -> list[KVCacheEvent]:
+        """The events of one commit: in the order of the moves, each content's old place before its new one."""
+        out: list[KVCacheEvent] = []
+        for event in commit.events:
+            if isinstance(event, TiersCreated):
+                self._created = event
+                continue
+            hashes = [self._as_hash(key) for key in event.keys]
+            if event.from_tier != POOL:
+                out.append(BlockRemoved(hashes, self._medium(event.from_tier), self._group))
+            if event.to_tier is not None and event.to_tier != POOL:
+                out.append(self._stored(hashes, event.to_tier))
+        return out
+
+    def _stored(self, hashes: list[BlockHash], tier: int) -> BlockStored:
+        return BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=None,
+            token_ids=[],
+            block_size=self._tiers().block_size,
+            medium=self._medium(tier),
+            group_idx=self._group,
+        )
+
+    def _medium(self, tier: int) -> str:
+        name = self._tiers().names[tier - 1]
+        return self._names.get(name, name)
+
+    def _tiers(self) -> TiersCreated:
+        if self._created is None:
+            raise MisuseError("blocks moved between tiers that no TiersCreated has named: the encoder came too late")
+        return self._created

@@ -1,0 +1,168 @@
+"""KV events as vLLM 0.32 publishes them: the msgpack schema. A batch is an array, each event a map tagged by its type.
+
+Optional fields that have their default are left out, as vLLM leaves them out. Hashes are bytes, or unsigned 64-bit
+integers where a server is configured to send those.
+"""
+
+import json
+from typing import Any, Literal, TypeAlias, get_args
+
+import attrs
+import msgspec
+
+from ....core.errors import InputError
+
+BlockHash: TypeAlias = bytes | int
+Wire: TypeAlias = Literal["vllm", "strict"]
+WIRES: tuple[Wire, ...] = get_args(Wire)
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """Blocks became findable.
+
+    In `wire="strict"` the hashes are consecutive, `token_ids` are theirs alone and `parent_block_hash` is the hash
+    just before the first one. In `wire="vllm"` the tokens are those of the whole range that was looked at, of which
+    some blocks (or all) may have no hash here, and the parent is the one before that range.
+    """
+
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every block of the tokens has its hash here."""
+        return len(self.token_ids) == len(self.block_hashes) * self.block_size
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """One copy of each of these blocks can no longer be found."""
+
+    block_hashes: list[BlockHash]
+    medium: str | None = None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """No block can be found any more."""
+
+
+KVCacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What one message carries: the time in seconds, the events in order, and which data-parallel rank sent it."""
+
+    ts: float
+    events: list[KVCacheEvent]
+    data_parallel_rank: int | None = None
+
+
+class BatchDecoder:
+    """Payloads into batches."""
+
+    def __init__(self) -> None:
+        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
+
+    def decode(self, payload: bytes) -> KVEventBatch:
+        """The batch in a payload.
+
+        Raises:
+            InputError: it is none; says where it departs from the schema.
+        """
+        try:
+            return self._decoder.decode(payload)
+        except msgspec.DecodeError as error:
+            raise InputError(f"{len(payload)} bytes are no batch of KV events: {error}") from None
+
+
+def encode_batch(batch: KVEventBatch) -> bytes:
+    """The payload of a batch."""
+    return msgspec.msgpack.encode(batch)
+
+
+# How KV events are published, under the names of vLLM's `--kv-events-config`.
+
+
+def _is_text(_: object, attribute: "attrs.Attribute[str]", value: object) -> None:
+    if not isinstance(value, str):
+        raise InputError(f"{attribute.name} must be a text, not {value!r}")
+
+
+def _is_flag(_: object, attribute: "attrs.Attribute[bool]", value: object) -> None:
+    if not isinstance(value, bool):
+        raise InputError(f"{attribute.name} must be true or false, not {value!r}")
+
+
+def _at_least_one(_: object, attribute: "attrs.Attribute[int]", value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise InputError(f"{attribute.name} must be at least 1, not {value}")
+
+
+@attrs.frozen
+class KVEventsConfig:
+    """Where and how events leave.
+
+    Attributes:
+        enable_kv_cache_events: whether they do at all.
+        publisher: "zmq", or "null" for nobody; None: "zmq" if enabled.
+        endpoint: where subscribers connect; bound if it names no single host ("tcp://*:5557", "ipc://...").
+        replay_endpoint: where they ask for batches again; None: nowhere.
+        buffer_steps: batches kept for that.
+        hwm: messages kept for a subscriber that is slow.
+        max_queue_size: batches that wait to be sent before `publish` waits too.
+        topic: first frame of every message.
+        describes_itself: whether the replay endpoint also gives the whole state as events to those who ask for it
+            (ours: vLLM's does not), for readers that replay cannot reach. Keeps the token ids of every block.
+    """
+
+    enable_kv_cache_events: bool = attrs.field(default=True, validator=_is_flag)
+    publisher: str | None = None
+    endpoint: str = attrs.field(default="tcp://*:5557", validator=_is_text)
+    replay_endpoint: str | None = attrs.field(default=None, validator=attrs.validators.optional(_is_text))
+    buffer_steps: int = attrs.field(default=10_000, validator=_at_least_one)
+    hwm: int = attrs.field(default=100_000, validator=_at_least_one)
+    max_queue_size: int = attrs.field(default=100_000, validator=_at_least_one)
+    topic: str = attrs.field(default="", validator=_is_text)
+    describes_itself: bool = attrs.field(default=False, validator=_is_flag)
+
+    def __attrs_post_init__(self) -> None:
+        if self.publisher not in (None, "null", "zmq"):
+            raise InputError(f"publisher must be null or zmq, not {self.publisher!r}")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is to be published."""
+        return self.enable_kv_cache_events and self.publisher != "null"
+
+    @classmethod
+    def parse(cls, text: str) -> "KVEventsConfig":
+        """The JSON object that `--kv-events-config` takes.
+
+        Raises:
+            InputError: no JSON object, or an option that there is not.
+        """
+        try:
+            given: Any = json.loads(text)
+        except ValueError as error:
+            raise InputError(f"--kv-events-config is no JSON: {error}") from None
+        names = {field.name for field in attrs.fields(cls)}
+        if not isinstance(given, dict):
+            raise InputError(f"--kv-events-config is {text}; it must be a JSON object")
+        unknown = sorted(set(given) - names)
+        if unknown:
+            raise InputError(f"--kv-events-config has no {unknown[0]!r}; it has {', '.join(sorted(names))}")
+        return cls(**given)

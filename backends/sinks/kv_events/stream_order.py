@@ -1,0 +1,182 @@
+"""The order of a stream that may lose, delay and repeat messages: each batch once, in sequence, or known to be lost.
+
+Pure bookkeeping, without sockets: `KVEventSubscriber` feeds it what arrives and asks for what it misses.
+"""
+
+import zlib
+from collections.abc import Callable
+from typing import Final
+
+import attrs
+
+from ....core.errors import InputError
+from .schema import BatchDecoder, KVEventBatch
+
+# How many payloads are remembered to tell a repetition from another run of the producer.
+REMEMBERED: Final = 10_000
+
+
+@attrs.frozen
+class Gap:
+    """Batches that are missing: `first .. last`, before one that is there."""
+
+    first: int
+    last: int
+
+
+@attrs.define
+class StreamCounts:
+    """What happened to a stream.
+
+    Attributes:
+        applied: batches applied, each once.
+        duplicates: messages that repeated one, or came after it had been made up for.
+        gaps: gaps found.
+        replayed: batches that a replay brought.
+        unrecoverable: batches that nothing could bring back.
+        restarts: times the producer began anew.
+        snapshots: times the whole state was taken over.
+        undecodable: messages that were no batch.
+    """
+
+    applied: int = 0
+    duplicates: int = 0
+    gaps: int = 0
+    replayed: int = 0
+    unrecoverable: int = 0
+    restarts: int = 0
+    snapshots: int = 0
+    undecodable: int = 0
+
+
+class StreamOrder:
+    """Puts a stream in order.
+
+        order.offer(7, payload)             # 3 was the last: nothing is applied yet
+        order.gap                           # Gap(4, 6)
+        order.offer(4, ..), ..              # what a replay brings; 7 follows by itself
+        order.give_up()                     # if it brought nothing: clears, since removals may be among what is lost
+
+    Attributes:
+        counts: what happened.
+        expected: the sequence number that comes next; None before the first message.
+    """
+
+    def __init__(
+        self, apply: Callable[[int, KVEventBatch], None], clear: Callable[[], None], max_pending: int = 100_000
+    ) -> None:
+        """Start before the first message.
+
+        Args:
+            apply: given each batch with its sequence number, once and in order.
+            clear: called where what was applied so far no longer counts.
+            max_pending: messages kept behind a gap; with more, the gap is given up.
+        """
+        self._apply = apply
+        self._clear = clear
+        self._max_pending = max_pending
+        self._decoder = BatchDecoder()
+        self._pending: dict[int, bytes] = {}
+        self._checksums: dict[int, int] = {}
+        self._last_ts = float("-inf")
+        self.counts = StreamCounts()
+        self.expected: int | None = None
+
+    @property
+    def gap(self) -> Gap | None:
+        """What is missing before the messages that wait, if any do."""
+        if not self._pending:
+            return None
+        return Gap(self.expected or 0, min(self._pending) - 1)
+
+    @property
+    def last_applied(self) -> int | None:
+        """The batch before the expected one, if its payload is remembered."""
+        last = (self.expected or 0) - 1
+        return last if last in self._checksums else None
+
+    def offer(self, sequence: int, payload: bytes, is_replay: bool = False) -> None:
+        """Take a message, live or from a replay."""
+        if self.expected is None:
+            self.expected = 0
+        if sequence < self.expected:
+            self._offer_old(sequence, payload, is_replay)
+            return
+        if sequence in self._pending:
+            self.counts.duplicates += not is_replay
+            return
+        had_gap = bool(self._pending)
+        self._pending[sequence] = payload
+        self.counts.replayed += is_replay
+        self._drain()
+        if self._pending and not had_gap:
+            self.counts.gaps += 1
+        if len(self._pending) > self._max_pending:
+            self.give_up()
+
+    def matches(self, sequence: int, payload: bytes) -> bool:
+        """Whether a payload is the one that was applied under this number (True where that is not remembered)."""
+        return self._checksums.get(sequence, zlib.crc32(payload)) == zlib.crc32(payload)
+
+    def give_up(self) -> None:
+        """The gap stays: forget what was applied (removals may be among what is lost) and go on behind it."""
+        gap = self.gap
+        if gap is None:
+            return
+        self.counts.unrecoverable += gap.last - gap.first + 1
+        self._clear()
+        self.expected = gap.last + 1
+        self._drain()
+
+    def take_over(self, sequence: int, batches: list[KVEventBatch]) -> None:
+        """Replace everything by a snapshot that includes the batches up to `sequence`."""
+        self._clear()
+        for batch in batches:
+            self._apply(sequence, batch)
+        self.counts.snapshots += 1
+        self.expected = sequence + 1
+        self._pending = {each: payload for each, payload in self._pending.items() if each > sequence}
+        self._drain()
+
+    def restart(self) -> None:
+        """The producer began anew: what was applied no longer counts, and numbers start at 0 again."""
+        self.counts.restarts += 1
+        self._clear()
+        self._pending.clear()
+        self._checksums.clear()
+        self._last_ts = float("-inf")
+        self.expected = 0
+
+    def _offer_old(self, sequence: int, payload: bytes, is_replay: bool) -> None:
+        """A number that is past: a repetition, a latecomer, or the first sign of a new run."""
+        remembered = self._checksums.get(sequence)
+        if remembered is not None and remembered == zlib.crc32(payload):
+            self.counts.duplicates += not is_replay
+            return
+        batch = self._decoded(payload)
+        if batch is None:
+            return
+        if not is_replay and (remembered is not None or sequence == 0 or batch.ts > self._last_ts):
+            self.restart()
+            self.offer(sequence, payload)
+        else:
+            self.counts.duplicates += not is_replay
+
+    def _drain(self) -> None:
+        assert self.expected is not None
+        while (payload := self._pending.pop(self.expected, None)) is not None:
+            batch = self._decoded(payload)
+            if batch is not None:
+                self._apply(self.expected, batch)
+                self.counts.applied += 1
+                self._last_ts = batch.ts
+            self._checksums[self.expected] = zlib.crc32(payload)
+            self._checksums.pop(self.expected - REMEMBERED, None)
+            self.expected += 1
+
+    def _decoded(self, payload: bytes) -> KVEventBatch | None:
+        try:
+            return self._decoder.decode(payload)
+        except InputError:
+            self.counts.undecodable += 1
+            return None

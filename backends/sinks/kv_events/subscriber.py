@@ -1,0 +1,158 @@
+"""The other end of the stream: every batch once and in order, gaps made good by replay or by the whole state."""
+
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Final
+
+import attrs
+import zmq
+
+from .publisher import END_OF_REPLAY, SNAPSHOT_REQUEST
+from .schema import BatchDecoder
+from .stream_order import StreamOrder
+
+_STEP_MS: Final = 50
+
+
+@attrs.frozen
+class Endpoints:
+    """Where a stream comes from.
+
+    Attributes:
+        endpoint: the publisher.
+        replay_endpoint: where missed batches are asked for; None: nowhere.
+        topic: prefix of the topics wanted.
+        replay_timeout_s: how long an answer may take to begin, and to go on.
+        offers_snapshots: whether the producer can be asked for its whole state (ours, with `describes_itself`).
+        receive_hwm: messages that may wait here before the publisher keeps or drops them.
+    """
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+    replay_timeout_s: float = 5.0
+    offers_snapshots: bool = False
+    receive_hwm: int = 100_000
+
+
+class KVEventSubscriber:
+    """Receives a stream and keeps it in order.
+
+        order = StreamOrder(lambda sequence, batch: pool.apply(batch.events), pool.clear)
+        with KVEventSubscriber(Endpoints("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"), order) as subscriber:
+            while True: subscriber.receive(timeout_s=1.0)
+
+    What is missed is asked for from one batch before, so that its payload tells whether the producer is still the
+    same: if it is not, everything is forgotten and asked for from 0. What no replay brings is taken over from a
+    snapshot, or given up.
+    """
+
+    def __init__(self, endpoints: Endpoints, order: StreamOrder) -> None:
+        """Connect; nothing is received before `receive`."""
+        self._endpoints = endpoints
+        self._order = order
+        self._answer_was_whole = False
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.set_hwm(endpoints.receive_hwm)
+        self._socket.setsockopt_string(zmq.SUBSCRIBE, endpoints.topic)
+        self._socket.connect(endpoints.endpoint)
+
+    def receive(self, timeout_s: float) -> int:
+        """Take in what arrives until something has, or the time is over. Returns the messages taken in."""
+        deadline = time.monotonic() + timeout_s
+        taken = 0
+        while True:
+            wait_ms = 0 if taken else max(0, round((deadline - time.monotonic()) * 1e3))
+            if not self._socket.poll(min(wait_ms, _STEP_MS)):
+                if taken or time.monotonic() >= deadline:
+                    return taken
+                continue
+            frames = self._socket.recv_multipart()
+            taken += 1
+            if len(frames) >= 2 and len(frames[-2]) == 8:
+                self._order.offer(int.from_bytes(frames[-2], "big"), frames[-1])
+            else:
+                self._order.counts.undecodable += 1
+            if self._order.gap is not None:
+                self._close_gap()
+
+    def catch_up(self) -> None:
+        """Ask for everything that was published before this subscriber came; nothing where there is no replay."""
+        if self._order.expected is None:
+            for sequence, payload in self._replayed(0):
+                self._order.offer(sequence, payload, is_replay=True)
+            if self._order.gap is not None:
+                self._close_gap()
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def __enter__(self) -> "KVEventSubscriber":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- gaps --------------------------------------------------------------------------------------------------------
+
+    def _close_gap(self) -> None:
+        order = self._order
+        for _ in range(2):  # a second time after a restart that only the replay showed
+            gap = order.gap
+            if gap is None:
+                return
+            overlap = order.last_applied
+            restarted = False
+            for sequence, payload in self._replayed(gap.first if overlap is None else overlap):
+                if sequence == overlap:
+                    if not order.matches(sequence, payload):
+                        restarted = True
+                        break
+                else:
+                    order.offer(sequence, payload, is_replay=True)
+                    if order.gap is None:
+                        return
+            if not restarted:
+                break
+            order.restart()
+            for sequence, payload in self._replayed(0):
+                order.offer(sequence, payload, is_replay=True)
+        if order.gap is not None and not self._take_over_snapshot():
+            order.give_up()
+
+    def _take_over_snapshot(self) -> bool:
+        if not self._endpoints.offers_snapshots:
+            return False
+        decoder = BatchDecoder()
+        parts = list(self._answers(SNAPSHOT_REQUEST))
+        if not parts or not self._answer_was_whole:
+            return False
+        self._order.take_over(parts[0][0], [decoder.decode(payload) for _, payload in parts])
+        return True
+
+    def _replayed(self, first: int) -> Iterator[tuple[int, bytes]]:
+        return self._answers(first.to_bytes(8, "big"))
+
+    def _answers(self, request: bytes) -> Iterator[tuple[int, bytes]]:
+        """(number, payload) of what a request brings, until its end mark or until nothing comes for too long."""
+        self._answer_was_whole = False
+        if self._endpoints.replay_endpoint is None:
+            return
+        socket = self._context.socket(zmq.DEALER)
+        try:
+            socket.connect(self._endpoints.replay_endpoint)
+            socket.send_multipart([b"", request])
+            while socket.poll(round(self._endpoints.replay_timeout_s * 1e3)):
+                frames = socket.recv_multipart()
+                if len(frames) < 2 or frames[-2] == END_OF_REPLAY or not frames[-1]:
+                    self._answer_was_whole = True
+                    return
+                yield int.from_bytes(frames[-2], "big", signed=True), frames[-1]
+        finally:
+            socket.close(linger=0)

@@ -1,0 +1,150 @@
+"""From an open segment to a closed one: Parquet beside it, then the manifest, then the stream goes.
+
+Whatever a crash in between leaves behind is told by its name and undone when the log is resumed: until the manifest
+names the closed segment, the open one is what counts.
+"""
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import pyarrow as pa
+
+from ....core.errors import CorruptLedgerError, KVLedgerError
+from ....core.events import PoolCreated
+from ....core.ledger.event_log import can_be_restored, restore_snapshot, take_snapshot
+from ....core.ledger.state import LedgerState
+from ..errors import LogDamagedError
+from .keys import decode_key, encode_key
+from .manifest import Manifest
+from .names import parquet_name, snapshot_name, stream_name
+from .parquet import ParquetSegmentWriter
+from .row_codec import records
+from .rows import LoggedCommit
+from .stream import StreamReader, StreamWriter, sync_directory, write_whole
+
+# Snapshots on disk: the plain data of `core.snapshot` as compressed JSON behind a line with its checksum.
+
+_TITLE: Final = b"kvledger snapshot 1"
+
+
+def save_snapshot(path: Path, state: LedgerState) -> None:
+    """Write the state; the file appears whole or not at all."""
+    plain = take_snapshot(state)
+    plain["copies"] = [
+        [[encode_key(key).decode("latin-1"), *blocks] for key, blocks in each] for each in plain["copies"]
+    ]
+    text = json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode()
+    body = pa.compress(text, codec="zstd", asbytes=True)
+    write_whole(path, b"%s %d crc32:%08x\n%s" % (_TITLE, len(text), zlib.crc32(body), body))
+
+
+def load_snapshot(path: Path, created: PoolCreated) -> LedgerState:
+    """The state in a file.
+
+    Raises:
+        LogDamagedError: the file is not what was written. It can be deleted: the state is then rebuilt from commits.
+    """
+    line, _, body = path.read_bytes().partition(b"\n")
+    title, _, rest = line.rpartition(b" ")
+    title, _, size = title.rpartition(b" ")
+    hint = "delete it, and the state is rebuilt from the commits before it"
+    if title != _TITLE or rest != b"crc32:%08x" % zlib.crc32(body) or not size.isdigit():
+        raise LogDamagedError(path, f"the snapshot does not match its checksum; {hint}")
+    try:
+        plain: dict[str, Any] = json.loads(pa.decompress(body, int(size), codec="zstd", asbytes=True))
+        plain["copies"] = [
+            [(decode_key(key.encode("latin-1")), blocks) for key, *blocks in of_group] for of_group in plain["copies"]
+        ]
+        return restore_snapshot(created, plain)
+    except (CorruptLedgerError, pa.ArrowException, OSError, ValueError) as error:
+        raise LogDamagedError(path, f"the snapshot cannot be restored ({error}); {hint}") from error
+
+
+class SnapshotFold:
+    """Folds what is closed, to leave a snapshot at the start of each segment.
+
+    Where the pool's eviction order cannot be restored, or the commits do not replay (a log of a broken allocator,
+    which `kvledger log verify` is for), there are no snapshots from there on; the log is as good without.
+    """
+
+    def __init__(self, state: LedgerState | None) -> None:
+        """`state` is the fold up to the next segment; None at the start of a log."""
+        self.state = state
+        self.is_possible = True
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Apply the commits of a batch."""
+        try:
+            for record in records([batch]) if self.is_possible else ():
+                if isinstance(record, LoggedCommit):
+                    self._apply(record)
+        except (KVLedgerError, LookupError, ValueError):
+            self.is_possible = False
+
+    def _apply(self, record: LoggedCommit) -> None:
+        if self.state is None:
+            created = record.commit.events[0]
+            self.is_possible = isinstance(created, PoolCreated) and can_be_restored(created)
+            if not isinstance(created, PoolCreated) or not self.is_possible:
+                return
+            self.state = LedgerState(created)
+        if self.is_possible:
+            self.state.apply_commit(record.commit)
+
+
+def close_segment(
+    directory: Path, manifest: Manifest, next_commit: int, fold: SnapshotFold | LedgerState, open_next: bool
+) -> tuple[Manifest, StreamWriter | None]:
+    """Turn the open segment into a closed one and, if wanted, open the next. Returns the new manifest.
+
+    `fold` is what leads to the state behind the segment, or that state.
+
+    Raises:
+        LogDamagedError: the open segment does not hold what was written to it. It stays as it is.
+        OSError: what the system says. The open segment stays as it is; `fold` may have gone on.
+    """
+    number = manifest.open_segment
+    if number is None:
+        return manifest, None
+    source = directory / stream_name(number)
+    target = ParquetSegmentWriter(directory / parquet_name(number), number, manifest.next_commit)
+    try:
+        reader = StreamReader(source, manifest.next_commit)
+        for stored in reader.batches():
+            target.add(stored.batch)
+            if isinstance(fold, SnapshotFold):
+                fold.add(stored.batch)
+        if not target.num_rows:
+            target.abandon()
+            return _without_open_segment(directory, manifest, source), None
+        closed = target.finish(next_commit)
+    except BaseException:
+        target.abandon()
+        raise
+    sync_directory(directory)
+    following = number + 1
+    state = fold if isinstance(fold, LedgerState) else fold.state if fold.is_possible else None
+    if state is not None and can_be_restored(state.created):
+        save_snapshot(directory / snapshot_name(following), state)
+    stream = None
+    if open_next:
+        stream = StreamWriter.create(directory / stream_name(following), following, next_commit)
+    manifest = attrs.evolve(
+        manifest,
+        closed=(*manifest.closed, closed),
+        open_segment=following if open_next else None,
+        next_commit=next_commit,
+    )
+    manifest.save(directory)
+    source.unlink()
+    return manifest, stream
+
+
+def _without_open_segment(directory: Path, manifest: Manifest, source: Path) -> Manifest:
+    manifest = attrs.evolve(manifest, open_segment=None)
+    manifest.save(directory)
+    source.unlink()
+    return manifest

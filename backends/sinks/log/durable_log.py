@@ -1,0 +1,328 @@
+"""The log that survives: a sink that writes every commit to a directory (docs/event_log.md)."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import attrs
+
+from ....core.errors import InputError, KVLedgerError, MisuseError
+from ....core.events import Commit
+from ....core.ledger.state import LedgerState
+from ..errors import LogWriteError
+from .closing import SnapshotFold, close_segment
+from .flush_policy import FlushPolicy
+from .manifest import Manifest
+from .names import LOCK, MANIFEST, stream_name
+from .reader import LogReader
+from .recovery import Recovery, WriterLock, recover
+from .row_codec import RowEncoder
+from .rows import Note
+from .stream import StreamWriter
+
+DEFAULT_SEGMENT_BYTES = 64 << 20
+
+
+@attrs.frozen
+class Clock:
+    """Where the times of commits come from.
+
+    Attributes:
+        name: what they count from: "simulated" (the start of the run) or "unix".
+        now_ns: the time now, in whole nanoseconds.
+    """
+
+    name: str
+    now_ns: Callable[[], int]
+
+
+class DurableLog:
+    """Writes commits as they happen; a crash at any moment loses at most those not flushed yet, never a part of one.
+
+        with DurableLog.create("run.log", flush=FlushPolicy(every_ms=50), clock=Clock("unix", time.time_ns)) as log:
+            allocator = KVCacheAllocator(config, sinks=[log])
+
+    `apply`, `note` and `flush` may be called from any thread. What they raise:
+
+        LogWriteError: the system did not take the bytes (a full disk). The file is as it was, the commits are kept;
+            `flush` may be called again once there is room.
+        InputError: a commit holds what a log cannot keep (a key of another type); it is not logged.
+        MisuseError: a commit out of order, or a log that is closed.
+
+    Attributes:
+        recovery: what was found when the log was opened.
+        live_state: the state that the commits come from, if whoever made the log sets it. Snapshots are then taken of
+            it; otherwise the log folds its own events whenever it closes a segment, which costs as much as the
+            decisions did.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        lock: WriterLock,
+        manifest: Manifest,
+        stream: StreamWriter,
+        recovery: Recovery,
+        flush: FlushPolicy,
+        clock: Clock | None,
+        segment_bytes: int,
+    ) -> None:
+        """See `create` and `resume`, which are the ways to get one."""
+        self.recovery = recovery
+        self.live_state: LedgerState | None = None
+        self._directory = directory
+        self._lock_file = lock
+        self._manifest = manifest
+        self._stream: StreamWriter | None = stream
+        self._policy = flush
+        self._clock = clock
+        self._segment_bytes = segment_bytes
+        self._fold = SnapshotFold(None) if not manifest.closed else None
+        self._encoder = RowEncoder()
+        self._num_gathered = 0
+        self._next_commit = recovery.next_commit
+        self._mutex = threading.Lock()
+        self._failure: Exception | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        if flush.every_ms is not None:
+            self._thread = threading.Thread(target=self._flush_regularly, name="kvledger-log", daemon=True)
+            self._thread.start()
+
+    @classmethod
+    def create(
+        cls,
+        directory: str | Path,
+        *,
+        flush: FlushPolicy,
+        clock: Clock | None = None,
+        header: dict[str, Any] | None = None,
+        segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+    ) -> "DurableLog":
+        """Start a log in a directory that is empty or not there yet.
+
+        Args:
+            directory: where.
+            flush: when commits reach the disk.
+            clock: where their times come from; None: they have none.
+            header: what the run is, for those who read the log later (plain JSON values).
+            segment_bytes: size at which the open segment is closed.
+
+        Raises:
+            InputError: something is in the directory, or the header is no JSON.
+            LogWriteError: the directory cannot be written.
+        """
+        path = Path(directory)
+        header = dict(header or {})
+        if segment_bytes < 1:
+            raise InputError(f"segment_bytes must be at least 1, not {segment_bytes}")
+        try:
+            json.dumps(header, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"the header of a log must be plain JSON values: {error}") from None
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            _check_is_empty(path)
+            lock = WriterLock(path)
+        except OSError as error:
+            raise LogWriteError(f"{path}: cannot start a log here: {error.strerror}") from error
+        try:
+            manifest = Manifest(header, clock.name if clock else None, open_segment=0)
+            stream = StreamWriter.create(path / stream_name(0), 0, 0)
+            manifest.save(path)
+        except OSError as error:
+            lock.release()
+            raise LogWriteError(f"{path}: cannot start a log here: {error.strerror}") from error
+        return cls(path, lock, manifest, stream, Recovery(0), flush, clock, segment_bytes)
+
+    @classmethod
+    def resume(
+        cls,
+        directory: str | Path,
+        *,
+        flush: FlushPolicy,
+        clock: Clock | None = None,
+        segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+    ) -> "DurableLog":
+        """Go on with a log after its last whole commit; `recovery` says what was dropped to get there.
+
+        Raises:
+            LogDamagedError: the log is not what was written. Nothing has been changed.
+            LogInUseError: somebody is writing it.
+            InputError: the clock is not the log's.
+        """
+        path = Path(directory)
+        manifest = Manifest.load(path)
+        if manifest.clock != (clock.name if clock else None):
+            raise InputError(f"{path} has the clock {manifest.clock!r}, so it cannot go on with {clock}")
+        lock = WriterLock(path)
+        try:
+            manifest = Manifest.load(path)  # the writer before us may have changed it until it let go of the lock
+            recovery = recover(path, manifest)
+            if manifest.open_segment is None:
+                number = len(manifest.closed)
+                stream = StreamWriter.create(path / stream_name(number), number, manifest.next_commit)
+                manifest = attrs.evolve(manifest, open_segment=number)
+                manifest.save(path)
+            else:
+                stream = StreamWriter(path / stream_name(manifest.open_segment), recovery.stream_bytes or 0)
+        except OSError as error:
+            lock.release()
+            raise LogWriteError(f"{path}: cannot go on with this log: {error.strerror}") from error
+        except BaseException:
+            lock.release()
+            raise
+        return cls(path, lock, manifest, stream, recovery, flush, clock, segment_bytes)
+
+    # -- what is written ---------------------------------------------------------------------------------------------
+
+    @property
+    def next_commit(self) -> int:
+        """The sequence number that the log expects next."""
+        return self._next_commit
+
+    def apply(self, commit: Commit) -> None:
+        """Log one commit; its sequence number must be the next one."""
+        with self._mutex:
+            self._check_usable()
+            if commit.sequence != self._next_commit:
+                raise MisuseError(
+                    f"commit {commit.sequence} cannot follow commit {self._next_commit - 1} in {self._directory}"
+                )
+            self._encoder.add_commit(commit, self._now())
+            self._next_commit += 1
+            self._num_gathered += 1
+            self._raise_failure()
+            self._write_if_due()
+
+    def note(self, note: Note) -> None:
+        """Log something that is no commit: a request that arrived, the end of the run."""
+        with self._mutex:
+            self._check_usable()
+            self._encoder.add_note(note, self._now(), self._next_commit)
+            self._raise_failure()
+            self._write_if_due()
+
+    def flush(self) -> None:
+        """Write everything that has gathered."""
+        with self._mutex:
+            self._failure = None
+            self._write()
+
+    def close(self) -> None:
+        """Flush, close the last segment and let go of the log. A second call does nothing."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        with self._mutex:
+            if self._stream is None:
+                return
+            self._write()
+            self._close_segment(open_next=False)
+            self._lock_file.release()
+
+    def __enter__(self) -> "DurableLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, LogWriteError):
+            self.close()
+
+    # -- how ---------------------------------------------------------------------------------------------------------
+
+    def _now(self) -> int | None:
+        return self._clock.now_ns() if self._clock else None
+
+    def _check_usable(self) -> None:
+        if self._stream is None:
+            raise MisuseError(f"the log {self._directory} is closed")
+
+    def _raise_failure(self) -> None:
+        """What the thread met, once; what it could not write has been kept."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _write_if_due(self) -> None:
+        every = self._policy.every_commits
+        if (
+            (every is not None and self._num_gathered >= every)
+            or self._encoder.num_rows >= self._policy.max_gathered_rows
+            or (self._stream is not None and self._stream.size_bytes >= self._segment_bytes)
+        ):
+            self._write()
+
+    def _write(self, may_close: bool = True) -> None:
+        stream = self._stream
+        if stream is None:
+            raise MisuseError(f"the log {self._directory} is closed")
+        if self._encoder.num_rows:
+            batch = self._encoder.as_batch()
+            try:
+                stream.append(batch, self._policy.fsync)
+            except OSError as error:
+                raise LogWriteError(
+                    f"{stream.path}: {self._num_gathered} commits before commit {self._next_commit} were not written "
+                    f"at byte {stream.size_bytes} ({error.strerror}); they are kept: make room and flush again"
+                ) from error
+            self._encoder.clear()
+            self._num_gathered = 0
+        grown = stream.size_bytes >= self._segment_bytes and self._next_commit > self._manifest.next_commit
+        if grown and may_close:
+            self._close_segment(open_next=True)
+
+    def _close_segment(self, open_next: bool) -> None:
+        assert self._stream is not None
+        live = self.live_state
+        fold: SnapshotFold | LedgerState
+        if live is not None and live.next_sequence == self._next_commit:
+            fold = live
+        else:
+            fold = self._fold or self._fold_from_log()
+        self._fold = None
+        try:
+            self._manifest, stream = close_segment(self._directory, self._manifest, self._next_commit, fold, open_next)
+        except OSError as error:
+            raise LogWriteError(
+                f"{self._stream.path}: every commit is written, but the segment could not be closed "
+                f"({error.strerror}); make room and flush again"
+            ) from error
+        self._fold = fold if isinstance(fold, SnapshotFold) else None
+        self._stream.close()
+        self._stream = stream
+
+    def _fold_from_log(self) -> SnapshotFold:
+        """The fold up to the open segment, after a resumption or a change that failed half way."""
+        fold = SnapshotFold(None)
+        if self._manifest.closed:
+            try:
+                fold.state = LogReader(self._directory).state(stop=self._manifest.next_commit)
+            except KVLedgerError:
+                fold.is_possible = False
+        return fold
+
+    def _flush_regularly(self) -> None:
+        assert self._policy.every_ms is not None
+        while not self._stop.wait(self._policy.every_ms / 1e3):
+            try:
+                with self._mutex:
+                    if self._stream is not None and self._encoder.num_rows:
+                        # Not between two commands for certain, so this is no moment for a snapshot.
+                        self._write(may_close=False)
+            except Exception as error:  # told to the next caller of apply, since nobody waits for this thread
+                self._failure = error
+
+
+def _check_is_empty(directory: Path) -> None:
+    """Refuse a directory with anything in it but what a creation leaves that was interrupted before its manifest."""
+    first = stream_name(0)
+    present = {each.name for each in directory.iterdir()} - {LOCK, first, f"{first}.tmp", f"{MANIFEST}.tmp"}
+    if present:
+        what = "a log" if MANIFEST in present else min(present)
+        raise InputError(f"{directory} holds {what} already; give a directory that is empty or not there yet")

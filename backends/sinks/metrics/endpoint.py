@@ -1,0 +1,99 @@
+"""Figures over HTTP for Prometheus: whoever has some gives them when they are asked for."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Literal, Protocol
+
+import attrs
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+
+from ....core.errors import InputError
+
+
+@attrs.frozen
+class Figure:
+    """One figure.
+
+    Attributes:
+        name: vLLM's where it means the same, else one that begins with "kvledger:"; a counter without its "_total".
+        kind: how Prometheus is to take it.
+        text: what it says, with its unit.
+        value: now; NaN leaves it out.
+        labels: what tells it apart from others of its name.
+    """
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    text: str
+    value: float
+    labels: Mapping[str, str] = attrs.field(factory=dict)
+
+
+class HasFigures(Protocol):
+    """Something that Prometheus may ask."""
+
+    def figures(self) -> Iterable[Figure]:
+        """Its figures now."""
+        ...
+
+
+class FigureCollector:
+    """Asks one source for its figures whenever a registry is read."""
+
+    def __init__(self, source: HasFigures, labels: Mapping[str, str]) -> None:
+        self._source = source
+        self._labels = labels
+
+    def collect(self) -> Iterator[Family]:
+        """The figures now, one family a name."""
+        by_name: dict[str, list[Figure]] = {}
+        for figure in self._source.figures():
+            if not math.isnan(figure.value):
+                by_name.setdefault(figure.name, []).append(figure)
+        for name, figures in by_name.items():
+            labels = sorted({*self._labels, *(label for each in figures for label in each.labels)})
+            family_of: Callable[..., Family] = (
+                CounterMetricFamily if figures[0].kind == "counter" else GaugeMetricFamily
+            )
+            family = family_of(name, figures[0].text, labels=labels)
+            for each in figures:
+                values = {**self._labels, **each.labels}
+                family.add_metric([values.get(label, "") for label in labels], each.value)
+            yield family
+
+
+class PrometheusEndpoint:
+    """`http://HOST:PORT/metrics` for one source of figures.
+
+    Attributes:
+        port: where it listens.
+    """
+
+    def __init__(
+        self, source: HasFigures, port: int, host: str = "127.0.0.1", labels: Mapping[str, str] | None = None
+    ) -> None:
+        """Start to serve; port 0 takes a free one. Raises InputError if the port is not to be had."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(FigureCollector(source, dict(labels or {})))  # pyright: ignore[reportArgumentType]
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise InputError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from None
+        self.port: int = self._server.server_port
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> "PrometheusEndpoint":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

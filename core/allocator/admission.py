@@ -1,0 +1,104 @@
+"""How many blocks a request needs, whether they are there, and whether they ever could be."""
+
+from collections.abc import Sequence
+
+from ..errors import DoesNotFitError
+from ..ledger.state import LedgerState
+from ..types import Request
+from .config import AllocatorConfig
+from .prefix_match import PrefixMatch
+
+Hits = tuple[tuple[int, ...], ...] | None
+
+
+class Admission:
+    """The counting half of `allocate`: rules 16 and 18 of golden/ops, and field report D01."""
+
+    def __init__(self, config: AllocatorConfig, state: LedgerState) -> None:
+        self._config = config
+        self._state = state
+        self._caps = [
+            kind.admission_cap_blocks(config.max_in_flight_tokens, config.max_model_len) for kind in config.groups
+        ]
+
+    def blocks_needed(self, row: int | None, hits: Hits, wanted: Sequence[int], total: int) -> int:
+        """Blocks that must be free for a request that wants so many of each group; unreferenced hit blocks count too
+        (rule 18).
+        """
+        return sum([self._needed_of(group, row, hits, count, total) for group, count in enumerate(wanted)])
+
+    def _needed_of(self, group: int, row: int | None, hits: Hits, wanted: int, total: int) -> int:
+        held = 0 if row is None else self._state.tables[group].count(row)
+        if row is not None and self._state.considered[group][row] >= 0:
+            return max(wanted - held, 0)
+        kind = self._config.groups[group]
+        skipped = kind.num_skipped_tokens(total) // kind.block_size
+        if hits is None:
+            return max(wanted - max(skipped, held), 0)
+        adopted_free = self._state.pool.num_free_among(hits[group][skipped:] if skipped else hits[group])
+        return max(wanted - max(skipped, len(hits[group]) + held), 0) + adopted_free
+
+    def blocks_needed_for_all(self, request: Request, match: PrefixMatch | None) -> int:
+        """Blocks that must be free for every known token of a request, capped for windowed groups (rule 16)."""
+        row = self._state.row_of.get(request.request_id)
+        hits = match.blocks if match else None
+        total = (match.num_hit_tokens if match else 0) + (0 if row is None else self._state.placed[row])
+        num_tokens = min(request.num_tokens, self._config.max_model_len)
+        need = 0
+        for group, kind in enumerate(self._config.groups):
+            need += self._needed_of(group, row, hits, self._capped(group, -(-num_tokens // kind.block_size)), total)
+        return need
+
+    def blocks_held_at_most(self, num_tokens: int) -> int:
+        """Blocks that a request of this length holds at once, over all groups, when nothing is shared."""
+        return sum(
+            [self._capped(group, -(-num_tokens // kind.block_size)) for group, kind in enumerate(self._config.groups)]
+        )
+
+    def check_fits(self, num_tokens: int, what: str) -> None:
+        """Raise `DoesNotFitError` if `num_tokens` tokens can never be held at once."""
+        usable = self._state.pool.num_usable_blocks
+        if num_tokens > self._config.max_model_len:
+            raise DoesNotFitError(
+                f"{what} of {num_tokens:,} tokens is longer than max_model_len {self._config.max_model_len:,}"
+            )
+        need = self.blocks_held_at_most(num_tokens)
+        if need > usable:
+            raise DoesNotFitError(
+                f"{what} of {num_tokens:,} tokens needs {need:,} blocks, but the pool has {usable:,} usable ones "
+                f"({self._state.pool.num_blocks:,} less the null block), {need - usable:,} too few; the longest "
+                f"request that fits has {self.max_fitting_tokens():,} tokens"
+            )
+
+    def check_can_ever_hold(self, request: Request, row: int | None, needed: int) -> None:
+        """Raise `DoesNotFitError` if what a request holds and needs exceeds the whole pool."""
+        usable = self._state.pool.num_usable_blocks
+        held = 0
+        if row is not None:
+            held = sum(
+                [
+                    table.count(row) - skipped[row]
+                    for table, skipped in zip(self._state.tables, self._state.skipped, strict=True)
+                ]
+            )
+        if held + needed > usable:
+            raise DoesNotFitError(
+                f"request {request.request_id!r} needs {held + needed:,} blocks at once, but the pool has "
+                f"{usable:,} usable ones; the longest request that fits has {self.max_fitting_tokens():,} tokens"
+            )
+
+    def max_fitting_tokens(self) -> int:
+        """The longest request that an empty pool serves, by bisection (blocks held grow with the length)."""
+        usable = self._state.pool.num_usable_blocks
+        low, high = 0, self._config.max_model_len
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.blocks_held_at_most(middle) <= usable:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _capped(self, group: int, num_blocks: int) -> int:
+        cap = self._caps[group]
+        return num_blocks if cap is None else min(num_blocks, cap)

@@ -1,0 +1,195 @@
+"""Four complaints, each answered by the row responsible, the numbers, and the smallest change of each knob.
+
+"The pool is smaller than I expected", "raising utilization gained little", "memory is free but start-up fails", "one
+request does not fit".
+"""
+
+import attrs
+
+from ..errors import InputError
+from ..memory.budget import BudgetSemantics, largest_utilization, requested_bytes
+from ..memory.ledger import LedgerRow, RowRole, sum_bytes
+from ..quantities import format_bytes, format_gib
+from .deployment import Deployment
+from .plan import DeploymentPlan
+from .remedies import Remedy, find_remedies, minimum_tensor_parallel_size, startup_remedies
+
+
+@attrs.frozen(kw_only=True)
+class Diagnosis:
+    """An answer.
+
+    Attributes:
+        complaint: what was asked.
+        row: name of the ledger row responsible.
+        row_bytes: its bytes.
+        findings: what the numbers say, a sentence each.
+        remedies: what to change.
+    """
+
+    complaint: str
+    row: str
+    row_bytes: int
+    findings: tuple[str, ...]
+    remedies: tuple[Remedy, ...]
+
+
+def pool_smaller_than_expected(plan: DeploymentPlan, expected_num_blocks: int) -> Diagnosis:
+    """Why the pool holds fewer than `expected_num_blocks`.
+
+    Raises:
+        InputError: it does not.
+    """
+    if expected_num_blocks <= plan.num_blocks:
+        raise InputError(f"{expected_num_blocks:,} blocks were expected and the pool holds {plan.num_blocks:,}")
+    stage = plan.bottleneck_stage
+    per_block = plan.bytes_per_block
+    missing = expected_num_blocks * per_block - max(stage.ledger.available_bytes, 0)
+    row = _responsible(stage.ledger.non_kv_rows, missing)
+    findings = [
+        f"{expected_num_blocks:,} blocks of {per_block:,} B need {format_bytes(expected_num_blocks * per_block)};"
+        f" {format_bytes(stage.ledger.available_bytes)} are available, {format_bytes(missing)} less",
+        f"the row that explains it is {row.name}: {format_bytes(row.num_bytes)} ({row.source}; {row.formula})",
+    ]
+    tensor_parallel_size = plan.deployment.tensor_parallel_size
+    if tensor_parallel_size > 1 and expected_num_blocks > plan.num_blocks * tensor_parallel_size * 9 // 10:
+        findings.append(
+            f"the memory of {tensor_parallel_size} tensor-parallel ranks does not add up to more blocks: each rank"
+            " holds its heads of every block, so the pool is what one rank holds"
+        )
+    return Diagnosis(
+        complaint="the pool is smaller than expected",
+        row=row.name,
+        row_bytes=row.num_bytes,
+        findings=tuple(findings),
+        remedies=find_remedies(plan.deployment, lambda changed: changed.num_blocks >= expected_num_blocks),
+    )
+
+
+def _responsible(rows: tuple[LedgerRow, ...], missing: int) -> LedgerRow:
+    """The smallest row beside the weights that alone explains what is missing; the largest of them if together they do.
+
+    Else the weights: nothing beside them is large enough to matter.
+    """
+    others = [row for row in rows if row.name != "weights"]
+    explaining = [row for row in others if row.num_bytes >= missing]
+    if explaining:
+        return min(explaining, key=lambda row: row.num_bytes)
+    if others and (sum_bytes(tuple(others)) >= missing or len(others) == len(rows)):
+        return max(others, key=lambda row: row.num_bytes)
+    return next(row for row in rows if row.name == "weights")
+
+
+def raising_utilization_gained_little(lower: DeploymentPlan, higher: DeploymentPlan) -> Diagnosis:
+    """Why the second plan, of a higher utilization, holds hardly more than the first.
+
+    Raises:
+        InputError: the second utilization is not higher.
+    """
+    low, high = lower.deployment, higher.deployment
+    if high.utilization <= low.utilization:
+        raise InputError(f"utilization {high.utilization:g} is not higher than {low.utilization:g}")
+    gained = higher.num_blocks - lower.num_blocks
+    findings = [
+        f"from --gpu-memory-utilization {low.utilization:g} to {high.utilization:g} the pool goes from"
+        f" {lower.num_blocks:,} to {higher.num_blocks:,} blocks (+{gained:,})"
+    ]
+    for option, value in (
+        ("--kv-cache-memory-bytes", high.kv_cache_memory_bytes),
+        ("--num-gpu-blocks-override", high.num_gpu_blocks_override),
+        ("--max-total-tokens", high.max_total_tokens),
+    ):
+        if value is not None and not gained:
+            findings.append(f"{option} {value:,} sizes the pool, so utilization changes nothing")
+            return _utilization_diagnosis(option, 0, findings)
+    row, grown = _grown_most(lower, higher)
+    more = requested_bytes(high.total_bytes, high.utilization) - requested_bytes(low.total_bytes, low.utilization)
+    findings.append(
+        f"{high.utilization - low.utilization:.3f} of {format_gib(high.total_bytes)} are {format_bytes(more)}, at most"
+        f" {more // higher.bytes_per_block:,} blocks of {higher.bytes_per_block:,} B"
+    )
+    if grown > more // 10:
+        findings.append(f"{format_bytes(grown)} of it went to {row}, which grew at the same time")
+        return _utilization_diagnosis(row, grown, findings)
+    findings.append("every byte more went to the pool; its blocks are large, or the step was small")
+    return _utilization_diagnosis("KV cache blocks", more, findings)
+
+
+def _utilization_diagnosis(row: str, row_bytes: int, findings: list[str]) -> Diagnosis:
+    return Diagnosis(
+        complaint="raising utilization gained little",
+        row=row,
+        row_bytes=row_bytes,
+        findings=tuple(findings),
+        remedies=(),
+    )
+
+
+def _grown_most(lower: DeploymentPlan, higher: DeploymentPlan) -> tuple[str, int]:
+    before = {row.name: row.num_bytes for row in lower.bottleneck_stage.ledger.non_kv_rows}
+    growth = {row.name: row.num_bytes - before.get(row.name, 0) for row in higher.bottleneck_stage.ledger.non_kv_rows}
+    name = max(growth, key=lambda row: growth[row])
+    return name, growth[name]
+
+
+def free_memory_but_startup_fails(deployment: Deployment) -> Diagnosis:
+    """Why an engine is refused at start-up although memory is free.
+
+    Raises:
+        InputError: the request is free, so start-up does not fail for want of it.
+    """
+    requested = requested_bytes(deployment.total_bytes, deployment.utilization) - deployment.externally_held_bytes
+    if deployment.semantics is BudgetSemantics.OF_FREE or requested <= deployment.free_bytes:
+        raise InputError(f"{format_bytes(requested)} are requested and {format_bytes(deployment.free_bytes)} are free")
+    held = deployment.total_bytes - deployment.free_bytes
+    largest = largest_utilization(deployment.total_bytes, deployment.free_bytes + deployment.externally_held_bytes)
+    return Diagnosis(
+        complaint="memory is free but start-up fails",
+        row="requested",
+        row_bytes=requested,
+        findings=(
+            f"--gpu-memory-utilization {deployment.utilization:g} asks for {format_bytes(requested)} of"
+            f" {format_gib(deployment.total_bytes)} in total, whatever this model needs",
+            f"{format_bytes(deployment.free_bytes)} are free, since {format_bytes(held)} are held by others: short by"
+            f" {format_bytes(requested - deployment.free_bytes)}",
+            f"largest --gpu-memory-utilization that starts: {largest:g}",
+        ),
+        remedies=startup_remedies(deployment, largest),
+    )
+
+
+def one_request_does_not_fit(plan: DeploymentPlan) -> Diagnosis:
+    """Why one request of the longest length does not fit, and what would make it.
+
+    Raises:
+        InputError: it does.
+    """
+    if plan.refusal is None:
+        raise InputError(f"one request of {plan.pool.max_model_len:,} tokens fits")
+    stage = plan.bottleneck_stage
+    per_block = plan.bytes_per_block
+    missing = (plan.pool.blocks_per_request + 1) * per_block - stage.ledger.available_bytes
+    findings = [str(plan.refusal)]
+    if stage.ledger.available_bytes <= 0:
+        weights = max(stage.ledger.non_kv_rows, key=lambda row: row.num_bytes)
+        minimum = minimum_tensor_parallel_size(plan.deployment, lambda changed: changed.fits)
+        findings.append(
+            f"{weights.name} alone take {format_bytes(weights.num_bytes)} of the"
+            f" {format_bytes(stage.ledger.budget.requested_bytes)} requested"
+            + (f"; smallest --tensor-parallel-size that fits: {minimum}" if minimum else "")
+        )
+        row = weights
+    else:
+        row = _responsible(stage.ledger.non_kv_rows, missing)
+        findings.append(
+            f"the row to look at is {row.name}: {format_bytes(row.num_bytes)} ({row.source}; {row.formula})"
+        )
+    transient = [other for other in stage.ledger.non_kv_rows if other.role is RowRole.TRANSIENT and other is not row]
+    findings.extend(f"{other.name} takes {format_bytes(other.num_bytes)} ({other.formula})" for other in transient)
+    return Diagnosis(
+        complaint="one request does not fit",
+        row=row.name,
+        row_bytes=row.num_bytes,
+        findings=tuple(findings),
+        remedies=find_remedies(plan.deployment, lambda changed: changed.fits),
+    )

@@ -1,0 +1,224 @@
+"""What a server's memory will be, without a GPU: weights, activation peak, non-torch memory and graphs, by stated
+formulas.
+
+One set of formulas for all models. The constants are the ones of `EstimateConstants`; each can be overridden, and every
+row says that it is an estimate, how it came about, and within which range the truth is expected. Checked against the
+`num_gpu_blocks` of real servers (golden/measured_serving.jsonl).
+"""
+
+import attrs
+
+from ..errors import InputError
+from ..memory.ledger import LedgerRow, RowRole, RowSource
+from ..models.weights import Groups, QuantizationScheme, WeightKind, weight_bytes
+from ..planner.cache_dtype import BITS_PER_ELEMENT, canonical_dtype
+from ..quantities import GIB, MIB
+
+
+@attrs.frozen(kw_only=True)
+class EstimateConstants:
+    """What no configuration says.
+
+    Attributes:
+        hidden_copies: vectors of the hidden size that a step keeps per token: residual, normed input, output.
+        sampler_bytes_per_logit: of a full sampling step with top-k and top-p, for each request and vocabulary entry:
+            logits in 16 bits and in fp32, sorted values and indices (4 + 8) with the sort's own copies of both,
+            probabilities and their cumulative sum (4 + 4).
+        non_torch_bytes: libraries' handles, workspaces and kernels loaded after the process's first reading.
+        collective_bytes: channels and buffers of collectives, on ranks that have any.
+        graph_bytes_per_layer: of one captured batch size in one layer.
+        encoder_bytes: a multimodal encoder with its profiling run; nothing in a text config says.
+        transient_range, non_torch_range, graph_range, encoder_range: smallest and largest plausible multiple of each.
+        weights_range: the same; buffers and padding add to the exact count.
+    """
+
+    hidden_copies: int = 3
+    sampler_bytes_per_logit: int = 40
+    non_torch_bytes: int = 300 * MIB
+    collective_bytes: int = 450 * MIB
+    graph_bytes_per_layer: int = 256 * 1024
+    encoder_bytes: int = 3 * GIB // 2
+    weights_range: tuple[float, float] = (1.0, 1.01)
+    transient_range: tuple[float, float] = (0.6, 1.6)
+    non_torch_range: tuple[float, float] = (0.3, 1.8)
+    graph_range: tuple[float, float] = (0.25, 3.0)
+    encoder_range: tuple[float, float] = (0.0, 3.4)
+
+
+@attrs.frozen(kw_only=True)
+class StepShape:
+    """How large the largest step of a server is, and what is captured.
+
+    Attributes:
+        max_num_batched_tokens: tokens of one forward pass.
+        max_num_seqs: requests of one step; the sampler sees as many rows.
+        tensor_parallel_size, pipeline_parallel_size: ranks of the engine.
+        enforce_eager: no graphs are captured.
+        full_graphs: decode batches are captured whole, beside the pieces between attention calls.
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    tensor_parallel_size: int
+    pipeline_parallel_size: int = 1
+    enforce_eager: bool = False
+    full_graphs: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+def profiling_tokens(max_num_batched_tokens: int, max_num_seqs: int) -> tuple[int, ...]:
+    """Tokens of each request in the step that a profiling run makes: as many requests as may run, evenly filled.
+
+    The division is rounded down and the last request takes what is left over, as vLLM's dummy batch has it.
+
+    Raises:
+        InputError: no tokens, or no requests.
+    """
+    if max_num_batched_tokens < 1 or max_num_seqs < 1:
+        raise InputError(
+            f"a profiling step of {max_num_batched_tokens} tokens over {max_num_seqs} requests; both must be at least 1"
+        )
+    num_requests = min(max_num_batched_tokens, max_num_seqs)
+    even, left_over = divmod(max_num_batched_tokens, num_requests)
+    return (*(even,) * (num_requests - 1), even + left_over)
+
+
+def _estimate(name: str, num_bytes: int, spread: tuple[float, float], role: RowRole, formula: str) -> LedgerRow:
+    return LedgerRow(
+        name=name,
+        num_bytes=num_bytes,
+        source=RowSource.ESTIMATE,
+        role=role,
+        formula=formula,
+        low_bytes=int(num_bytes * spread[0]),
+        high_bytes=int(num_bytes * spread[1]),
+    )
+
+
+def weights_row(
+    groups: Groups,
+    *,
+    dtype: str,
+    scheme: QuantizationScheme | None,
+    tensor_parallel_size: int,
+    constants: EstimateConstants,
+) -> LedgerRow:
+    """Weights of one rank: parameters that it holds x bytes a parameter, scales included."""
+    size = weight_bytes(groups, dtype=dtype, scheme=scheme, tensor_parallel_size=tensor_parallel_size)
+    model_bytes = BITS_PER_ELEMENT[canonical_dtype(dtype)] / 8
+    if scheme is None:
+        formula = f"{size.parameters:,} parameters on this rank x {model_bytes:g} B ({dtype})"
+    else:
+        covered = ", ".join(sorted(scheme.kinds))
+        bits = float(scheme.bits + scheme.scale_bits)
+        formula = (
+            f"{size.parameters:,} parameters on this rank: {covered} in {bits:.4g} bits ({scheme.name}), the rest in"
+            f" {dtype}"
+        )
+    row = _estimate("weights", size.num_bytes, constants.weights_range, RowRole.RESIDENT, formula)
+    if scheme is None or not scheme.unknown:
+        return row
+    return attrs.evolve(
+        row,
+        high_bytes=row.high_bytes + size.unquantised_attention_bytes,
+        formula=f"{formula}; not known: {'; '.join(scheme.unknown)}",
+    )
+
+
+def activation_row(
+    layers: tuple[Groups, ...],
+    *,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: str,
+    shape: StepShape,
+    holds_head: bool,
+    constants: EstimateConstants,
+) -> LedgerRow:
+    """What the largest step needs on top of what stays: the wider of the forward pass and the sampler (A02).
+
+    Forward: tokens x bytes x (hidden_copies x hidden size + the widest block's own activations on this rank). Sampler
+    (last stage only): requests x vocabulary x bytes per logit, while the forward pass's output is still held.
+    """
+    element_bytes = BITS_PER_ELEMENT[canonical_dtype(dtype)] // 8
+    tokens = shape.max_num_batched_tokens
+    widest = max(widest_block(layer, shape.tensor_parallel_size) for layer in layers)
+    forward = tokens * element_bytes * (constants.hidden_copies * hidden_size + widest)
+    sampler = 0
+    if holds_head:
+        logits = shape.max_num_seqs * vocab_size * constants.sampler_bytes_per_logit
+        sampler = tokens * element_bytes * hidden_size + logits
+    if forward >= sampler:
+        formula = (
+            f"forward pass: {tokens:,} tokens x {element_bytes} B x ({constants.hidden_copies} x {hidden_size:,} hidden"
+            f" + {widest:,} in the widest block)"
+        )
+    else:
+        formula = (
+            f"sampler: {shape.max_num_seqs:,} requests x {vocab_size:,} vocabulary x"
+            f" {constants.sampler_bytes_per_logit} B + {tokens:,} tokens x {element_bytes} B x {hidden_size:,} hidden"
+        )
+    return _estimate("peak activation", max(forward, sampler), constants.transient_range, RowRole.TRANSIENT, formula)
+
+
+def widest_block(layer: Groups, tensor_parallel_size: int) -> int:
+    """Activation elements a token of the wider of a layer's two blocks, on one rank."""
+    attention = sum(g.width_on_rank(tensor_parallel_size) for g in layer if g.kind is WeightKind.ATTENTION)
+    other = sum(g.width_on_rank(tensor_parallel_size) for g in layer if g.kind is not WeightKind.ATTENTION)
+    return max(attention, other)
+
+
+def non_torch_row(shape: StepShape, constants: EstimateConstants) -> LedgerRow:
+    """What libraries take outside torch's allocator: once, and once more where ranks talk to each other."""
+    ranks = shape.tensor_parallel_size * shape.pipeline_parallel_size
+    base, collectives = constants.non_torch_bytes, constants.collective_bytes if ranks > 1 else 0
+    formula = f"{base // MIB} MiB for libraries"
+    if collectives:
+        formula += f" + {collectives // MIB} MiB for collectives between {ranks} ranks"
+    return _estimate("non-torch", base + collectives, constants.non_torch_range, RowRole.RESIDENT, formula)
+
+
+def capture_sizes(max_num_seqs: int, largest: int = 512) -> tuple[int, ...]:
+    """Batch sizes that are captured: 1, 2, 4, steps of 8 below 256, steps of 16 from there, up to twice the
+    requests.
+    """
+    limit = min(2 * max_num_seqs, largest)
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
+    return tuple(size for size in sizes if size <= limit)
+
+
+def graph_row(num_layers: int, shape: StepShape, constants: EstimateConstants) -> LedgerRow | None:
+    """CUDA graphs: captured sizes x layers x bytes each; None where nothing is captured."""
+    if shape.enforce_eager:
+        return None
+    sizes = capture_sizes(shape.max_num_seqs)
+    num_graphs = len(sizes)
+    if shape.full_graphs:
+        num_graphs += sum(1 for size in sizes if size <= shape.max_num_seqs)
+    num_bytes = num_graphs * num_layers * constants.graph_bytes_per_layer
+    formula = f"{num_graphs} captured batches x {num_layers} layers x {constants.graph_bytes_per_layer // 1024} KiB"
+    return _estimate("CUDA graphs", num_bytes, constants.graph_range, RowRole.GRAPHS, formula)
+
+
+def encoder_row(left_out: tuple[str, ...], constants: EstimateConstants) -> LedgerRow | None:
+    """Parts of the checkpoint that the text config says nothing about; None where there are none."""
+    if not left_out:
+        return None
+    formula = f"not known: {', '.join(left_out)}, with the encoder's own profiling run"
+    return _estimate("encoder", constants.encoder_bytes, constants.encoder_range, RowRole.RESIDENT, formula)
+
+
+def reserves_graph_memory(engine_version: str) -> bool:
+    """Whether a vLLM of that version sets graph memory aside when it sizes the pool: since 0.21.
+
+    Raises:
+        InputError: not a version number.
+    """
+    parts = engine_version.lower().removeprefix("vllm").strip().removeprefix("v").split(".")
+    if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()):
+        raise InputError(f"--engine-version {engine_version!r} is not a version number such as 0.21.0")
+    return (int(parts[0]), int(parts[1])) >= (0, 21)

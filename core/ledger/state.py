@@ -1,0 +1,302 @@
+"""State as the fold of events: the one code path that changes anything, shared by live operation and replay."""
+
+from array import array
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import CorruptLedgerError
+from ..events import (
+    SCHEMA_VERSION,
+    BlockCopied,
+    BlocksAllocated,
+    BlocksCached,
+    BlocksFreed,
+    BlocksShared,
+    BlocksUncached,
+    CacheReset,
+    Commit,
+    Event,
+    FreeReason,
+    PoolCreated,
+    PrefixAdopted,
+    RowsAssigned,
+    RowsReleased,
+    TokensPlaced,
+    as_ints,
+)
+from ..pool.block_pool import BlockPool
+from ..pool.block_table import BlockTable
+from ..pool.policies.registry import EvictionOrder, make_eviction_order
+from .replay_checks import EventChecks
+
+E = TypeVar("E", bound=Event)
+
+
+class LedgerState:
+    """Pool, block tables and rows, as the events so far leave them.
+
+    Attributes:
+        pool: reference counts, key index, free queue.
+        tables: one `BlockTable` a group.
+        num_placed: int64 `[max_num_reqs]`, tokens of each row that have slots.
+        row_of: request id -> row, for requests that hold one.
+        request_of: row -> request id or None.
+        row_is_held: bool `[max_num_reqs]`, which rows a request holds.
+        next_sequence: the sequence number of the next commit.
+        num_gains: references given back and keys dropped so far: what can end a lack of blocks (`RefusedAdmission`).
+    """
+
+    def __init__(self, created: PoolCreated, eviction: EvictionOrder | None = None) -> None:
+        if created.schema_version != SCHEMA_VERSION:
+            raise CorruptLedgerError(
+                f"this log has schema version {created.schema_version}; this kvledger reads {SCHEMA_VERSION}"
+            )
+        self.created = created
+        order = make_eviction_order(created.eviction, created.num_blocks) if eviction is None else eviction
+        self.pool = BlockPool(created.num_blocks, len(created.groups), order)
+        self.tables = [
+            BlockTable(created.max_num_reqs, -(-created.max_model_len // kind.block_size), kind.block_size)
+            for kind in created.groups
+        ]
+        rows = created.max_num_reqs
+        self.placed = array("q", bytes(8 * rows))
+        self.num_placed: NDArray[np.int64] = np.frombuffer(self.placed, dtype=np.int64)
+        self._held = bytearray(rows)
+        self.row_is_held: NDArray[np.bool_] = np.frombuffer(self._held, dtype=np.bool_)
+        # Logical blocks of each row that registration has considered, by group; -1 while the row is not tracked (a
+        # row is tracked from its first hit or registration on, which fixes how vLLM counts what it still needs).
+        self.considered = [array("q", [-1]) * rows for _ in created.groups]
+        self.num_considered: list[NDArray[np.int64]] = [np.frombuffer(c, dtype=np.int64) for c in self.considered]
+        # Leading null blocks of each row, by group: what went out of window or was skipped by a hit.
+        self.skipped = [array("i", bytes(4 * rows)) for _ in created.groups]
+        self.num_skipped: list[NDArray[np.int32]] = [np.frombuffer(s, dtype=np.int32) for s in self.skipped]
+        # Rows that may write into a block that is shared or findable (after a fork or a rollback).
+        self.guarded: set[int] = set()
+        self.row_of: dict[str, int] = {}
+        self.request_of: list[str | None] = [None] * rows
+        self.free_rows = list(range(rows - 1, -1, -1))
+        self.next_sequence = 0
+        self.num_gains = 0
+        self._checks = EventChecks(self)
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            PoolCreated: self._pool_created,
+            RowsAssigned: self._rows_assigned,
+            RowsReleased: self._rows_released,
+            PrefixAdopted: self._prefix_adopted,
+            BlocksAllocated: self._blocks_allocated,
+            BlocksCached: self._blocks_cached,
+            TokensPlaced: self._tokens_placed,
+            BlocksShared: self._blocks_shared,
+            BlockCopied: self._block_copied,
+            BlocksFreed: self._blocks_freed,
+            BlocksUncached: self._blocks_uncached,
+            CacheReset: self._cache_reset,
+        }
+
+    def apply(self, event: E) -> E:
+        """Change the state by one event; hands it back. Trusts it: it was decided here, or `EventChecks` passed it."""
+        self._handlers[type(event)](event)
+        return event
+
+    def apply_commit(self, commit: Commit) -> None:
+        """Replay one commit; its sequence number must be the next one.
+
+        Raises:
+            CorruptLedgerError: a commit is missing before this one, or an event contradicts the state before it.
+            MisuseError: an event takes, adopts, frees or registers a block that it cannot be about.
+        """
+        if commit.sequence != self.next_sequence:
+            raise CorruptLedgerError(
+                f"commit {commit.sequence} follows commit {self.next_sequence - 1}: one is missing"
+            )
+        for event in commit.events:
+            self._checks.check(event)
+            self.apply(event)
+        self.next_sequence += 1
+
+    # -- one handler an event ----------------------------------------------------------------------------------------
+
+    def _pool_created(self, event: PoolCreated) -> None:
+        if event != self.created or self.next_sequence:
+            raise CorruptLedgerError(f"a log creates its pool once, in its first commit; found {event}")
+
+    def _rows_assigned(self, event: RowsAssigned) -> None:
+        requests, rows = event
+        for place, request_id in enumerate(requests):
+            row = int(rows[place])
+            if self.free_rows[-1] == row:
+                self.free_rows.pop()
+            else:
+                self.free_rows.remove(row)
+            self.row_of[request_id] = row
+            self.request_of[row] = request_id
+            self._held[row] = True
+            self.placed[row] = 0
+            for considered in self.considered:
+                considered[row] = -1
+            for skipped in self.skipped:
+                skipped[row] = 0
+
+    def _rows_released(self, event: RowsReleased) -> None:
+        requests, rows = event
+        for place, request_id in enumerate(requests):
+            row = int(rows[place])
+            del self.row_of[request_id]
+            self.request_of[row] = None
+            self._held[row] = False
+            self.free_rows.append(row)
+            self.guarded.discard(row)
+
+    def _prefix_adopted(self, event: PrefixAdopted) -> None:
+        group, row, blocks = event
+        if not isinstance(blocks, tuple):
+            blocks = as_ints(blocks)
+        self.pool.apply_adopt(blocks)
+        self.tables[group].extend(row, blocks)
+        self.considered[group][row] = len(blocks)
+        if not blocks[0]:
+            self.skipped[group][row] = _num_leading_nulls(blocks)
+
+    def _blocks_allocated(self, event: BlocksAllocated) -> None:
+        group, rows, counts, blocks, lost_keys, _ = event
+        if not isinstance(blocks, tuple):
+            blocks = as_ints(blocks)
+        self.pool.apply_take(blocks, lost_keys)
+        table = self.tables[group]
+        if len(rows) == 1:
+            table.extend(rows[0], blocks)
+        elif len(rows) == len(blocks):
+            table.extend_each(as_ints(rows), blocks)
+        else:
+            start = 0
+            for row, count in zip(as_ints(rows), as_ints(counts), strict=True):
+                table.extend(row, blocks[start : start + count])
+                start += count
+
+    def _blocks_cached(self, event: BlocksCached) -> None:
+        group, rows, _, stops, _, indices, blocks, keys, _ = event
+        if keys:
+            self.pool.apply_cache(group, as_ints(blocks), keys, indices)
+        considered = self.considered[group]
+        if len(rows) == 1:
+            considered[rows[0]] = stops[0]
+            return
+        for row, stop in zip(as_ints(rows), as_ints(stops), strict=True):
+            considered[row] = stop
+
+    def _tokens_placed(self, event: TokensPlaced) -> None:
+        rows, firsts, counts = event
+        if len(rows) == 1:
+            row, end = rows[0], firsts[0] + counts[0]
+            if row in self.guarded or end < self.placed[row]:
+                self._place(int(row), int(firsts[0]), int(counts[0]))
+            else:
+                self.placed[row] = end
+            return
+        places, starts = np.asarray(rows), np.asarray(firsts)
+        careful = self.guarded and not self.guarded.isdisjoint(as_ints(rows))
+        if careful or np.count_nonzero(starts < self.num_placed[places]):
+            for row, first, count in zip(as_ints(rows), as_ints(firsts), as_ints(counts), strict=True):
+                self._place(row, first, count)
+        else:
+            self.num_placed[places] = starts + np.asarray(counts)
+
+    def _place(self, row: int, first: int, count: int) -> None:
+        end = first + count
+        if end < self.placed[row]:
+            # The row keeps blocks behind its new end, and they may be shared or findable.
+            self.guarded.add(row)
+            if not count:
+                for table, considered in zip(self.tables, self.considered, strict=True):
+                    considered[row] = min(considered[row], first // table.block_size)
+        elif row in self.guarded and self._is_private_behind(row, end):
+            self.guarded.discard(row)
+        self.placed[row] = end
+
+    def _is_private_behind(self, row: int, end: int) -> bool:
+        """Whether nobody else reads, and no lookup finds, any block that the row's next tokens are written into."""
+        for table in self.tables:
+            index = end // table.block_size
+            held = table.count(row) - index
+            if held > 1:
+                return False
+            if held == 1:
+                block = table.block(row, index)
+                if self.pool.ref_cnt(block) > 1 or self.pool.key_of(block) is not None:
+                    return False
+        return True
+
+    def _blocks_shared(self, event: BlocksShared) -> None:
+        blocks = as_ints(event.blocks)
+        self.pool.apply_adopt(blocks)
+        group, parent, child = event.group, event.parent_row, event.child_row
+        self.tables[group].extend(child, blocks)
+        self.considered[group][child] = self.considered[group][parent]
+        self.skipped[group][child] = _num_leading_nulls(blocks)
+        self.guarded.update((parent, child))
+
+    def _block_copied(self, event: BlockCopied) -> None:
+        self.pool.apply_take((event.target,), (event.lost_key,))
+        self.pool.apply_release((event.source,))
+        self.tables[event.group].replace(event.row, (event.index,), event.target)
+
+    def _blocks_freed(self, event: BlocksFreed) -> None:
+        reason, groups, rows, counts, blocks, indices = event
+        if not isinstance(blocks, tuple):
+            blocks = as_ints(blocks)
+        self.num_gains += len(blocks)
+        self.pool.apply_release(blocks)
+        if len(rows) == 1 and not len(indices):  # all that a request holds in one group
+            self.tables[groups[0]].clear(rows[0])
+            return
+        start = 0
+        for group, row, count in zip(as_ints(groups), as_ints(rows), as_ints(counts), strict=True):
+            table = self.tables[group]
+            if reason is FreeReason.OUT_OF_WINDOW:
+                out = as_ints(indices)[start : start + count]
+                table.replace(row, out, 0)
+                self.skipped[group][row] = max(out) + 1
+            elif reason is FreeReason.TRUNCATED:
+                table.shrink(row, min(as_ints(indices)[start : start + count]))
+            else:
+                table.clear(row)
+            start += count
+
+    def _blocks_uncached(self, event: BlocksUncached) -> None:
+        self.num_gains += len(event.blocks)
+        self.pool.apply_uncache(as_ints(event.blocks))
+
+    def _cache_reset(self, event: CacheReset) -> None:
+        self.pool.apply_reset()
+
+    # -- comparison --------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything that must be equal when two folds are equal, in plain Python values."""
+        pool = self.pool
+        rows = sorted(self.row_of.items(), key=lambda item: item[1])
+        return {
+            "next_sequence": self.next_sequence,
+            "free_queue": pool.free_queue.order(),
+            "ref_cnt": {block: count for block, count in enumerate(pool.ref_cnts()) if count},
+            "index": [{key: pool.copies(key, group) for key in pool.index(group)} for group in range(len(self.tables))],
+            "rows": dict(rows),
+            "free_rows": list(self.free_rows),
+            "tables": [{name: table.blocks(row) for name, row in rows} for table in self.tables],
+            "num_placed": {name: self.placed[row] for name, row in rows},
+            "considered": [{name: c[row] for name, row in rows} for c in self.considered],
+            "skipped": [{name: s[row] for name, row in rows} for s in self.skipped],
+            "guarded": sorted(self.guarded),
+        }
+
+
+def _num_leading_nulls(blocks: Iterable[int]) -> int:
+    count = 0
+    for block in blocks:
+        if block:
+            break
+        count += 1
+    return count

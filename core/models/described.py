@@ -1,0 +1,169 @@
+"""What a model stores, from a description by kind instead of a config: counts of layers and the sizes of each kind.
+
+For models whose architecture is not known here, and for golden/model_kv_bytes.jsonl, whose rows are such
+descriptions. The order of the layers is not part of it; layers of one kind stand together.
+"""
+
+from collections.abc import Callable
+
+import attrs
+
+from ..errors import InputError
+from .latent import latent_size, v4_caches
+from .layer_cache import AttentionCache, CachePart, LatentCache, LayerCache, LayerCaches, StateCache
+from .parts import ConfigFields, window
+
+# Precisions as descriptions name them, where a model fixes that of its indexer.
+_DTYPE_OF_PRECISION = {"bf16_fp16": "bf16", "fp8_int8": "fp8", "fp4_int4": "fp4"}
+
+
+def described_caches(kind: str, fields: ConfigFields) -> LayerCaches:
+    """What each layer of a model of `kind` stores.
+
+    Raises:
+        InputError: the kind is unknown, a field is missing, or the counts of layers do not add up.
+    """
+    reader = _READERS.get(kind)
+    if reader is None:
+        raise InputError(f"{fields.place}: kind {kind!r} is not known here; known are {', '.join(sorted(_READERS))}")
+    return reader(fields)
+
+
+def _attention(fields: ConfigFields, prefix: str = "") -> AttentionCache:
+    """Heads and sizes; sliding layers have fields of their own (`swa_`) where they differ."""
+    heads = fields.integer_or(f"{prefix}num_key_value_heads", fields.integer("num_key_value_heads"))
+    size = fields.integer_or(f"{prefix}head_dim", fields.integer("head_dim"))
+    value_default = fields.integer_or("v_head_dim", size)
+    return AttentionCache(
+        num_kv_heads=heads, head_size=size, head_size_v=fields.integer_or(f"{prefix}v_head_dim", value_default)
+    )
+
+
+def _standard(fields: ConfigFields) -> LayerCaches:
+    """Every layer keeps keys and values of every token; a window in the fields is one that is not used."""
+    return ((_attention(fields),),) * fields.integer("num_hidden_layers")
+
+
+def _mixed(fields: ConfigFields) -> LayerCaches:
+    """Full and sliding layers, and layers that store nothing because they read another's cache."""
+    full, sliding = fields.integers("full_attention_layers", "sliding_attention_layers")
+    full_cache = _attention(fields)
+    if fields.has("global_head_dim"):
+        size = fields.integer("global_head_dim")
+        full_cache = attrs.evolve(
+            full_cache,
+            num_kv_heads=fields.integer_or("num_global_key_value_heads", full_cache.num_kv_heads),
+            head_size=size,
+            head_size_v=size,
+        )
+    sliding_cache = attrs.evolve(_attention(fields, "swa_"), sliding_window=window(fields))
+    return _counted(fields, [(full, (full_cache,)), (sliding, (sliding_cache,))])
+
+
+def _mla(fields: ConfigFields) -> LayerCaches:
+    return ((LatentCache(head_size=latent_size(fields)),),) * fields.integer("num_hidden_layers")
+
+
+def _dsa(fields: ConfigFields) -> LayerCaches:
+    """Latents everywhere, and an indexer's keys on the layers that have one of their own."""
+    latent = LatentCache(head_size=latent_size(fields))
+    count = fields.integer("num_hidden_layers")
+    own = fields.integer_or("indexer_full_layers", count)
+    return _counted(fields, [(own, (latent, _indexer(fields))), (count - own, (latent,))])
+
+
+def _indexer(fields: ConfigFields) -> LatentCache:
+    precision = fields.text("indexer_fixed_precision_id")
+    if precision is not None and precision not in _DTYPE_OF_PRECISION:
+        known = ", ".join(_DTYPE_OF_PRECISION)
+        raise InputError(f"{fields.place}: indexer_fixed_precision_id is {precision!r}; known are {known}")
+    return LatentCache(
+        part=CachePart.INDEXER,
+        head_size=fields.integer("index_head_dim"),
+        fixed_dtype=None if precision is None else _DTYPE_OF_PRECISION[precision],
+    )
+
+
+def _msa(fields: ConfigFields) -> LayerCaches:
+    """Keys and values everywhere, and an indexer's keys on sparse layers."""
+    full, sparse = fields.integers("full_attention_layers", "sparse_attention_layers")
+    cache = _attention(fields)
+    return _counted(fields, [(full, (cache,)), (sparse, (cache, _indexer(fields)))])
+
+
+def _linear(fields: ConfigFields) -> LayerCaches:
+    """Full layers, and linear ones with a fixed state: conv inputs in 2 bytes, recurrent matrices in 4."""
+    full, linear, key_heads, key_size, value_heads, value_size, kernel = fields.integers(
+        "full_attention_layers",
+        "linear_attention_layers",
+        "linear_num_key_heads",
+        "linear_key_head_dim",
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+    )
+    state = StateCache(
+        conv_kernel_size=kernel,
+        num_key_heads=key_heads,
+        key_head_dim=key_size,
+        num_value_heads=value_heads,
+        value_head_dim=value_size,
+    )
+    return _counted(fields, [(full, (_attention(fields),)), (linear, (state,))])
+
+
+def _kda(fields: ConfigFields) -> LayerCaches:
+    """Latents on full layers; a fixed state on the others, in the bytes an element that the fields give."""
+    full, linear, key_heads, key_size, value_heads, value_size, kernel = fields.integers(
+        "full_attention_layers",
+        "kda_layers",
+        "kda_num_key_heads",
+        "kda_key_head_dim",
+        "kda_num_value_heads",
+        "kda_value_head_dim",
+        "kda_conv_kernel_size",
+    )
+    state = StateCache(
+        conv_kernel_size=kernel,
+        num_key_heads=key_heads,
+        key_head_dim=key_size,
+        num_value_heads=value_heads,
+        value_head_dim=value_size,
+        conv_dtype=_dtype_of_bytes(fields, "kda_conv_state_bytes_per_element", "bf16"),
+        recurrent_dtype=_dtype_of_bytes(fields, "kda_recurrent_state_bytes_per_element", "fp32"),
+    )
+    return _counted(fields, [(full, (LatentCache(head_size=latent_size(fields)),)), (linear, (state,))])
+
+
+def _dtype_of_bytes(fields: ConfigFields, name: str, default: str) -> str:
+    dtypes = {1: "int8", 2: "bf16", 4: "fp32"}
+    size = fields.optional_integer(name)
+    if size is None:
+        return default
+    if size not in dtypes:
+        raise InputError(f"{fields.place}: {name} is {size}; expected 1, 2 or 4")
+    return dtypes[size]
+
+
+def _counted(fields: ConfigFields, counted: list[tuple[int, tuple[LayerCache, ...]]]) -> LayerCaches:
+    """Layers by count, then those that store nothing; together they are all layers."""
+    count = fields.integer("num_hidden_layers")
+    described = sum(number for number, _ in counted)
+    stored = fields.integer_or("stored_layers", count)
+    if described != stored:
+        listed = " + ".join(str(number) for number, _ in counted)
+        raise InputError(f"{fields.place}: {listed} layers are described, {stored} store a cache")
+    caches = [layer for number, layer in counted for layer in (layer,) * number]
+    return (*caches, *((),) * (count - stored))
+
+
+_READERS: dict[str, Callable[[ConfigFields], LayerCaches]] = {
+    "standard_gqa": _standard,
+    "mixed_full_sliding_gqa": _mixed,
+    "mla": _mla,
+    "dsa_mla": _dsa,
+    "deepseek_v4_hybrid": v4_caches,
+    "qwen_linear_full_hybrid": _linear,
+    "kimi_kda_mla_hybrid": _kda,
+    "minimax_msa": _msa,
+}

@@ -1,0 +1,438 @@
+"""The parameters of a model, matrix by matrix: how many, who may quantise them, and how tensor parallelism divides
+them.
+
+Counts are those of the architectures themselves (golden/model_geometry.jsonl). Each group also says how wide its
+activations are, since the peak of a step follows from the same matrices.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from fractions import Fraction
+from typing import Any, cast
+
+import attrs
+
+from ..errors import InputError
+from ..planner.cache_dtype import BITS_PER_ELEMENT, canonical_dtype
+from ..planner.parallel import kv_heads_per_rank
+
+
+class WeightKind(StrEnum):
+    """What a group of parameters is; quantisation schemes choose by it."""
+
+    EMBEDDING = "embedding"
+    LM_HEAD = "lm_head"
+    ATTENTION = "attention"
+    MLP = "mlp"
+    EXPERT = "expert"
+    OTHER = "other"  # norms, biases, routers, gates: never quantised
+
+
+class Sharding(StrEnum):
+    """What tensor parallelism does to a group."""
+
+    SPLIT = "split"
+    KV_HEADS = "kv_heads"  # split over KV heads, replicated once there are more ranks than heads
+    REPLICATED = "replicated"
+
+
+@attrs.frozen(kw_only=True)
+class WeightGroup:
+    """Parameters of one matrix (or of a few that are alike).
+
+    Attributes:
+        name: the matrix.
+        parameters: of the whole group.
+        kind: see `WeightKind`.
+        sharding: see `Sharding`.
+        num_kv_heads: for `KV_HEADS`.
+        width: activation elements a token of this matrix: what a column-parallel one puts out, what a row-parallel
+            one takes in. Divided like the parameters. For experts: those that one token visits.
+    """
+
+    name: str
+    parameters: int
+    kind: WeightKind
+    sharding: Sharding = Sharding.SPLIT
+    num_kv_heads: int | None = None
+    width: int = 0
+
+    def on_rank(self, tensor_parallel_size: int) -> int:
+        """Parameters that one tensor-parallel rank holds.
+
+        Raises:
+            InputError: KV heads that can be neither split nor replicated evenly.
+        """
+        return self._shard(self.parameters, tensor_parallel_size)
+
+    def width_on_rank(self, tensor_parallel_size: int) -> int:
+        """Activation elements a token on one rank."""
+        return self._shard(self.width, tensor_parallel_size)
+
+    def _shard(self, amount: int, tensor_parallel_size: int) -> int:
+        if self.sharding is Sharding.REPLICATED:
+            return amount
+        if self.sharding is Sharding.KV_HEADS and self.num_kv_heads is not None:
+            return amount // self.num_kv_heads * kv_heads_per_rank(self.num_kv_heads, tensor_parallel_size)
+        return -(-amount // tensor_parallel_size)
+
+
+Groups = tuple[WeightGroup, ...]
+
+
+@attrs.frozen(kw_only=True)
+class ModelWeights:
+    """All parameters of a model, in the order of its layers.
+
+    Attributes:
+        embeddings: held by the first pipeline stage.
+        layers: held by the stage of the layer.
+        head: final norm and output matrix, held by the last stage.
+        tied: the output matrix is the input embedding; a last stage that is not the first holds a copy.
+        left_out: parts of the checkpoint that are not counted (a vision encoder), by name.
+    """
+
+    embeddings: Groups
+    layers: tuple[Groups, ...]
+    head: Groups
+    tied: bool
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def all_groups(self) -> Iterable[WeightGroup]:
+        """Every group once."""
+        yield from self.embeddings
+        for layer in self.layers:
+            yield from layer
+        yield from self.head
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model, tied ones once."""
+        return sum(group.parameters for group in self.all_groups)
+
+    def on_stage(self, first_layer: int, num_layers: int) -> Groups:
+        """Groups of one pipeline stage, before tensor parallelism."""
+        is_first = first_layer == 0
+        is_last = first_layer + num_layers == len(self.layers)
+        groups: list[WeightGroup] = []
+        if is_first or (is_last and self.tied):
+            groups.extend(self.embeddings if is_first else (g for g in self.embeddings if g.name == "embed_tokens"))
+        for layer in self.layers[first_layer : first_layer + num_layers]:
+            groups.extend(layer)
+        if is_last:
+            groups.extend(self.head)
+        return tuple(groups)
+
+
+def column(name: str, kind: WeightKind, size_in: int, size_out: int) -> WeightGroup:
+    """A matrix whose output is divided over ranks."""
+    return WeightGroup(name=name, parameters=size_in * size_out, kind=kind, width=size_out)
+
+
+def row(name: str, kind: WeightKind, size_in: int, size_out: int) -> WeightGroup:
+    """A matrix whose input is divided over ranks."""
+    return WeightGroup(name=name, parameters=size_in * size_out, kind=kind, width=size_in)
+
+
+def whole(name: str, kind: WeightKind, size_in: int, size_out: int) -> WeightGroup:
+    """A matrix that every rank holds."""
+    return WeightGroup(
+        name=name, parameters=size_in * size_out, kind=kind, sharding=Sharding.REPLICATED, width=size_out
+    )
+
+
+def vector(name: str, parameters: int) -> WeightGroup:
+    """Norm weights, biases and other parameters that every rank holds in full precision."""
+    return WeightGroup(name=name, parameters=parameters, kind=WeightKind.OTHER, sharding=Sharding.REPLICATED)
+
+
+def kv_column(name: str, size_in: int, num_kv_heads: int, head_size: int) -> WeightGroup:
+    """The key or value projection."""
+    return WeightGroup(
+        name=name,
+        parameters=size_in * num_kv_heads * head_size,
+        kind=WeightKind.ATTENTION,
+        sharding=Sharding.KV_HEADS,
+        num_kv_heads=num_kv_heads,
+        width=num_kv_heads * head_size,
+    )
+
+
+@attrs.frozen(kw_only=True)
+class AttentionShape:
+    """The shape of a layer's attention with separate queries, keys and values.
+
+    Attributes:
+        qk_norm: parameters of query and key norms.
+        q_outputs: query projections in one matrix (2 where an output gate is computed beside the queries).
+        shared_kv: False: keys and values of its own; True: it reads another layer's.
+        value_is_key: values are the keys' projection.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: int = 0
+    q_outputs: int = 1
+    shared_kv: bool = False
+    value_is_key: bool = False
+
+    def groups(self) -> Groups:
+        """Projections, biases and norms."""
+        kind = WeightKind.ATTENTION
+        query_width = self.num_heads * self.head_size * self.q_outputs
+        groups = [column("q_proj", kind, self.hidden_size, query_width)]
+        if not self.shared_kv:
+            groups.append(kv_column("k_proj", self.hidden_size, self.num_kv_heads, self.head_size))
+            if not self.value_is_key:
+                groups.append(kv_column("v_proj", self.hidden_size, self.num_kv_heads, self.head_size_v))
+        groups.append(row("o_proj", kind, self.num_heads * self.head_size_v, self.hidden_size))
+        bias = (query_width + self.num_kv_heads * (self.head_size + self.head_size_v)) if self.qkv_bias else 0
+        bias += self.hidden_size if self.output_bias else 0
+        extra = bias + self.qk_norm
+        return (*groups, vector("attention biases and norms", extra)) if extra else tuple(groups)
+
+
+def gated_mlp(hidden_size: int, intermediate_size: int, bias: bool = False) -> Groups:
+    """Gate, up and down projections."""
+    groups = (
+        column("gate_up_proj", WeightKind.MLP, hidden_size, 2 * intermediate_size),
+        row("down_proj", WeightKind.MLP, intermediate_size, hidden_size),
+    )
+    return (*groups, vector("mlp biases", 2 * intermediate_size + hidden_size)) if bias else groups
+
+
+def plain_mlp(hidden_size: int, intermediate_size: int) -> Groups:
+    """Up and down projections with biases (GPT-2, OPT, Phi)."""
+    return (
+        column("fc1", WeightKind.MLP, hidden_size, intermediate_size),
+        row("fc2", WeightKind.MLP, intermediate_size, hidden_size),
+        vector("mlp biases", intermediate_size + hidden_size),
+    )
+
+
+def experts(hidden_size: int, intermediate_size: int, num_experts: int, num_experts_per_tok: int) -> Groups:
+    """Routed gated experts and the router."""
+    per_expert = hidden_size * intermediate_size
+    kind = WeightKind.EXPERT
+    return (
+        WeightGroup(
+            name="experts.gate_up_proj",
+            parameters=2 * num_experts * per_expert,
+            kind=kind,
+            width=2 * num_experts_per_tok * intermediate_size,
+        ),
+        WeightGroup(
+            name="experts.down_proj",
+            parameters=num_experts * per_expert,
+            kind=kind,
+            width=num_experts_per_tok * intermediate_size,
+        ),
+        # Each visited expert's output is kept until they are summed, so its width counts beside the router's matrix.
+        attrs.evolve(vector("router", hidden_size * num_experts), width=num_experts_per_tok * hidden_size),
+    )
+
+
+def embedding(name: str, vocab_size: int, hidden_size: int) -> WeightGroup:
+    """An embedding table, divided over ranks by rows."""
+    return WeightGroup(name=name, parameters=vocab_size * hidden_size, kind=WeightKind.EMBEDDING)
+
+
+def lm_head(vocab_size: int, hidden_size: int) -> WeightGroup:
+    """The output matrix."""
+    return WeightGroup(name="lm_head", parameters=vocab_size * hidden_size, kind=WeightKind.LM_HEAD)
+
+
+# How many bytes the weights take: which matrices a quantisation scheme compresses, and to what, with their scales.
+
+_ALL_MATRICES = frozenset({WeightKind.ATTENTION, WeightKind.MLP, WeightKind.EXPERT})
+_EXPERTS_ONLY = frozenset({WeightKind.EXPERT})
+
+
+@attrs.frozen(kw_only=True)
+class QuantizationScheme:
+    """What a scheme does to the matrices of a model.
+
+    Attributes:
+        name: as `--quantization` takes it.
+        bits: of one quantised weight.
+        scale_bits: of the scales (and zero points), spread over the weights that share them.
+        kinds: kinds of matrices that are quantised; embeddings, output matrix, norms and routers never are.
+        expert_bits: bits of routed experts where they differ.
+        left_alone: names of matrices that stay in the model's dtype all the same.
+        unknown: what the checkpoint's own list leaves open, in words.
+    """
+
+    name: str
+    bits: int
+    scale_bits: Fraction = Fraction(0)
+    kinds: frozenset[WeightKind] = _ALL_MATRICES
+    expert_bits: int | None = None
+    left_alone: frozenset[str] = frozenset()
+    unknown: tuple[str, ...] = ()
+
+    def bits_of(self, group: WeightGroup, model_bits: int) -> Fraction:
+        """Bits that one parameter of `group` takes, scales included."""
+        if group.kind not in self.kinds or group.name in self.left_alone:
+            return Fraction(model_bits)
+        bits = self.expert_bits if self.expert_bits is not None and group.kind is WeightKind.EXPERT else self.bits
+        return bits + self.scale_bits
+
+
+def quantization_schemes() -> dict[str, QuantizationScheme]:
+    """The schemes that `--quantization` takes, by name. Scale sizes are those of each format's usual groups."""
+    schemes = (
+        QuantizationScheme(name="fp8", bits=8, unknown=("whether attention is quantised too",)),
+        QuantizationScheme(name="fp8_block", bits=8, scale_bits=Fraction(32, 128 * 128)),
+        QuantizationScheme(name="int8", bits=8),
+        QuantizationScheme(name="int4", bits=4, scale_bits=Fraction(16 + 4, 128)),
+        QuantizationScheme(name="mxfp4", bits=4, scale_bits=Fraction(8, 32), kinds=_EXPERTS_ONLY),
+        QuantizationScheme(name="nvfp4", bits=4, scale_bits=Fraction(8, 16)),
+    )
+    return {scheme.name: scheme for scheme in schemes}
+
+
+def scheme_by_name(name: str) -> QuantizationScheme | None:
+    """The scheme of that name; None for `none`.
+
+    Raises:
+        InputError: no scheme of that name.
+    """
+    if name == "none":
+        return None
+    scheme = quantization_schemes().get(name)
+    if scheme is None:
+        raise InputError(f"--quantization {name!r} is not known; known are none, {', '.join(quantization_schemes())}")
+    return scheme
+
+
+def scheme_from_config(config: Mapping[str, Any], place: str) -> QuantizationScheme | None:
+    """The scheme of a checkpoint's `quantization_config`; None where it quantises nothing.
+
+    Raises:
+        InputError: a method that is not known here.
+    """
+    method = str(config.get("quant_method", "")).lower()
+    ignored = [
+        str(item) for key in ("ignored_layers", "ignore", "modules_to_not_convert") for item in _list(config, key)
+    ]
+    if method in ("fp8", "fbgemm_fp8"):
+        scheme = quantization_schemes()["fp8_block" if config.get("weight_block_size") else "fp8"]
+        scheme = attrs.evolve(scheme, unknown=())
+        if config.get("expert_dtype") == "fp4":
+            scheme = attrs.evolve(scheme, expert_bits=4)
+    elif method in ("gptq", "awq", "compressed-tensors", "modelopt"):
+        scheme = _grouped_scheme(method, config, place)
+    elif method == "mxfp4":
+        scheme = quantization_schemes()["mxfp4"]
+    else:
+        raise InputError(
+            f"{place}: quantization_config.quant_method is {method!r}, which is not known here; give the weights' bytes"
+            " per GPU (--weights-bytes) or name the scheme (--quantization)"
+        )
+    return _without_ignored(scheme, ignored)
+
+
+def _list(config: Mapping[str, Any], key: str) -> Sequence[Any]:
+    value = config.get(key)
+    return cast("Sequence[Any]", value) if isinstance(value, list) else ()
+
+
+def _grouped_scheme(method: str, config: Mapping[str, Any], place: str) -> QuantizationScheme:
+    bits, group_size, kind = config.get("bits"), config.get("group_size"), "int"
+    if method == "compressed-tensors":
+        groups = config.get("config_groups")
+        first = next(iter(cast("Mapping[str, Any]", groups).values()), None) if isinstance(groups, Mapping) else None
+        weights = cast("Mapping[str, Any]", first).get("weights") if isinstance(first, Mapping) else None
+        if not isinstance(weights, Mapping):
+            raise InputError(f"{place}: quantization_config has no config_groups with weights")
+        described = cast("Mapping[str, Any]", weights)
+        bits, group_size, kind = described.get("num_bits"), described.get("group_size"), described.get("type", "int")
+    if method == "modelopt":
+        algorithm = str(config.get("quant_algo", "")).upper()
+        bits, group_size = (4, 16) if algorithm == "NVFP4" else (8, None) if algorithm == "FP8" else (None, None)
+        kind = "float"
+    if not isinstance(bits, int) or bits < 1:
+        raise InputError(f"{place}: quantization_config does not say how many bits a weight takes")
+    scale_bits = Fraction(0)
+    if isinstance(group_size, int) and group_size > 0:
+        zero_point = bits if kind == "int" else 0
+        scale_bits = Fraction((8 if kind == "float" and bits == 4 else 16) + zero_point, group_size)
+    return QuantizationScheme(name=f"{method} {bits}-bit", bits=bits, scale_bits=scale_bits)
+
+
+# Words of module names in the lists of what stays unquantised, and what they cover here.
+_KINDS_BY_WORD = {
+    "self_attn": WeightKind.ATTENTION,
+    "linear_attn": WeightKind.ATTENTION,
+    "mlp": WeightKind.MLP,
+    "feed_forward": WeightKind.MLP,
+    "experts": WeightKind.EXPERT,
+}
+_NEVER_QUANTISED = ("lm_head", "embed", "norm", "router", "gate", "vision", "visual", "projector", "audio", "mtp")
+
+
+def _without_ignored(scheme: QuantizationScheme, ignored: Sequence[str]) -> QuantizationScheme:
+    """Take out what the checkpoint's own list leaves in full precision; what it says in unknown words is noted."""
+    kinds, names, unknown = set(scheme.kinds), set(scheme.left_alone), set[str]()
+    for entry in ignored:
+        word = entry.replace("*", "").rstrip(".").rsplit(".", 1)[-1].rsplit(":", 1)[-1]
+        if word in _KINDS_BY_WORD:
+            kinds.discard(_KINDS_BY_WORD[word])
+        elif word.endswith("_proj"):
+            names.add(word)
+        elif not any(part in entry for part in _NEVER_QUANTISED):
+            unknown.add(f"whether {entry!r} of quantization_config covers matrices counted as quantised")
+    return attrs.evolve(
+        scheme, kinds=frozenset(kinds), left_alone=frozenset(names), unknown=(*scheme.unknown, *sorted(unknown)[:3])
+    )
+
+
+@attrs.frozen(kw_only=True)
+class WeightBytes:
+    """What a rank's weights take, in bytes.
+
+    Attributes:
+        num_bytes: with everything that the scheme covers quantised.
+        unquantised_attention_bytes: further bytes if attention is left in full precision.
+        parameters: that the rank holds.
+    """
+
+    num_bytes: int
+    unquantised_attention_bytes: int
+    parameters: int
+
+
+def weight_bytes(
+    groups: Groups, *, dtype: str, scheme: QuantizationScheme | None, tensor_parallel_size: int
+) -> WeightBytes:
+    """Bytes of the weights that one rank holds.
+
+    Args:
+        groups: matrices of the rank's pipeline stage.
+        dtype: of unquantised weights.
+        scheme: None: nothing is quantised.
+        tensor_parallel_size: ranks that the matrices are divided over.
+
+    Raises:
+        InputError: KV heads that can be neither split nor replicated evenly.
+    """
+    model_bits = BITS_PER_ELEMENT[canonical_dtype(dtype)]
+    total, attention, parameters = Fraction(0), Fraction(0), 0
+    for group in groups:
+        on_rank = group.on_rank(tensor_parallel_size)
+        bits = Fraction(model_bits) if scheme is None else scheme.bits_of(group, model_bits)
+        parameters += on_rank
+        total += on_rank * bits / 8
+        if group.kind is WeightKind.ATTENTION:
+            attention += on_rank * (model_bits - bits) / 8
+    return WeightBytes(
+        num_bytes=-(-total.numerator // total.denominator),
+        parameters=parameters,
+        unquantised_attention_bytes=int(attention),
+    )

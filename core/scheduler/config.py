@@ -1,0 +1,72 @@
+"""Limits and policies of the scheduler, under the names that vLLM gives them."""
+
+import attrs
+
+from ..errors import InputError
+
+POLICIES = ("fcfs", "priority")
+VICTIMS = ("last-admitted", "least-computed")
+PREEMPTION_MODES = ("recompute", "swap")
+
+
+_MINIMA = {
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "long_prefill_token_threshold": 0,
+    "swap_space_blocks": 0,
+    "num_speculative_tokens": 0,
+}
+_CHOICES = {"policy": POLICIES, "preemption_victim": VICTIMS, "preemption_mode": PREEMPTION_MODES}
+
+
+@attrs.frozen
+class SchedulerConfig:
+    """What bounds a step and who gives way.
+
+    Attributes:
+        max_num_seqs: requests that run at the same time.
+        max_num_batched_tokens: tokens that one step computes at most.
+        enable_chunked_prefill: whether a prompt may be computed over several steps.
+        long_prefill_token_threshold: the most prompt tokens of one request a step; 0: no such limit.
+        policy: "fcfs", or "priority" (the lowest value first, then the earliest arrival).
+        preemption_victim: under "fcfs", who loses its blocks when they run out: "last-admitted" (vLLM) or
+            "least-computed" (the one that loses the least work; field report D03).
+        preemption_mode: what a preempted request does when it comes back: "recompute" (vLLM V1) computes its tokens
+            again; "swap" copies its blocks to host memory and back, as long as `swap_space_blocks` has room for them,
+            and recomputes otherwise.
+        swap_space_blocks: blocks of host memory for swapped requests; needed for "swap".
+        num_speculative_tokens: drafts verified by each decode step of each request; 0: no speculative decoding.
+        reserve_full_sequence: whether a request is admitted only when all its known tokens fit (vLLM's
+            scheduler_reserve_full_isl), not just its first chunk.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    policy: str = "fcfs"
+    preemption_victim: str = "last-admitted"
+    preemption_mode: str = "recompute"
+    swap_space_blocks: int = 0
+    num_speculative_tokens: int = 0
+    reserve_full_sequence: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        for name, minimum in _MINIMA.items():
+            if getattr(self, name) < minimum:
+                raise InputError(f"{name} must be at least {minimum}, not {getattr(self, name)}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise InputError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
+        per_request = 1 + self.num_speculative_tokens
+        if self.max_num_batched_tokens < self.max_num_seqs * per_request:
+            raise InputError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs} x "
+                f"{per_request} tokens a decoding request: not every running request could go on in a step; raise the "
+                "one or lower the other"
+            )
+        if (self.preemption_mode == "swap") != (self.swap_space_blocks > 0):
+            raise InputError(
+                f"preemption_mode {self.preemption_mode!r} and swap_space_blocks {self.swap_space_blocks} contradict "
+                "each other: swapping needs blocks of host memory, recomputing has no use for them"
+            )

@@ -1,0 +1,370 @@
+"""Which requests compute how many tokens in the next step: continuous batching as vLLM V1 does it. Knows no clock."""
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..allocator.allocator import KVCacheAllocator
+from ..allocator.taking import Rows
+from ..errors import DoesNotFitError, InputError, MisuseError
+from ..types import ExternalTokens, RemoteTokens, Request, ScheduledStep, TokenBatch, smallest
+from .config import SchedulerConfig
+from .preemption import PreemptedRequests
+from .queues import WaitingQueue, make_waiting_queue
+from .running import RunningRequests, RunningSchedule
+from .stats import SchedulerStats, decode_load, load_with_drafts, mixed_load
+from .waiting import WaitingAdmission
+
+_NO_ROWS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+
+class StepOutcome(NamedTuple):
+    """What a completed step changed, by row: int64 arrays.
+
+    Attributes:
+        sampled: rows that produced output, in batch order.
+        produced: how many output tokens each of them produced (several in a macro-step, or with accepted drafts).
+        finished: those of them that produced their last one; their rows are released already.
+        finished_requests: the same requests as objects.
+    """
+
+    sampled: NDArray[np.int64]
+    produced: NDArray[np.int64]
+    finished: NDArray[np.int64]
+    finished_requests: tuple[Request, ...]
+
+
+class Scheduler:
+    """Running requests first, in the order of their admission, then waiting ones, within a token budget.
+
+    The loop around it is `core/scheduler/engine.py`. A step's blocks are allocated when it is scheduled; `complete`
+    accounts for its tokens. Requests that can never fit are refused at `submit` (D01), so the head of the queue is
+    always served in the end; a request that comes back after a preemption keeps its blocks until it has produced a
+    token, so no request is preempted twice without progress in between (D02).
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        allocator: KVCacheAllocator,
+        external: ExternalTokens | None = None,
+        remote: RemoteTokens | None = None,
+        keeps_blocks_of: Callable[[Request], bool] | None = None,
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            config: batch limits and policies.
+            allocator: the ledger; no other scheduler writes in it.
+            external: where tokens behind a hit may be copied in from, besides the swap space.
+            remote: whose tokens a request waits for before its first step. It holds its blocks and its row meanwhile
+                and cannot be preempted; `received` ends the wait.
+            keeps_blocks_of: asked of each request that finishes: whether its blocks stay until they are `sent`.
+
+        Raises:
+            InputError: limits that contradict each other.
+        """
+        if config.max_num_seqs > allocator.config.max_num_reqs:
+            raise InputError(
+                f"max_num_seqs {config.max_num_seqs} exceeds the allocator's {allocator.config.max_num_reqs} rows "
+                "(max_num_reqs)"
+            )
+        self.config = config
+        self.allocator = allocator
+        self.stats = SchedulerStats()
+        self.waiting: WaitingQueue = make_waiting_queue(config.policy)
+        self._keeps_blocks_of = keeps_blocks_of
+        self._requests: dict[str, Request] = {}
+        self._running = RunningRequests(allocator.config.max_num_reqs)
+        self._preempted = PreemptedRequests(config, allocator, self.stats)
+        self._going_on = RunningSchedule(config, allocator, self._running, self.waiting, self._preempted)
+        self._admission = WaitingAdmission(
+            config, allocator, self._running, self.waiting, self._preempted, self.stats, external, remote
+        )
+        self._incoming = self._admission.incoming
+        # Of the step in flight: whether every running request is in it, and the fewest outputs that any of them still
+        # has to produce (0: not asked).
+        self._is_whole = False
+        self._fewest_remaining = 0
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def running_rows(self) -> Rows:
+        """Rows of running requests in the order of their admission: int64 `[num_running]`."""
+        return self._running.rows
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks and compute."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold none yet, or none any more."""
+        return len(self.waiting)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any submitted request is still to end."""
+        return bool(len(self._running) or len(self.waiting) or len(self._incoming))
+
+    @property
+    def head_is_blocked(self) -> bool:
+        """Whether arrivals cannot change the next steps: under "fcfs" they queue behind a request that has to wait."""
+        return self.config.policy == "fcfs" and len(self.waiting) > 0
+
+    def request_in(self, row: int) -> Request:
+        """The running request in a row."""
+        return self._running.request_in(row)
+
+    def num_preemptions_of(self, request_id: str) -> int:
+        """How often a request has been preempted so far; 0 for one that is not being served."""
+        request = self._requests.get(request_id)
+        return request.num_preemptions if request is not None else 0
+
+    def check_fits(self, request: Request) -> None:
+        """Raise `DoesNotFitError` with the numbers if the request can never be served (D01)."""
+        # The last output token is never computed, so it needs no slot.
+        longest = request.num_prompt_tokens + request.max_tokens - 1
+        with_drafts = min(longest + 2 * self.config.num_speculative_tokens, self.allocator.config.max_model_len)
+        self.allocator.check_fits(max(longest, with_drafts), f"request {request.request_id!r}")
+        if not self.config.enable_chunked_prefill and request.num_prompt_tokens > self.config.max_num_batched_tokens:
+            raise DoesNotFitError(
+                f"request {request.request_id!r} has {request.num_prompt_tokens:,} prompt tokens, more than "
+                f"max_num_batched_tokens {self.config.max_num_batched_tokens:,}, and chunked prefill is off"
+            )
+
+    # -- what the outside world does ---------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            DoesNotFitError: its prompt and `max_tokens` can never be held; it is counted as rejected (D01).
+            MisuseError: a request of this id is still there.
+        """
+        self._take_in(request)
+        self.waiting.add(request)
+
+    def fork(self, parent_id: str, child: Request, has_ended: bool = False) -> None:
+        """Take in another output of a running request's prompt, right after the step that computed the prompt's end.
+
+        The child shares the parent's blocks, and runs from the next step on. Where the parent has ended with that
+        step, or no further request may run, the child waits for blocks of its own, ahead of those that never started.
+
+        Args:
+            parent_id: the request whose prompt it is.
+            child: with its first output token, which the same step gave (`num_output_tokens` is 1).
+            has_ended: that token was its last one, so that it is only counted.
+
+        Raises:
+            DoesNotFitError: its prompt and `max_tokens` can never be held; it is counted as rejected (D01).
+            MisuseError: a request of this id is still there, the child has not one output token, or the parent has
+                computed other tokens than the prompt.
+        """
+        if child.num_output_tokens != 1:
+            raise MisuseError(
+                f"{child.request_id!r} forks from {parent_id!r} with {child.num_output_tokens} output tokens; it has "
+                "one, which the step that computed the prompt's end gave"
+            )
+        num_computed = child.num_tokens - 1
+        holds_prompt = self.allocator.holds(parent_id)
+        if holds_prompt and self._running.computed.item(self.allocator.row_of(parent_id)) != num_computed:
+            raise MisuseError(
+                f"{child.request_id!r} cannot fork from {parent_id!r}, which has computed other tokens than the "
+                f"{num_computed} of the prompt; fork right after the step that computed its end"
+            )
+        self._take_in(child)
+        child.num_cached_tokens = child.num_prompt_tokens
+        if has_ended:
+            del self._requests[child.request_id]
+            self.stats.num_finished += 1
+        elif holds_prompt and len(self._running) < self.config.max_num_seqs and self.allocator.state.free_rows:
+            self.allocator.fork(parent_id, child)
+            self._running.enter(child, self.allocator.row_of(child.request_id), num_computed)
+        else:
+            self.waiting.add_preempted(child)
+
+    def _take_in(self, request: Request) -> None:
+        if request.request_id in self._requests or request.request_id in self._incoming:
+            raise MisuseError(f"a request {request.request_id!r} is still being served")
+        try:
+            self.check_fits(request)
+        except DoesNotFitError:
+            self.stats.num_rejected += 1
+            raise
+        self.stats.num_submitted += 1
+        request.num_cached_tokens, request.num_preemptions = None, 0
+        self._admission.forget_refusal(request)
+        self._requests[request.request_id] = request
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in whatever state it is; a second abort, or one after the end, is a no-op (C06)."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        if self.allocator.holds(request_id):
+            self._leave([self.allocator.row_of(request_id)])
+            if not self._incoming.abort(request_id):
+                self.allocator.abort(request_id)
+        else:
+            self.waiting.remove(request)
+        self._preempted.forget(request_id)
+        self.stats.num_aborted += 1
+        return True
+
+    def received(self, request_id: str) -> None:
+        """The copy that `RemoteTokens.admitted` asked for has ended: the request runs as soon as there is a place."""
+        if not self._incoming.end(request_id):
+            self.allocator.abort(request_id)
+
+    def sent(self, request_id: str) -> None:
+        """The blocks that a finished request kept were read by another engine: give them back."""
+        self.allocator.free(request_id)
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledStep | None:
+        """Decide and allocate the next step; None when nothing can be computed now."""
+        self._preempted.num_swapped_blocks = 0
+        self._fewest_remaining = 0
+        self._admission.take_in_received()
+        batch = self._going_on.decide()
+        if len(self.waiting) and not self._going_on.preempted_in_step:
+            batch = self._admission.admit(batch)
+        if not len(batch.rows):
+            return None
+        self._is_whole = len(batch.rows) == len(self._running)
+        self._running.computed[batch.rows] = batch.first_positions + batch.counts
+        return self._with_load(batch)
+
+    def _with_load(self, batch: TokenBatch) -> ScheduledStep:
+        num_swapped_blocks = self._preempted.num_swapped_blocks
+        has_drafts = self.config.num_speculative_tokens > 0
+        if self._running.all_decode and not has_drafts:
+            return ScheduledStep(batch, decode_load(batch, num_swapped_blocks))
+        missing = self._running.known[batch.rows] - batch.first_positions
+        if not has_drafts:
+            return ScheduledStep(batch, mixed_load(batch, missing, num_swapped_blocks))
+        drafts = np.maximum(batch.counts - missing, 0)
+        load = load_with_drafts(batch, missing, num_swapped_blocks)
+        return ScheduledStep(batch, load, num_draft_tokens=drafts if np.count_nonzero(drafts) else None)
+
+    def max_repeats(self, step: ScheduledStep) -> int:
+        """How many more steps like this decode-only one could follow before any scheduling decision is due.
+
+        0 unless every running request decodes, none was preempted and none ends in this step; further bounded by the
+        blocks that are free. Requests that wait now are blocked, and stay so while nothing is given back. A request
+        that arrives later is the caller's to foresee.
+        """
+        rows = step.batch.rows
+        if (
+            step.load.num_prefill_tokens
+            or self.config.num_speculative_tokens
+            or self._going_on.preempted_in_step
+            or len(rows) != len(self._running)
+            or not self.allocator.can_append_several_steps
+        ):
+            return 0
+        self._fewest_remaining = smallest(self._running.remaining[rows])
+        limit = self._fewest_remaining - 1
+        while limit > 0 and not self.allocator.could_append(rows, limit):
+            limit //= 2
+        return limit
+
+    def repeat(self, step: ScheduledStep, times: int) -> ScheduledStep:
+        """Allocate `times <= max_repeats(step)` further steps of the same requests; returns the macro-step."""
+        batch = step.batch
+        taken_at = self.allocator.append_steps(batch.rows, times)
+        counts = batch.counts + times
+        self._running.computed[batch.rows] = batch.first_positions + counts
+        return ScheduledStep(
+            TokenBatch(batch.rows, batch.first_positions, counts), step.load, 1 + times, blocks_taken_at=taken_at
+        )
+
+    def complete(
+        self,
+        step: ScheduledStep,
+        stopped: Collection[int] = (),
+        num_accepted_tokens: NDArray[np.int64] | None = None,
+    ) -> StepOutcome:
+        """Account for a computed step: tokens produced, requests finished and freed.
+
+        Args:
+            step: the step that was scheduled last.
+            stopped: rows whose request ends with this step's token (a stop token; live serving).
+            num_accepted_tokens: int64 `[num_reqs]`, accepted drafts of each request in the batch; None: none of any.
+
+        Raises:
+            MisuseError: a stopped row produced no token in this step, or more drafts were accepted than there were.
+        """
+        running, rows = self._running, step.batch.rows
+        places = self._sampled_places(step)
+        sampled = rows[places]
+        if stopped:
+            strangers = set(stopped).difference(sampled.tolist())
+            if strangers:
+                raise MisuseError(
+                    f"rows {sorted(strangers)} cannot stop with a step in which they produced no token; those that "
+                    f"did are {sampled.tolist()}"
+                )
+        remaining = running.remaining[sampled]
+        produced = np.empty(len(sampled), dtype=np.int64)
+        produced.fill(step.num_steps)
+        if step.num_draft_tokens is not None:
+            produced += self._accepted(step.num_draft_tokens, num_accepted_tokens)[places]
+            produced = np.minimum(produced, remaining)
+            # Rejected drafts are taken back: all known tokens but the newest are computed.
+            running.computed[sampled] = running.known[sampled] + produced - 1
+        self.stats.computed_tokens += step.load.num_tokens * step.num_steps
+        running.known[sampled] += produced
+        running.remaining[sampled] = remaining - produced
+        if self._is_whole and len(sampled) == len(rows):
+            running.all_decode = True
+        if self._preempted.protected:
+            self._preempted.produced(sampled.tolist())
+        if stopped:
+            running.remaining[list(stopped)] = 0
+        elif self._fewest_remaining > step.num_steps:
+            return StepOutcome(sampled, produced, sampled[:0], ())
+        ended = sampled[running.remaining[sampled] == 0].tolist()
+        # A request that was aborted while the step ran has left already.
+        finished = [row for row in ended if running.holds(row)]
+        requests = tuple([self._finish(row) for row in finished])
+        if finished:
+            self._leave(finished)
+        return StepOutcome(sampled, produced, np.array(finished, dtype=np.int64), requests)
+
+    def _sampled_places(self, step: ScheduledStep) -> slice | NDArray[np.bool_]:
+        """Where in the batch the requests stand that produce output: a chunk that is not the last one does not."""
+        batch = step.batch
+        if step.load.num_sampled == len(batch.rows):
+            return slice(None)
+        return batch.first_positions + batch.counts >= self._running.known[batch.rows]
+
+    def _accepted(self, drafts: NDArray[np.int64], accepted: NDArray[np.int64] | None) -> NDArray[np.int64]:
+        if accepted is None:
+            accepted = np.zeros_like(drafts)
+        if (accepted < 0).any() or (accepted > drafts).any():
+            raise MisuseError(
+                f"accepted drafts {accepted.tolist()} of {drafts.tolist()}: at most all of them, at least 0"
+            )
+        self.stats.num_draft_tokens += int(drafts.sum())
+        self.stats.num_accepted_tokens += int(accepted.sum())
+        return accepted
+
+    def _finish(self, row: int) -> Request:
+        request = self._running.note_outputs(row)
+        if self._keeps_blocks_of is None or not self._keeps_blocks_of(request):
+            self.allocator.free(request.request_id)
+        del self._requests[request.request_id]
+        self._preempted.forget(request.request_id)
+        self.stats.num_finished += 1
+        return request
+
+    def _leave(self, rows: list[int]) -> None:
+        self._running.leave(rows)
+        self._preempted.produced(rows)

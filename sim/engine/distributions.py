@@ -1,0 +1,305 @@
+"""The latencies of a run: sketches for the report and, where they are wanted, the histograms of vLLM's metrics."""
+
+import math
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from functools import reduce
+from itertools import repeat
+from operator import add
+from typing import NamedTuple
+
+import numpy as np
+
+from ...backends.sinks.metrics.boundaries import (
+    FIRST_TOKEN_MS,
+    PREEMPTIONS,
+    REQUEST_MS,
+    STEP_TOKENS,
+    TOKEN_MS,
+    token_boundaries,
+)
+from ...core.errors import InputError
+
+# Mean and percentiles of any number of samples in constant memory.
+
+RELATIVE_ERROR = 0.001
+_SMALLEST = 1e-3
+_LOG_GAMMA = math.log((1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR))
+_NUM_BUCKETS = math.ceil(math.log(1e18) / _LOG_GAMMA) + 2
+
+
+class QuantileSketch:
+    """A histogram over logarithmic buckets from 1e-3 to 1e15, so that a percentile is off by at most 0.1 % of itself.
+
+    Count, minimum and maximum are exact, and so is the total where the samples are whole numbers. Samples are
+    positive numbers, or 0, which counts as the smallest bucket.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total: float = 0
+        self.minimum = math.inf
+        self.maximum = -math.inf
+        # A list: one entry at a time is what it is asked for, and an array boxes each.
+        self._buckets = [0] * _NUM_BUCKETS
+
+    def add(self, value: float, weight: int = 1) -> None:
+        """Add one sample `weight` times."""
+        self.count += weight
+        self.total += value * weight
+        if value < self.minimum:
+            self.minimum = value
+        if value > self.maximum:
+            self.maximum = value
+        self._buckets[_bucket_of(value)] += weight
+
+    def add_all(self, values: Sequence[float]) -> None:
+        """Add each of many samples once; the same as adding one after the other."""
+        if not values:
+            return
+        self.count += len(values)
+        # Sample by sample, as `add` does: the last digit of a sum depends on the order.
+        self.total = reduce(add, values, self.total)
+        self.minimum = min(self.minimum, min(values))
+        self.maximum = max(self.maximum, max(values))
+        for bucket in map(_bucket_of, values):
+            self._buckets[bucket] += 1
+
+    def merge(self, other: "QuantileSketch") -> None:
+        """Add every sample of another sketch; the same as having added them here."""
+        self.count += other.count
+        self.total += other.total
+        self.minimum = min(self.minimum, other.minimum)
+        self.maximum = max(self.maximum, other.maximum)
+        self._buckets = [mine + theirs for mine, theirs in zip(self._buckets, other._buckets, strict=True)]
+
+    @property
+    def mean(self) -> float | None:
+        """The mean, or None without samples."""
+        return self.total / self.count if self.count else None
+
+    def percentile(self, percent: float) -> float | None:
+        """The smallest value that at least `percent` % of the samples do not exceed (nearest rank), or None."""
+        if not self.count:
+            return None
+        rank = max(1, math.ceil(percent / 100 * self.count))
+        if rank == self.count:
+            return self.maximum
+        bucket = int(np.searchsorted(np.cumsum(self._buckets), rank))
+        middle = _SMALLEST * math.exp((bucket - 0.5) * _LOG_GAMMA) if bucket else 0.0
+        return min(max(middle, self.minimum), self.maximum)
+
+    def summary(self, unit: float = 1.0) -> dict[str, float | int | None]:
+        """`mean`, `p50`, `p90`, `p99` and `max` in units of `unit`, and `count`; None where there is no sample."""
+        figures = {
+            "mean": self.mean,
+            "p50": self.percentile(50),
+            "p90": self.percentile(90),
+            "p99": self.percentile(99),
+            "max": self.maximum if self.count else None,
+        }
+        scaled = {name: None if value is None else value / unit for name, value in figures.items()}
+        return {**scaled, "count": self.count}
+
+
+def _bucket_of(value: float) -> int:
+    if value <= _SMALLEST:
+        return 0
+    return min(math.ceil(math.log(value / _SMALLEST) / _LOG_GAMMA), _NUM_BUCKETS - 1)
+
+
+# Exact counts of samples up to fixed boundaries: what a Prometheus histogram is made of.
+
+
+class Histogram:
+    """Counts whole numbers by the smallest boundary that is not below them. Counts and total are exact.
+
+    Attributes:
+        boundaries: ascending; a sample that equals a boundary counts as up to it ("le").
+        counts: one a boundary, and one for what is above the last. Not cumulated.
+        total: the sum of the samples.
+    """
+
+    def __init__(self, boundaries: Sequence[int]) -> None:
+        if list(boundaries) != sorted(set(boundaries)):
+            raise InputError(f"the boundaries of a histogram must ascend, not be {list(boundaries)}")
+        self.boundaries = tuple(boundaries)
+        self.counts = [0] * (len(boundaries) + 1)
+        self.total: float = 0
+
+    def add(self, value: float, weight: int = 1) -> None:
+        """Count one sample `weight` times."""
+        self.counts[bisect_left(self.boundaries, value)] += weight
+        self.total += value * weight
+
+    def add_all(self, values: Sequence[float]) -> None:
+        """Count each of many samples once; the same as adding one after the other."""
+        for place, number in Counter(map(bisect_left, repeat(self.boundaries), values)).items():
+            self.counts[place] += number
+        self.total = reduce(add, values, self.total)
+
+    @property
+    def count(self) -> int:
+        """How many samples there were."""
+        return sum(self.counts)
+
+
+# The histograms of a simulated run, with the boundaries of vLLM's metrics of the same meaning.
+
+NANOSECONDS = 1_000_000_000
+
+
+def _of_ms(boundaries_ms: tuple[int, ...]) -> Histogram:
+    return Histogram([boundary * 1_000_000 for boundary in boundaries_ms])
+
+
+class FinishedRequest(NamedTuple):
+    """What is counted of a finished request.
+
+    Attributes:
+        arrival_ns: when it was sent, from the start of the run.
+        admitted_ns: when it was first admitted.
+        first_ns: when it got its first token.
+        last_ns: when it got its last token.
+        tpot_ns: nanoseconds per output token after the first; None for a single token.
+        num_prompt_tokens: of the prompt, cached ones included.
+        num_output_tokens: produced.
+        num_cached_tokens: of the prompt, found at the first admission.
+        num_preemptions: how often it lost its blocks.
+    """
+
+    arrival_ns: int
+    admitted_ns: int
+    first_ns: int
+    last_ns: int
+    tpot_ns: float | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+
+
+class RunHistograms:
+    """Times in nanoseconds, sizes in tokens; each is counted once a request, but `itl_ns` once a gap between tokens
+    and `step_tokens` once an engine step.
+    """
+
+    def __init__(self, max_model_len: int) -> None:
+        """Empty histograms for requests of up to `max_model_len` tokens."""
+        self.ttft_ns = _of_ms(FIRST_TOKEN_MS)
+        self.itl_ns = _of_ms(TOKEN_MS)
+        self.tpot_ns = _of_ms(TOKEN_MS)
+        self.e2e_ns = _of_ms(REQUEST_MS)
+        self.queue_ns = _of_ms(REQUEST_MS)
+        self.prefill_ns = _of_ms(REQUEST_MS)
+        self.decode_ns = _of_ms(REQUEST_MS)
+        self.inference_ns = _of_ms(REQUEST_MS)
+        tokens = token_boundaries(max_model_len)
+        self.prompt_tokens = Histogram(tokens)
+        self.output_tokens = Histogram(tokens)
+        self.prefill_computed_tokens = Histogram(tokens)
+        self.preemptions = Histogram(PREEMPTIONS)
+        self.step_tokens = Histogram(STEP_TOKENS)
+
+    def count_finished(self, finished: Sequence[FinishedRequest]) -> None:
+        """Count requests that ended."""
+        self.e2e_ns.add_all([one.last_ns - one.arrival_ns for one in finished])
+        self.queue_ns.add_all([one.admitted_ns - one.arrival_ns for one in finished])
+        self.prefill_ns.add_all([one.first_ns - one.admitted_ns for one in finished])
+        self.decode_ns.add_all([one.last_ns - one.first_ns for one in finished])
+        self.inference_ns.add_all([one.last_ns - one.admitted_ns for one in finished])
+        self.tpot_ns.add_all([one.tpot_ns for one in finished if one.tpot_ns is not None])
+        self.prompt_tokens.add_all([one.num_prompt_tokens for one in finished])
+        self.output_tokens.add_all([one.num_output_tokens for one in finished])
+        self.prefill_computed_tokens.add_all([one.num_prompt_tokens - one.num_cached_tokens for one in finished])
+        self.preemptions.add_all([one.num_preemptions for one in finished])
+
+
+# Samples that wait to be counted, of each kind: many at once cost a fraction of as many one by one.
+MAX_PENDING = 1024
+
+
+class LatencySamples:
+    """Takes samples as they come and counts them when there are many, or when it is asked for what they make.
+
+    Attributes:
+        gaps: nanoseconds between successive tokens of a request: how many times each, since they were last counted.
+        steps: tokens of an engine step: how many steps each, since they were last counted.
+    """
+
+    def __init__(self, histograms: RunHistograms | None) -> None:
+        """`histograms` are counted besides the sketches; None: nothing is."""
+        self._histograms = histograms
+        self._ttft_ns = QuantileSketch()
+        self._itl_ns = QuantileSketch()
+        self._tpot_ns = QuantileSketch()
+        self._e2e_ns = QuantileSketch()
+        self.gaps: defaultdict[int, int] = defaultdict(int)
+        self.steps: defaultdict[int, int] = defaultdict(int)
+        self._first_tokens: list[int] = []
+        self._finished: list[FinishedRequest] = []
+
+    def first_token(self, ttft_ns: int) -> None:
+        """A request got its first token so long after its arrival."""
+        self._first_tokens.append(ttft_ns)
+
+    def finished(self, request: FinishedRequest) -> None:
+        """A request ended."""
+        self._finished.append(request)
+
+    def count_when_many(self) -> None:
+        """Keep what waits to be counted within bounds. To be called now and then."""
+        pending = (self.gaps, self.steps, self._first_tokens, self._finished)
+        if max(map(len, pending)) >= MAX_PENDING:
+            self._count()
+
+    @property
+    def histograms(self) -> RunHistograms | None:
+        """Those that were given, up to now."""
+        self._count()
+        return self._histograms
+
+    @property
+    def ttft_ns(self) -> QuantileSketch:
+        """From arrival to the first token."""
+        self._count()
+        return self._ttft_ns
+
+    @property
+    def itl_ns(self) -> QuantileSketch:
+        """Between successive tokens."""
+        self._count()
+        return self._itl_ns
+
+    @property
+    def tpot_ns(self) -> QuantileSketch:
+        """Per output token after the first, a sample a request."""
+        self._count()
+        return self._tpot_ns
+
+    @property
+    def e2e_ns(self) -> QuantileSketch:
+        """From arrival to the last token."""
+        self._count()
+        return self._e2e_ns
+
+    def _count(self) -> None:
+        gaps, steps, first_tokens, finished = self.gaps, self.steps, self._first_tokens, self._finished
+        if not (gaps or steps or first_tokens or finished):
+            return
+        for nanoseconds, times in gaps.items():
+            self._itl_ns.add(nanoseconds, times)
+        self._ttft_ns.add_all(first_tokens)
+        self._tpot_ns.add_all([one.tpot_ns for one in finished if one.tpot_ns is not None])
+        self._e2e_ns.add_all([one.last_ns - one.arrival_ns for one in finished])
+        histograms = self._histograms
+        if histograms is not None:
+            for nanoseconds, times in gaps.items():
+                histograms.itl_ns.add(nanoseconds, times)
+            for num_tokens, times in steps.items():
+                histograms.step_tokens.add(num_tokens, times)
+            histograms.ttft_ns.add_all(first_tokens)
+            histograms.count_finished(finished)
+        for pending in (gaps, steps, first_tokens, finished):
+            pending.clear()

@@ -1,0 +1,329 @@
+"""Latencies, occupancy and throughput of a simulated run, in constant memory."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.errors import InputError
+from ...core.events import Commit, RowsAssigned, RowsReleased, as_ints
+from ...core.scheduler.scheduler import Scheduler, StepOutcome
+from ...core.types import Request, ScheduledStep, StepResult, largest, smallest
+from .distributions import MAX_PENDING, NANOSECONDS, FinishedRequest, LatencySamples, QuantileSketch, RunHistograms
+
+# What is known of one request when it has finished: a row of `--requests-out`.
+
+
+@attrs.frozen
+class RequestRecord:
+    """One finished request of a simulated run; times as field report D07 defines them.
+
+    Attributes:
+        request_id: the place of its row in the trace.
+        arrival_s: when it was sent, seconds from the start of the run.
+        queue_time_s: from arrival to the first admission; what a preemption costs later is part of `e2e_s`.
+        ttft_s: from arrival to the first output token, queueing included.
+        tpot_s: (e2e_s - ttft_s) / (num_output_tokens - 1); None for a single token.
+        e2e_s: from arrival to the last output token.
+        num_prompt_tokens: of the prompt, cached ones included.
+        num_output_tokens: produced.
+        num_cached_tokens: of the prompt, found in the prefix cache at the first admission.
+        num_preemptions: how often it lost its blocks.
+    """
+
+    request_id: str
+    arrival_s: float
+    queue_time_s: float
+    ttft_s: float
+    tpot_s: float | None
+    e2e_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+
+
+# A few figures over time, thinned out as a run grows so that the memory stays constant.
+
+MAX_POINTS = 2048
+
+
+class TimeSeries:
+    """Samples of several named figures. Holds at most 2,048 points: when full, every second one is dropped."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.times_s: list[float] = []
+        self.values: list[tuple[float, ...]] = []
+        self._stride = 1
+        self._seen = 0
+
+    def passes_over(self) -> bool:
+        """Whether the next sample would be dropped; it counts as offered then, and need not be made."""
+        is_dropped = self._seen % self._stride != 0
+        self._seen += is_dropped
+        return is_dropped
+
+    def add(self, time_s: float, values: Sequence[float]) -> None:
+        """Offer a sample; one in `stride` is kept."""
+        if len(values) != len(self.names):
+            raise InputError(f"a sample of {len(values)} figures for {len(self.names)} names")
+        if self._seen % self._stride == 0:
+            self.times_s.append(time_s)
+            self.values.append(tuple(values))
+            if len(self.times_s) >= MAX_POINTS:
+                del self.times_s[1::2]
+                del self.values[1::2]
+                self._stride *= 2
+        self._seen += 1
+
+    def columns(self) -> dict[str, list[float]]:
+        """`time_s` and one column a name."""
+        columns = zip(*self.values, strict=True) if self.values else [()] * len(self.names)
+        return {"time_s": list(self.times_s), **{n: list(c) for n, c in zip(self.names, columns, strict=True)}}
+
+
+_NO_TOKEN = -1
+
+
+@attrs.frozen
+class RequestTimes:
+    """The clocks of a request, in nanoseconds from the start of the run; -1 where there was no token yet."""
+
+    arrival_ns: int
+    admitted_ns: int
+    first_ns: int = _NO_TOKEN
+    last_ns: int = _NO_TOKEN
+
+
+SERIES = ("kv_cache_usage", "num_requests_running", "num_requests_waiting")
+
+
+class Recorder:
+    """Listens to commits (which request is in which row) and to completed steps (who got a token, and when).
+
+    Definitions (field report D07): TTFT runs from arrival to the first token and is not reset by a preemption; ITL is
+    the gap between successive tokens of a request, so n tokens give n - 1 samples and a preemption is one long one;
+    TPOT is (E2E - TTFT) / (tokens - 1) of a finished request, undefined for a single token; E2E runs from arrival to
+    the last token. The queue time ends with the first admission, as in vLLM's metrics.
+    """
+
+    def __init__(
+        self,
+        now_ns: Callable[[], int],
+        num_rows: int,
+        histograms: RunHistograms | None = None,
+        on_finished: Callable[[RequestRecord], None] | None = None,
+    ) -> None:
+        """Watch a run.
+
+        Args:
+            now_ns: the clock to ask, in whole nanoseconds from the start of the run.
+            num_rows: rows of the block tables (`max_num_reqs`).
+            histograms: where samples are counted besides; None: nowhere.
+            on_finished: given the record of each request as it finishes; nothing of it is kept here.
+        """
+        self._now_ns = now_ns
+        self._on_finished = on_finished
+        self._samples = LatencySamples(histograms)
+        self.series = TimeSeries(SERIES)
+        self.num_steps = 0
+        self.num_output_tokens = 0
+        self.busy_ns = 0
+        self.max_held_blocks = 0
+        self._held_block_ns = 0
+        self._held_blocks = 0
+        self._held_since_ns = 0
+        # Times of requests that are not in a row: arrival only, or (arrival, first admission, first token, last token).
+        self._arrival_ns: dict[str, int] = {}
+        self._away: dict[str, tuple[int, int, int, int]] = {}
+        # Times of those that are in one. Who gets a token is told by the batch, so the last ones are an array.
+        self._arrival_in = [0] * num_rows
+        self._admitted_in = [0] * num_rows
+        self._first_in = [_NO_TOKEN] * num_rows
+        self._last_in = np.full(num_rows, _NO_TOKEN, dtype=np.int64)
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            RowsAssigned: self._rows_assigned,
+            RowsReleased: self._rows_released,
+        }
+
+    @property
+    def histograms(self) -> RunHistograms | None:
+        """Those that were given, up to now."""
+        return self._samples.histograms
+
+    @property
+    def ttft_ns(self) -> QuantileSketch:
+        """From arrival to the first token."""
+        return self._samples.ttft_ns
+
+    @property
+    def itl_ns(self) -> QuantileSketch:
+        """Between successive tokens of a request."""
+        return self._samples.itl_ns
+
+    @property
+    def tpot_ns(self) -> QuantileSketch:
+        """Per output token after the first, a sample a request."""
+        return self._samples.tpot_ns
+
+    @property
+    def e2e_ns(self) -> QuantileSketch:
+        """From arrival to the last token."""
+        return self._samples.e2e_ns
+
+    def submitted(self, request: Request) -> None:
+        """A request was accepted; its `arrival` (seconds) starts its clock, unless that runs already."""
+        if request.request_id in self._away:
+            return
+        self._arrival_ns[request.request_id] = round(request.arrival * 1e9)
+
+    def resume(self, request_id: str, times: RequestTimes) -> None:
+        """A request comes from another engine: its clocks go on as they stood there."""
+        self._away[request_id] = (times.arrival_ns, times.admitted_ns, times.first_ns, times.last_ns)
+
+    def apply(self, commit: Commit) -> None:
+        """Follow requests into and out of rows; a preempted one keeps its times."""
+        handlers = self._handlers
+        for event in commit.events:
+            handler = handlers.get(type(event))
+            if handler is not None:
+                handler(event)
+
+    def _rows_assigned(self, event: RowsAssigned) -> None:
+        for request_id, row in zip(event.requests, as_ints(event.rows), strict=True):
+            times = self._away.pop(request_id, None)
+            if times is None:
+                now = self._now_ns()
+                times = (self._arrival_ns.pop(request_id, now), now, _NO_TOKEN, _NO_TOKEN)
+            self._arrival_in[row], self._admitted_in[row], self._first_in[row], self._last_in[row] = times
+
+    def _rows_released(self, event: RowsReleased) -> None:
+        for request_id, row in zip(event.requests, as_ints(event.rows), strict=True):
+            self._away[request_id] = self._times_in(row)
+
+    def _times_in(self, row: int) -> tuple[int, int, int, int]:
+        return self._arrival_in[row], self._admitted_in[row], self._first_in[row], self._last_in.item(row)
+
+    def scheduled(self, scheduler: Scheduler) -> None:
+        """A step starts now, or the engine begins to wait: blocks are held as they are from here on."""
+        now = self._now_ns()
+        pool = scheduler.allocator.pool
+        self._held_block_ns += self._held_blocks * (now - self._held_since_ns)
+        self._held_blocks = held = pool.num_held_blocks
+        self._held_since_ns = now
+        if held > self.max_held_blocks:
+            self.max_held_blocks = held
+        if not self.series.passes_over():
+            self.series.add(now / 1e9, (pool.usage, scheduler.num_running, scheduler.num_waiting))
+
+    def observe(self, step: ScheduledStep, result: StepResult, outcome: StepOutcome) -> None:
+        """Account for one completed step, at the time the clock shows."""
+        now = self._now_ns()
+        durations = result.nanoseconds
+        self.num_steps += step.num_steps
+        self.busy_ns += sum(durations)
+        self._samples.steps[step.load.num_tokens] += step.num_steps
+        rows = outcome.sampled
+        if len(rows):
+            later = durations[1:]
+            self._tokens_produced(rows, now - sum(later))
+            if later:
+                self._repeated(rows, later, now)
+                self._held_block_ns -= _block_ns_not_yet_held(step.blocks_taken_at, durations)
+            elif step.num_draft_tokens is not None:
+                # Accepted drafts arrive with the token before them.
+                at_once = int(outcome.produced.sum()) - len(rows)
+                self.num_output_tokens += at_once
+                if at_once:
+                    self._samples.gaps[0] += at_once
+        if outcome.finished_requests:
+            for row, request in zip(outcome.finished.tolist(), outcome.finished_requests, strict=True):
+                self._finished(row, request, now)
+        if outcome.finished_requests or len(self._samples.gaps) > MAX_PENDING:
+            self._samples.count_when_many()
+
+    @property
+    def held_block_ns(self) -> int:
+        """Referenced blocks x nanoseconds for which they were held."""
+        return self._held_block_ns
+
+    def mean_held_blocks(self) -> float:
+        """Time-weighted mean of the referenced blocks, from time 0 on."""
+        return self._held_block_ns / self._held_since_ns if self._held_since_ns else 0.0
+
+    def _tokens_produced(self, rows: NDArray[np.int64], now: int) -> None:
+        self.num_output_tokens += len(rows)
+        last = self._last_in[rows]
+        self._last_in[rows] = now
+        earliest, latest = smallest(last), largest(last)
+        if earliest == _NO_TOKEN:
+            fresh = last == _NO_TOKEN
+            for row in rows[fresh].tolist():
+                self._first_in[row] = now
+                self._samples.first_token(now - self._arrival_in[row])
+            last = last[~fresh]
+            if not len(last):
+                return
+            earliest, latest = smallest(last), largest(last)
+        # Nearly always the whole batch waited for the same step.
+        if earliest == latest:
+            self._samples.gaps[now - latest] += len(last)
+        else:
+            values, counts = np.unique(last, return_counts=True)
+            for value, count in zip(values.tolist(), counts.tolist(), strict=True):
+                self._samples.gaps[now - value] += count
+
+    def _repeated(self, rows: NDArray[np.int64], durations: tuple[int, ...], now: int) -> None:
+        """The tokens of the later steps of a macro-step: every request waited for each step in full."""
+        self.num_output_tokens += len(rows) * len(durations)
+        self._last_in[rows] = now
+        first = durations[0]
+        if durations.count(first) == len(durations):
+            self._samples.gaps[first] += len(durations) * len(rows)
+            return
+        for nanoseconds in durations:
+            self._samples.gaps[nanoseconds] += len(rows)
+
+    def _finished(self, row: int, request: Request, now: int) -> None:
+        self._away.pop(request.request_id, None)
+        arrival, admitted, first, _ = self._times_in(row)
+        tpot = (now - first) / (request.num_output_tokens - 1) if request.num_output_tokens > 1 else None
+        num_cached_tokens = request.num_cached_tokens or 0
+        self._samples.finished(
+            FinishedRequest(
+                arrival,
+                admitted,
+                first,
+                now,
+                tpot,
+                request.num_prompt_tokens,
+                request.num_output_tokens,
+                num_cached_tokens,
+                request.num_preemptions,
+            )
+        )
+        if self._on_finished is not None:
+            self._on_finished(
+                RequestRecord(
+                    request_id=request.request_id,
+                    arrival_s=request.arrival,
+                    queue_time_s=(admitted - arrival) / NANOSECONDS,
+                    ttft_s=(first - arrival) / NANOSECONDS,
+                    tpot_s=None if tpot is None else tpot / NANOSECONDS,
+                    e2e_s=(now - arrival) / NANOSECONDS,
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    num_output_tokens=request.num_output_tokens,
+                    num_cached_tokens=num_cached_tokens,
+                    num_preemptions=request.num_preemptions,
+                )
+            )
+
+
+def _block_ns_not_yet_held(blocks_taken_at: tuple[int, ...], durations: tuple[int, ...]) -> int:
+    """What a macro-step's blocks were charged for the steps before the one in which they are first used."""
+    return sum(map(mul, blocks_taken_at, accumulate(durations)))

@@ -1,0 +1,352 @@
+"""What sharing saves when one prompt has many continuations: the allocator's own forks and copies, request by request.
+
+Each request runs alone: prefill, fork, then token by token until its last one, its branches as `Sampling` says. The
+figures are those of PagedAttention (SOSP'23, section 6.3): blocks saved by sharing over the blocks that the branches
+would hold without, both summed over all decode steps.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.allocator.allocator import KVCacheAllocator
+from ...core.allocator.config import AllocatorConfig
+from ...core.cache_kinds import FullAttention
+from ...core.errors import InputError
+from ...core.events import BlockCopied, BlocksShared, Commit, FreeReason
+from ...core.types import Request
+from ..random_draws import Draws
+from ..traces.trace import TraceRequest
+
+# One prompt, many continuations: parallel samples, beams, and trees of drafts, as the allocator sees them.
+
+MOST_BRANCHES = 256
+
+
+@attrs.frozen
+class Forks:
+    """What happens between two decode steps, in branches numbered by their place: `forks` are (parent, child) in
+    order, where the child takes the place of a branch that ended or is new; `ends` are places freed before.
+    """
+
+    ends: tuple[int, ...] = ()
+    forks: tuple[tuple[int, int], ...] = ()
+
+
+class Sampling(Protocol):
+    """How a request is decoded by several branches at a time."""
+
+    @property
+    def num_branches(self) -> int:
+        """The most branches at a time, the first one included."""
+        ...
+
+    def steps(self, output_length: int, draws: Draws) -> Iterator[Forks]:
+        """What happens before each of the `output_length` steps; each then adds a token to every branch."""
+        ...
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its parameters, for the report."""
+        ...
+
+
+def _width(name: str):
+    def check(_: object, __: object, value: int) -> None:
+        if not 2 <= value <= MOST_BRANCHES:
+            raise InputError(f"{name} is {value}; it must be from 2 to {MOST_BRANCHES}")
+
+    return check
+
+
+@attrs.frozen
+class ParallelSampling:
+    """`n` samples of one prompt (the API's `n`), which fork once and never meet again."""
+
+    n: int = attrs.field(validator=_width("--n"))
+
+    @property
+    def num_branches(self) -> int:
+        """All samples."""
+        return self.n
+
+    def steps(self, output_length: int, draws: Draws) -> Iterator[Forks]:
+        """One fork of everybody after the prefill."""
+        yield Forks(forks=tuple((0, child) for child in range(1, self.n)))
+        for _ in range(output_length - 1):
+            yield Forks()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its parameters."""
+        return {"kind": "parallel sampling", "n": self.n}
+
+
+@attrs.frozen
+class BeamSearch:
+    """`beam_width` candidates, of which in each step some are given up for copies of better ones.
+
+    `replaced` is the chance that a beam is replaced in a step by a copy of another, drawn uniformly. How often models
+    do that depends on model and prompt and is not known here: it is an assumption, and stated.
+    """
+
+    beam_width: int = attrs.field(validator=_width("--beam-width"))
+    replaced: float = 0.1
+
+    def __attrs_post_init__(self) -> None:
+        if not 0 <= self.replaced <= 1:
+            raise InputError(f"--beam-replaced is {self.replaced}; a chance is from 0 to 1")
+
+    @property
+    def num_branches(self) -> int:
+        """All beams."""
+        return self.beam_width
+
+    def steps(self, output_length: int, draws: Draws) -> Iterator[Forks]:
+        """A fork of everybody after the prefill, then replacements."""
+        width = self.beam_width
+        yield Forks(forks=tuple((0, child) for child in range(1, width)))
+        for _ in range(output_length - 1):
+            yield self._replacements(draws)
+
+    def _replacements(self, draws: Draws) -> Forks:
+        ends = tuple(place for place in range(self.beam_width) if draws.happens(self.replaced))
+        kept = [place for place in range(self.beam_width) if place not in ends]
+        if not kept:  # somebody is the best
+            kept, ends = [ends[0]], ends[1:]
+        return Forks(ends, tuple((kept[int(draws.uniform() * len(kept))], place) for place in ends))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its parameters."""
+        return {"kind": "beam search", "beam_width": self.beam_width, "replaced_per_step": self.replaced}
+
+
+@attrs.frozen
+class DraftTree:
+    """Speculative decoding with a tree of drafts: `branching` children at each depth, every path a branch.
+
+    A step verifies all paths at once; the accepted part of the best one stays, and a token comes on top. Each depth is
+    accepted with the chance `acceptance`, given the one before.
+    """
+
+    branching: tuple[int, ...]
+    acceptance: float
+
+    def __attrs_post_init__(self) -> None:
+        if not self.branching or min(self.branching) < 1:
+            raise InputError(f"--draft-tree is {self.branching}; give children per depth, such as 3,2,1")
+        if self.num_branches > MOST_BRANCHES:
+            raise InputError(f"--draft-tree {self.branching} has {self.num_branches} paths; at most {MOST_BRANCHES}")
+        if not 0 <= self.acceptance <= 1:
+            raise InputError(f"--draft-acceptance-rate is {self.acceptance}; a chance is from 0 to 1")
+
+    @property
+    def depth(self) -> int:
+        """Drafts on a path."""
+        return len(self.branching)
+
+    @property
+    def num_branches(self) -> int:
+        """Paths from the root to a leaf."""
+        paths = 1
+        for children in self.branching:
+            paths *= children
+        return paths
+
+    def accepted(self, draws: Draws) -> int:
+        """Drafts of the best path that are accepted in one step, 0 to `depth`."""
+        count = 0
+        while count < self.depth and draws.happens(self.acceptance):
+            count += 1
+        return count
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its parameters."""
+        return {"kind": "draft tree", "branching": list(self.branching), "acceptance": self.acceptance}
+
+
+@attrs.define
+class SamplingReport:
+    """Totals over all requests.
+
+    Attributes:
+        num_requests: that ran.
+        num_steps: decode steps of all of them.
+        num_forks: branches that began as a fork.
+        num_copied_blocks: blocks copied because a branch wrote into one that others share.
+        held_block_steps: blocks held, summed over steps.
+        unshared_block_steps: blocks that the branches would hold each on its own, summed over steps.
+        max_held_blocks: of one request.
+        sum_of_savings: the saving of each request by itself, added up.
+        num_output_tokens: of the results: samples, beams, or the one answer that drafts speed up.
+        num_branch_tokens: tokens that got a slot in any branch.
+    """
+
+    num_requests: int = 0
+    num_steps: int = 0
+    num_forks: int = 0
+    num_copied_blocks: int = 0
+    held_block_steps: int = 0
+    unshared_block_steps: int = 0
+    max_held_blocks: int = 0
+    sum_of_savings: float = 0.0
+    num_output_tokens: int = 0
+    num_branch_tokens: int = 0
+
+    @property
+    def saving(self) -> float:
+        """Share of the blocks that sharing saves."""
+        return 1 - self.held_block_steps / self.unshared_block_steps if self.unshared_block_steps else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        steps = max(self.num_steps, 1)
+        return {
+            **attrs.asdict(self, filter=lambda field, _: field.name != "sum_of_savings"),
+            "memory_saving": self.saving,
+            "mean_memory_saving_per_request": self.sum_of_savings / max(self.num_requests, 1),
+            "copied_blocks_per_step": self.num_copied_blocks / steps,
+            "output_tokens_per_step": self.num_output_tokens / steps,
+        }
+
+
+def run_sampling(
+    requests: Iterable[TraceRequest],
+    sampling: ParallelSampling | BeamSearch | DraftTree,
+    *,
+    block_size: int = 16,
+    seed: int = 0,
+    on_progress: Callable[[int], None] | None = None,
+) -> SamplingReport:
+    """Run every request alone through a real allocator, with its forks and copies on write.
+
+    Args:
+        requests: lengths are used; ids are not, since prompts of different requests do not meet here.
+        sampling: the branches of each request.
+        block_size: tokens of a block.
+        seed: of what is drawn.
+        on_progress: called with the number of requests that are done.
+
+    Raises:
+        InputError: the block size is below 1.
+    """
+    if block_size < 1:
+        raise InputError(f"--block-size is {block_size}; it must be 1 token or more")
+    report, draws = SamplingReport(), Draws(seed)
+    for count, request in enumerate(requests, 1):
+        held, unshared = report.held_block_steps, report.unshared_block_steps
+        _OneRequest(request, sampling, block_size, report).run(draws)
+        report.num_requests = count
+        report.sum_of_savings += 1 - (report.held_block_steps - held) / (report.unshared_block_steps - unshared)
+        if on_progress is not None:
+            on_progress(count)
+    return report
+
+
+class _OneRequest:
+    """The branches of one request, by their place; a place that ended may be taken by a fork of another."""
+
+    def __init__(
+        self,
+        request: TraceRequest,
+        sampling: ParallelSampling | BeamSearch | DraftTree,
+        block_size: int,
+        report: SamplingReport,
+    ) -> None:
+        self._prompt = request.input_length
+        self._output = max(request.output_length, 1)
+        self._sampling = sampling
+        self._block_size = block_size
+        self._report = report
+        depth = sampling.depth if isinstance(sampling, DraftTree) else 0
+        longest = self._prompt + self._output + depth + 1
+        num_branches = sampling.num_branches + 1
+        config = AllocatorConfig(
+            num_blocks=num_branches * (longest // block_size + 2) + 1,
+            groups=[FullAttention(block_size)],
+            max_model_len=longest,
+            max_num_reqs=num_branches,
+            enable_caching=False,
+        )
+        self._allocator = KVCacheAllocator(config, sinks=[self])
+        self._branches: dict[int, str] = {}
+        self._num_named = 0
+
+    def apply(self, commit: Commit) -> None:
+        """Count what the allocator did."""
+        for event in commit.events:
+            if type(event) is BlockCopied:
+                self._report.num_copied_blocks += 1
+            elif type(event) is BlocksShared:
+                self._report.num_forks += 1
+
+    def run(self, draws: Draws) -> None:
+        """Prefill, then every step."""
+        first = self._named()
+        self._allocator.allocate(first, self._prompt)
+        self._branches[0] = first.request_id
+        if isinstance(self._sampling, DraftTree):
+            self._verify_trees(self._sampling, draws)
+        else:
+            for forks in self._sampling.steps(self._output, draws):
+                self._fork(forks)
+                self._append()
+                self._account()
+            self._report.num_output_tokens += self._output * len(self._branches)
+
+    def _fork(self, forks: Forks) -> None:
+        for place in forks.ends:
+            self._allocator.free(self._branches.pop(place), FreeReason.ABORTED)
+        made = [(place, self._forked(self._branches[parent])) for parent, place in forks.forks]
+        self._branches.update(made)
+
+    def _verify_trees(self, tree: DraftTree, draws: Draws) -> None:
+        """Until the answer is there: grow the tree depth by depth, and keep the accepted part of one path."""
+        produced = 0
+        while produced < self._output:
+            self._append()
+            for children in tree.branching:
+                parents = list(self._branches.values())
+                for parent in parents:
+                    for _ in range(children - 1):
+                        self._branches[len(self._branches)] = self._forked(parent)
+                self._append()
+            self._account()
+            accepted = min(tree.accepted(draws), self._output - produced - 1)
+            winner = int(draws.uniform() * len(self._branches)) if accepted else 0
+            kept = self._branches[winner]
+            for place, name in self._branches.items():
+                if place != winner:
+                    self._allocator.free(name, FreeReason.ABORTED)
+            self._branches = {0: kept}
+            produced += accepted + 1
+            self._allocator.truncate(kept, self._prompt + produced)
+        self._report.num_output_tokens += self._output
+
+    def _append(self) -> None:
+        """The next token of every branch."""
+        self._allocator.append(self._rows())
+        self._report.num_branch_tokens += len(self._branches)
+
+    def _account(self) -> None:
+        """A step is over: what the branches hold, together and each on its own."""
+        report = self._report
+        held = self._allocator.pool.num_held_blocks
+        unshared = sum(self._allocator.state.tables[0].count(row) for row in self._rows().tolist())
+        report.num_steps += 1
+        report.held_block_steps += held
+        report.unshared_block_steps += unshared
+        report.max_held_blocks = max(report.max_held_blocks, held)
+
+    def _rows(self) -> NDArray[np.int64]:
+        return np.array([self._allocator.row_of(name) for name in self._branches.values()], dtype=np.int64)
+
+    def _forked(self, parent: str) -> str:
+        child = self._named()
+        self._allocator.fork(parent, child)
+        return child.request_id
+
+    def _named(self) -> Request:
+        self._num_named += 1
+        return Request(f"{self._num_named}", self._prompt, self._output)

@@ -1,0 +1,222 @@
+"""The files that a replay or a fleet leaves: opened before it starts, written meanwhile, in place only when all are."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import attrs
+
+from ...core.allocator.config import AllocatorConfig
+from ...core.errors import InputError
+from ..engine.listener import RunListener
+from ..engine.metrics import RequestRecord
+from ..engine.replay import ReplayReport
+from ..engine.vllm_metrics import cache_config_labels, series_labels
+from ..fleet.fleet import EngineName
+from .engine_trace import EngineTrace, TraceEventFile
+from .prometheus import EngineMetrics, OpenMetricsSeries, check_prometheus_client, prometheus_text, write_openmetrics
+from .tables import (
+    ENGINE_COLUMN,
+    REQUEST_COLUMNS,
+    SERIES_COLUMNS,
+    OutputFile,
+    RequestTable,
+    SeriesTable,
+    TableWriter,
+    open_table,
+)
+
+
+@attrs.frozen(kw_only=True)
+class ExportOptions:
+    """The files asked for, as typed; None where an option was not given.
+
+    `openmetrics_start` is when the run is to have started in `openmetrics_out`, in seconds since 1970.
+    """
+
+    requests_out: str | None = None
+    series_out: str | None = None
+    prometheus_out: str | None = None
+    openmetrics_out: str | None = None
+    openmetrics_start: int | None = None
+    perfetto_out: str | None = None
+
+
+class RunExports(AbstractContextManager["RunExports"]):
+    """Writes the files of one replay. Leaving it without `publish` leaves every place as it was.
+
+        with RunExports(options, pool.allocator, pool.facts, inputs=[trace]) as exports:
+            report = replay(
+                ...,
+                listeners=exports.listeners,
+                on_finished=exports.on_finished,
+                macro_steps=exports.macro_steps,
+            )
+            exports.publish(report)
+
+    Of a fleet, `engines` names every engine; its `EngineParts` take `listeners_of`, `on_finished_on`, `macro_steps` and
+    `histograms`. Tables have a column `engine` first, series labels that tell engines apart, and traces a pair of
+    tracks for each.
+
+    Attributes:
+        on_finished: to be given the record of each finished request; None if nothing wants them.
+        on_finished_on: the same of a fleet, with the index of the engine that it finished on.
+    """
+
+    def __init__(
+        self,
+        options: ExportOptions,
+        allocator: AllocatorConfig,
+        facts: Mapping[str, Any],
+        inputs: Iterable[str] = (),
+        engines: Sequence[EngineName] = (),
+    ) -> None:
+        """Open every file.
+
+        Args:
+            options: the files.
+            allocator: the pool of the run.
+            facts: what is known of the pool's model, if it has one.
+            inputs: files that are read meanwhile and must not be written over.
+            engines: of a fleet, by index; none: one engine.
+
+        Raises:
+            InputError: a file cannot be written, is asked for twice or is an input, or a library is missing.
+        """
+        self.on_finished: Callable[[RequestRecord], None] | None = None
+        self.on_finished_on: Callable[[int, RequestRecord], None] | None = None
+        self._engines = tuple(engines)
+        self._listeners: list[list[RunListener]] = [[] for _ in engines or (None,)]
+        self._files: list[OutputFile] = []
+        self._tables: list[TableWriter] = []
+        self._trace_file: TraceEventFile | None = None
+        self._traces: list[EngineTrace] = []
+        self._prometheus: OutputFile | None = None
+        self._openmetrics: list[OpenMetricsSeries] = []
+        self._openmetrics_file: OutputFile | None = None
+        of_engine = [name.labels() for name in engines]
+        self._labels = [series_labels(facts, labels) for labels in of_engine] or [series_labels(facts)]
+        self._cache_config = [cache_config_labels(allocator, facts, labels) for labels in of_engine] or [
+            cache_config_labels(allocator, facts)
+        ]
+        self._taken = {Path(name).resolve(): "read by this run" for name in inputs}
+        try:
+            self._open_all(options)
+        except InputError:
+            self._discard()
+            raise
+
+    @property
+    def listeners(self) -> list[RunListener]:
+        """To be told of the run of one engine."""
+        return self._listeners[0]
+
+    def listeners_of(self, index: int) -> list[RunListener]:
+        """To be told of the run of one engine of a fleet."""
+        return self._listeners[index]
+
+    @property
+    def macro_steps(self) -> bool:
+        """Whether steps may be taken several at once; not where counters are read while the run goes on."""
+        return not self._openmetrics
+
+    @property
+    def histograms(self) -> bool:
+        """Whether engines have to count the histograms of vLLM's metrics."""
+        return self._prometheus is not None or bool(self._openmetrics)
+
+    def publish(self, report: ReplayReport) -> None:
+        """Finish every file, then put them all in their places.
+
+        Raises:
+            InputError: the system did not take the bytes, such as on a full disk. No file is put in its place then.
+        """
+        for table in self._tables:
+            table.finish()
+        for trace in self._traces:
+            trace.finish()
+        if self._trace_file is not None:
+            self._trace_file.finish()
+        snapshots = report.engine_snapshots or ([] if report.snapshot is None else [report.snapshot])
+        if self._prometheus is not None and snapshots:
+            metrics = zip(snapshots, self._labels, self._cache_config, strict=True)
+            self._prometheus.stream.write(prometheus_text([EngineMetrics(*one) for one in metrics]))
+        if self._openmetrics_file is not None:
+            write_openmetrics(self._openmetrics, self._openmetrics_file.stream)
+        for file in self._files:
+            file.close()
+        for file in self._files:
+            file.publish()
+        self._files.clear()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Discard what was not published."""
+        self._discard()
+
+    def _open_all(self, options: ExportOptions) -> None:
+        self._open_tables(options)
+        if options.prometheus_out is not None:
+            check_prometheus_client("--prometheus-out")
+            self._prometheus = self._file("--prometheus-out", options.prometheus_out)
+        if (options.openmetrics_out is None) != (options.openmetrics_start is None):
+            raise InputError(
+                "--openmetrics-out and --openmetrics-start go together: samples need a time. Give when the run is to "
+                "have started, in seconds since 1970; Prometheus drops what is older than its retention"
+            )
+        if options.openmetrics_out is not None and options.openmetrics_start is not None:
+            self._openmetrics_file = self._file("--openmetrics-out", options.openmetrics_out)
+            for labels, config, listeners in zip(self._labels, self._cache_config, self._listeners, strict=True):
+                series = OpenMetricsSeries(options.openmetrics_start, labels, config)
+                self._openmetrics.append(series)
+                listeners.append(series)
+        if options.perfetto_out is not None:
+            self._trace_file = TraceEventFile(self._file("--perfetto-out", options.perfetto_out))
+            for index, listeners in enumerate(self._listeners):
+                name = str(self._engines[index]) if self._engines else ""
+                trace = EngineTrace(self._trace_file, index, name)
+                self._traces.append(trace)
+                listeners.append(trace)
+
+    def _open_tables(self, options: ExportOptions) -> None:
+        first = ENGINE_COLUMN if self._engines else {}
+        if options.requests_out is not None:
+            requests = RequestTable(self._table("--requests-out", options.requests_out, {**first, **REQUEST_COLUMNS}))
+            if self._engines:
+                names = [str(name) for name in self._engines]
+                self.on_finished_on = lambda index, record: requests.add_of_engine(names[index], record)
+            else:
+                self.on_finished = requests.add
+        if options.series_out is not None:
+            table = self._table("--series-out", options.series_out, {**first, **SERIES_COLUMNS})
+            for index, listeners in enumerate(self._listeners):
+                listeners.append(SeriesTable(table, str(self._engines[index]) if self._engines else None))
+
+    def _table(self, option: str, name: str, columns: Mapping[str, Any]) -> TableWriter:
+        table = open_table(self._file(option, name), columns)
+        self._tables.append(table)
+        return table
+
+    def _file(self, option: str, name: str) -> OutputFile:
+        place = Path(name).resolve()
+        if place in self._taken:
+            raise InputError(f"{option} {name} is {self._taken[place]}; give each its own file")
+        self._taken[place] = f"{option}'s file as well"
+        file = OutputFile(option, name)
+        self._files.append(file)
+        return file
+
+    def _discard(self) -> None:
+        for table in self._tables if self._files else ():
+            table.abandon()
+        for series in self._openmetrics:
+            series.close()
+        for file in self._files:
+            file.discard()
+        self._files.clear()

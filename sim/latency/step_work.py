@@ -1,0 +1,279 @@
+"""What one engine step asks of one GPU: bytes to read and operations to do, from the model alone.
+
+Counts of a tensor-parallel rank over all layers; a roofline turns them into time.
+"""
+
+from collections.abc import Iterable
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.errors import InputError
+from ...core.models.geometry import ModelGeometry
+from ...core.models.layer_cache import (
+    AttentionCache,
+    CachePart,
+    CompressedCache,
+    LatentCache,
+    LayerCache,
+    StateCache,
+    WindowBufferCache,
+)
+from ...core.models.parts import ConfigFields
+from ...core.models.weights import QuantizationScheme, WeightGroup, WeightKind, quantization_schemes, scheme_from_config
+from ...core.planner.cache_dtype import BITS_PER_ELEMENT, CacheFormat, canonical_dtype
+from ...core.planner.parallel import tensor_parallel_spec
+
+_EIGHT_BITS = 8
+_MATRICES = frozenset({WeightKind.ATTENTION, WeightKind.MLP})
+
+
+@attrs.frozen(kw_only=True)
+class AttentionWork:
+    """Attention of all layers that see equally far, on one rank.
+
+    Attributes:
+        window: the most tokens that a token attends to; None: all before it.
+        kv_bytes_per_token: read for each token that a decoding sequence attends to.
+        decode_flops_per_pair: for a decoding sequence and each token that it attends to: scores and values, two
+            operations an element.
+        prefill_flops_per_pair: the same for a prompt's token; less where latents are expanded to keys and values
+            first, which pays over many tokens.
+    """
+
+    window: int | None
+    kv_bytes_per_token: float
+    decode_flops_per_pair: float
+    prefill_flops_per_pair: float
+
+
+@attrs.frozen(kw_only=True)
+class ExpertWork:
+    """Routed experts of all layers that have them, on one rank.
+
+    Attributes:
+        num_layers: layers with experts.
+        num_experts: in each of them.
+        experts_per_token: that a token visits in each of them.
+        bytes_per_expert: one expert in every layer.
+        flops_per_visit: one token in one expert of every layer.
+        in_eight_bits: whether products run on 8-bit units where the device has them.
+    """
+
+    num_layers: int
+    num_experts: int
+    experts_per_token: int
+    bytes_per_expert: float
+    flops_per_visit: float
+    in_eight_bits: bool
+
+    def expected_distinct(self, num_tokens: NDArray[np.int64], skew: float) -> NDArray[np.float64]:
+        """Experts of a layer that so many tokens visit at least once, in the mean: float64, as `num_tokens`.
+
+        Each token visits expert i with probability q(i) ~ i ** -skew, at most 1, `experts_per_token` in all, and
+        independently of the others: `sum(1 - (1 - q(i)) ** num_tokens)`.
+        """
+        visited = expert_visit_probabilities(self.num_experts, self.experts_per_token, skew)
+        return np.sum(1 - (1 - visited) ** num_tokens[:, None], axis=1)
+
+
+def expert_visit_probabilities(num_experts: int, experts_per_token: int, skew: float) -> NDArray[np.float64]:
+    """Probability that a token visits expert i: float64 `[num_experts]`, summing up to `experts_per_token`."""
+    weights = np.arange(1, num_experts + 1, dtype=np.float64) ** -skew
+    visited = np.zeros(num_experts)
+    certain = 0
+    while True:
+        rest = weights[certain:]
+        visited[certain:] = (experts_per_token - certain) * rest / rest.sum()
+        if certain >= experts_per_token or visited[certain] <= 1:
+            return visited
+        visited[certain] = 1.0
+        certain += 1
+
+
+@attrs.frozen(kw_only=True)
+class StepWork:
+    """One model on one tensor-parallel rank.
+
+    Attributes:
+        num_layers: of the decoder.
+        matrix_bytes: weights of all layers, experts left out; read once a step.
+        flops_per_token: of their products, in the model's precision.
+        eight_bit_flops_per_token: of those products whose weights and activations have 8 bits.
+        head_bytes: the output matrix.
+        head_flops_per_token: of its product, for each sampled token.
+        attention: by how far the layers see.
+        experts: None for a dense model.
+        state_bytes_per_sequence: states of fixed size that a decoding sequence reads and writes.
+        all_reduce_bytes_per_token: one token's hidden vector.
+        vocab_size: logits of a sampled token.
+    """
+
+    num_layers: int
+    matrix_bytes: float
+    flops_per_token: float
+    eight_bit_flops_per_token: float
+    head_bytes: float
+    head_flops_per_token: float
+    attention: tuple[AttentionWork, ...]
+    experts: ExpertWork | None
+    state_bytes_per_sequence: float
+    all_reduce_bytes_per_token: float
+    vocab_size: int
+
+
+def weights_format(geometry: ModelGeometry, weights_dtype: str) -> tuple[int, QuantizationScheme | None]:
+    """Bits of an unquantised weight, and the scheme of the others.
+
+    Args:
+        geometry: the model.
+        weights_dtype: a dtype (`bf16`), a scheme (`fp8`, `int4`, `mxfp4`, ...; `none`), or `auto`: what the config
+            says.
+
+    Raises:
+        InputError: neither, or `auto` where the config names no dtype.
+    """
+    if weights_dtype == "none":  # unquantised, whatever the config says
+        return _model_bits(geometry), None
+    if weights_dtype in quantization_schemes():
+        return _model_bits(geometry), quantization_schemes()[weights_dtype]
+    if weights_dtype != "auto":
+        return BITS_PER_ELEMENT[canonical_dtype(weights_dtype)], None
+    scheme = None
+    if geometry.quantization_config is not None:
+        scheme = scheme_from_config(geometry.quantization_config, geometry.name)
+    return _model_bits(geometry), scheme
+
+
+def _model_bits(geometry: ModelGeometry) -> int:
+    if geometry.dtype is None:
+        raise InputError(f"{geometry.name}: its config names no dtype; give the weights' dtype, for instance bf16")
+    return BITS_PER_ELEMENT[geometry.dtype]
+
+
+def step_work(
+    geometry: ModelGeometry, *, tensor_parallel_size: int, weights_dtype: str, kv_cache_dtype: str
+) -> StepWork:
+    """Count what a step of `geometry` asks of one tensor-parallel rank.
+
+    Products cost two operations a parameter and token. Sparse attention is charged like full attention, and a
+    quantised weight with fewer than 8 bits computes in the model's precision.
+
+    Raises:
+        InputError: parameters, heads or a dtype are not known, or the ranks do not divide the heads.
+    """
+    model_bits, scheme = weights_format(geometry, weights_dtype)
+    weights, ranks = geometry.weights, tensor_parallel_size
+    matrix_bytes, flops, eight_bit_flops = 0.0, 0.0, 0.0
+    for group in (group for layer in weights.layers for group in layer if group.kind is not WeightKind.EXPERT):
+        parameters = group.on_rank(ranks)
+        bits = _bits(group, model_bits, scheme)
+        matrix_bytes += parameters * bits / 8
+        if group.kind in _MATRICES:
+            flops += 2 * parameters * (bits != _EIGHT_BITS)
+            eight_bit_flops += 2 * parameters * (bits == _EIGHT_BITS)
+    head = geometry.vocab_size * geometry.hidden_size / ranks
+    return StepWork(
+        num_layers=geometry.num_hidden_layers,
+        matrix_bytes=matrix_bytes,
+        flops_per_token=flops,
+        eight_bit_flops_per_token=eight_bit_flops,
+        head_bytes=head * model_bits / 8,
+        head_flops_per_token=2 * head,
+        attention=_attention_work(geometry, ranks, geometry.cache_format(kv_cache_dtype)),
+        experts=_expert_work(geometry, ranks, model_bits, scheme),
+        state_bytes_per_sequence=_state_bytes(geometry, ranks, geometry.cache_format(kv_cache_dtype)),
+        all_reduce_bytes_per_token=geometry.hidden_size * model_bits / 8,
+        vocab_size=geometry.vocab_size,
+    )
+
+
+def _bits(group: WeightGroup, model_bits: int, scheme: QuantizationScheme | None) -> float:
+    return model_bits if scheme is None else float(scheme.bits_of(group, model_bits))
+
+
+def _expert_work(
+    geometry: ModelGeometry, ranks: int, model_bits: int, scheme: QuantizationScheme | None
+) -> ExpertWork | None:
+    layers = [layer for layer in geometry.weights.layers if any(group.kind is WeightKind.EXPERT for group in layer)]
+    if not layers:
+        return None
+    # The router has a row for each expert; its width counts the outputs of the experts that a token visits.
+    router = next(group for group in layers[0] if group.name == "router")
+    num_experts = router.parameters // geometry.hidden_size
+    groups = [group for layer in layers for group in layer if group.kind is WeightKind.EXPERT]
+    parameters = sum(group.parameters for group in groups) / num_experts / ranks
+    bits = _bits(groups[0], model_bits, scheme)
+    return ExpertWork(
+        num_layers=len(layers),
+        num_experts=num_experts,
+        experts_per_token=router.width // geometry.hidden_size,
+        bytes_per_expert=parameters * bits / 8,
+        flops_per_visit=2 * parameters,
+        in_eight_bits=bits == _EIGHT_BITS,
+    )
+
+
+def _caches(geometry: ModelGeometry) -> Iterable[LayerCache]:
+    return (cache for caches in geometry.layers for cache in caches)
+
+
+def _bytes_per_token(cache: LayerCache, ranks: int, storage: CacheFormat) -> float:
+    tokens = cache.tokens_per_state if isinstance(cache, CompressedCache) else 1
+    return tensor_parallel_spec(cache.spec(tokens, storage), ranks).page_size_bytes / tokens
+
+
+def _attention_work(geometry: ModelGeometry, ranks: int, storage: CacheFormat) -> tuple[AttentionWork, ...]:
+    num_heads = geometry.fields.integer("num_attention_heads", "n_head")
+    if num_heads % ranks:
+        raise InputError(
+            f"{geometry.name}: {num_heads} attention heads cannot be divided over tensor_parallel_size {ranks}"
+        )
+    totals: dict[int | None, tuple[float, float, float]] = {}
+    for cache in _caches(geometry):
+        if isinstance(cache, StateCache):
+            continue
+        num_bytes, decoding, prefilling = totals.get(_window(cache), (0.0, 0.0, 0.0))
+        flops = 2 * num_heads / ranks
+        totals[_window(cache)] = (
+            num_bytes + _bytes_per_token(cache, ranks, storage),
+            decoding + flops * _elements_per_pair(cache),
+            prefilling + flops * _expanded_elements_per_pair(cache, geometry.fields),
+        )
+    return tuple(
+        AttentionWork(
+            window=window, kv_bytes_per_token=num_bytes, decode_flops_per_pair=decoding, prefill_flops_per_pair=filling
+        )
+        for window, (num_bytes, decoding, filling) in totals.items()
+    )
+
+
+def _elements_per_pair(cache: LayerCache) -> int:
+    """Elements that a head multiplies for one pair of tokens: a key and a value; a latent serves as both."""
+    if isinstance(cache, AttentionCache):
+        return cache.head_size + cache.head_size_v
+    if cache.part is CachePart.INDEXER:
+        return cache.head_size if isinstance(cache, LatentCache | CompressedCache) else 0
+    if isinstance(cache, LatentCache | WindowBufferCache):
+        return 2 * cache.head_size
+    if isinstance(cache, CompressedCache):
+        return 2 * cache.head_size // cache.tokens_per_state
+    raise InputError(f"what attention over a {type(cache).__name__} costs is not known here")
+
+
+def _expanded_elements_per_pair(cache: LayerCache, fields: ConfigFields) -> int:
+    """The same in a prompt, where MLA's latents are expanded to a key and a value a head."""
+    expanded = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    if isinstance(cache, LatentCache) and cache.part is CachePart.KV and all(fields.has(name) for name in expanded):
+        return sum(fields.integers(*expanded))
+    return _elements_per_pair(cache)
+
+
+def _window(cache: LayerCache) -> int | None:
+    return getattr(cache, "sliding_window", None) or getattr(cache, "attention_chunk_size", None)
+
+
+def _state_bytes(geometry: ModelGeometry, ranks: int, storage: CacheFormat) -> float:
+    states = (cache for cache in _caches(geometry) if isinstance(cache, StateCache))
+    return 2.0 * sum(tensor_parallel_spec(cache.spec(1, storage), ranks).page_size_bytes for cache in states)

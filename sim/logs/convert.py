@@ -1,0 +1,193 @@
+"""A log in other forms: one Parquet file, JSON lines, a trace of its requests, the KV events that it would publish."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow.parquet as pq
+
+from ...backends.sinks.kv_events.content import ContentRegistry, RequestContent, SyntheticTokens
+from ...backends.sinks.kv_events.encoder import KVEventEncoder
+from ...backends.sinks.kv_events.file import KVEventFileWriter
+from ...backends.sinks.kv_events.schema import KVEventBatch, Wire, encode_batch
+from ...backends.sinks.log.keys import encode_key
+from ...backends.sinks.log.reader import LogReader
+from ...backends.sinks.log.rows import ROW_SCHEMA, LoggedCommit, RequestArrived
+from ...core.errors import InputError
+from ...core.events import BlocksFreed, Commit, FreeReason, RowsReleased
+from ..engine.replay import traced_request
+from ..traces.recorded import LiveTrace, is_live, row_of
+from ..traces.trace import TraceRequest
+from .live_rerun import KnownKeys, LoggedKeys
+
+# The KV events that a recorded run would have published, as a stream that can be followed.
+
+
+def write_kv_events(reader: LogReader, path: Path, wire: Wire) -> int:
+    """Write the stream of a log to a file. Returns its batches.
+
+    Raises:
+        InputError: the log is neither of a run on a trace nor of a live one.
+    """
+    trace = reader.manifest.header.get("trace")
+    if trace is None and not is_live(reader):
+        raise InputError(f"{reader.directory} holds no requests, only commits: there are no tokens to tell of")
+    writer = KVEventFileWriter(path)
+    count = 0
+    try:
+        for batch in _batches(reader, wire, trace["trace_block_size"] if trace is not None else None):
+            writer.write(count, encode_batch(batch))
+            count += 1
+    finally:
+        writer.close()
+    return count
+
+
+def _batches(reader: LogReader, wire: Wire, trace_block_size: int | None) -> Iterator[KVEventBatch]:
+    registry = ContentRegistry()
+    encoder = KVEventEncoder(registry, wire)
+    block_size = reader.created.hash_block_size
+    logged_keys = LoggedKeys(reader) if is_live(reader) else None
+    ordinal = 0
+    for record in reader.records():
+        if isinstance(record, LoggedCommit):
+            events = encoder.encode(record.commit)
+            if events:
+                yield KVEventBatch((record.time_ns or 0) / 1e9, events)
+            for request_id in _ended(record.commit):
+                registry.discard(request_id)
+        elif isinstance(record.note, RequestArrived) and logged_keys is not None:
+            keys = KnownKeys(logged_keys.of(record.note))
+            registry.add(record.note.request_id, RequestContent(SyntheticTokens(keys, block_size), keys))
+        elif isinstance(record.note, RequestArrived):
+            request = traced_request(row_of(record.note), ordinal, 0.0, block_size, trace_block_size)
+            ordinal += 1
+            if request.keys is not None:
+                tokens = SyntheticTokens(request.keys, block_size)
+                registry.add(request.request_id, RequestContent(tokens, request.keys))
+
+
+def _ended(commit: Commit) -> Iterator[str]:
+    """Requests that gave their blocks back for good: a preempted one comes again."""
+    reasons = {event.reason for event in commit.events if isinstance(event, BlocksFreed)}
+    if FreeReason.PREEMPTED not in reasons:
+        for event in commit.events:
+            if isinstance(event, RowsReleased):
+                yield from event.requests
+
+
+def convert_log(reader: LogReader, form: str, target: str | Path, wire: str | None = None) -> int:
+    """Write a log to `target` in another form, whole or not at all. Returns the rows, requests or batches written.
+
+    `wire` is how KV events are written, "vllm" unless given; it has no effect on another form.
+
+    Raises:
+        InputError: no such form, the target exists, or the log holds nothing of the kind.
+    """
+    forms = {**FORMS, KV_EVENTS: _kv_events_as(wire)}
+    if form not in forms:
+        raise InputError(f"--to is {form!r}; it must be one of {', '.join(forms)}")
+    if wire is not None and form != KV_EVENTS:
+        raise InputError(f"--wire {wire} has no effect on --to {form}; leave it out")
+    path = Path(target)
+    if path.exists():
+        raise InputError(f"{path} exists already; give a name that is free")
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        count = forms[form](reader, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return count
+
+
+def _kv_events_as(wire: str | None) -> Callable[[LogReader, Path], int]:
+    def write(reader: LogReader, path: Path) -> int:
+        try:
+            from ...backends.sinks.kv_events.schema import WIRES
+        except ModuleNotFoundError as error:
+            raise InputError(f"KV events need {error.name}: pip install 'kvledger[events]'") from None
+        for each in WIRES:
+            if each == (wire or "vllm"):
+                return write_kv_events(reader, path, each)
+        raise InputError(f"--wire is {wire!r}; it must be one of {', '.join(WIRES)}")
+
+    return write
+
+
+def _to_parquet(reader: LogReader, path: Path) -> int:
+    """One file, the rows of docs/event_log.md."""
+    count = 0
+    with pq.ParquetWriter(path, ROW_SCHEMA, compression="zstd") as writer:
+        for placed in reader.batches():
+            writer.write_batch(placed.batch)
+            count += placed.batch.num_rows
+    return count
+
+
+def _to_jsonl(reader: LogReader, path: Path) -> int:
+    """One JSON object a row, under the names of the columns; empty columns are left out, keys are as in the rows."""
+    with path.open("w") as file:
+        return _write_lines(file, _plain_rows(reader))
+
+
+def _plain_rows(reader: LogReader) -> Iterator[dict[str, Any]]:
+    for placed in reader.batches():
+        for row in placed.batch.to_pylist():
+            for name in ("keys", "parents"):
+                row[name] = [None if key is None else key.decode("latin-1") for key in row[name]]
+            yield {name: value for name, value in row.items() if value is not None and value != []}
+
+
+def _to_trace(reader: LogReader, path: Path) -> int:
+    """A Mooncake trace of the requests: milliseconds, lengths, and the ids of the prompts' blocks if they have any."""
+    with path.open("w") as file:
+        count = _write_lines(file, _mooncake_rows(reader))
+    if not count:
+        raise InputError(f"{reader.directory} holds no requests, only commits: no trace can be made of it")
+    return count
+
+
+def _mooncake_rows(reader: LogReader) -> Iterator[dict[str, Any]]:
+    if is_live(reader):
+        yield from map(_mooncake_row, LiveTrace(reader))
+        return
+    numbers: dict[bytes, int] = {}
+    for logged in reader.notes():
+        note = logged.note
+        if not isinstance(note, RequestArrived):
+            continue
+        row: dict[str, Any] = {
+            "timestamp": note.arrival_s * 1e3,
+            "input_length": note.num_prompt_tokens,
+            "output_length": note.num_output_tokens or 0,
+        }
+        if note.prompt_keys:
+            row["hash_ids"] = [
+                key if type(key) is int and key >= 0 else numbers.setdefault(encode_key(key), len(numbers))
+                for key in note.prompt_keys
+            ]
+        yield row
+
+
+def _mooncake_row(row: TraceRequest) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "timestamp": row.arrival_s * 1e3,
+        "input_length": row.input_length,
+        "output_length": row.output_length,
+    }
+    return out if row.hash_ids is None else {**out, "hash_ids": list(row.hash_ids)}
+
+
+def _write_lines(file: IO[str], rows: Iterator[dict[str, Any]]) -> int:
+    count = 0
+    for row in rows:
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        count += 1
+    return count
+
+
+KV_EVENTS = "kv-events"
+FORMS: dict[str, Callable[[LogReader, Path], int]] = {"parquet": _to_parquet, "jsonl": _to_jsonl, "trace": _to_trace}

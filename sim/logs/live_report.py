@@ -1,0 +1,243 @@
+"""Predicted and measured step times of a live run, side by side, and the latency models calibrated from them.
+
+Of each model three errors are told: before calibration, after it on the steps that it was fitted to, and on steps that
+it has not seen (fitted to every other step, tested on those between).
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.models.geometry import load_geometry
+from ...core.types import LatencyModel
+from ..latency.calibration import FITTED_FACTORS, MeasuredStep, fit_factors
+from ..latency.devices import find_device
+from ..latency.fitted import BASE, PLAIN, WITH_CONTEXT, WITH_PREFILL_STEPS, FittedLatency, fit_latency
+from ..latency.linear import LinearLatency
+from ..latency.measured_steps import MeasuredSteps
+from ..latency.roofline import RooflineLatency
+
+if TYPE_CHECKING:
+    from ...backends.sinks.log.reader import LogReader
+
+PREFILL_FACTORS = ("compute_efficiency",)
+EAGER_FACTORS = ("uncaptured_layer_s",)
+
+
+@attrs.frozen(eq=False)
+class CalibratedModel:
+    """One latency model against the measured steps.
+
+    Attributes:
+        name: "linear", "linear with context", "linear with prefill steps" or "roofline".
+        before: the model as it stood; None where it has no costs of its own.
+        after: the same, calibrated.
+        error_before, error_after, error_unseen: mean absolute relative errors of a step; None: there is no model
+            before.
+        total_error: of the predicted time of all steps together, after calibration.
+    """
+
+    name: str
+    before: LatencyModel | None
+    after: LatencyModel
+    error_before: float | None
+    error_after: float
+    error_unseen: float
+    total_error: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; errors in %."""
+        return {
+            "name": self.name,
+            "mape_before_pct": None if self.error_before is None else self.error_before * 100,
+            "mape_pct": self.error_after * 100,
+            "mape_unseen_pct": self.error_unseen * 100,
+            "total_error_pct": self.total_error * 100,
+            "assumptions": self.after.assumptions(),
+        }
+
+
+@attrs.frozen(eq=False)
+class LiveReport:
+    """The comparison.
+
+    Attributes:
+        steps: what was measured.
+        models: each against it; the one with the smallest error on unseen steps is `best`.
+    """
+
+    steps: MeasuredSteps
+    models: tuple[CalibratedModel, ...]
+
+    @property
+    def best(self) -> CalibratedModel:
+        """The model that predicts unseen steps best; of equals the one with fewer terms."""
+        return min(self.models, key=lambda model: model.error_unseen)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Measured and predicted means by kind of step, of the best model; the errors are those of the means."""
+        best, steps = self.best, self.steps
+        after = steps.predicted(best.after)
+        before = None if best.before is None else steps.predicted(best.before)
+        out: list[dict[str, Any]] = []
+        for name, which in steps.kinds():
+            measured, predicted = steps.seconds[which].mean(), after[which].mean()
+            out.append(
+                {
+                    "kind": name,
+                    "steps": int(which.sum()),
+                    "measured_ms": measured * 1e3,
+                    "measured_median_ms": float(np.median(steps.seconds[which])) * 1e3,
+                    "predicted_before_ms": None if before is None else before[which].mean() * 1e3,
+                    "predicted_ms": predicted * 1e3,
+                    "error_pct": (predicted / measured - 1) * 100,
+                    "step_error_pct": _error(after[which], steps.seconds[which]) * 100,
+                }
+            )
+        return out
+
+    @property
+    def replay_options(self) -> str:
+        """The linear model as options of `kvledger replay`."""
+        costs = next(model.after for model in self.models if model.name == "linear")
+        assert isinstance(costs, FittedLatency)
+        options = {
+            "--base-ms": costs.costs.get(BASE, 0.0) * 1e3,
+            "--us-per-prefill-token": costs.costs.get("num_prefill_tokens", 0.0) * 1e6,
+            "--us-per-decoding-sequence": costs.costs.get("num_decode_tokens", 0.0) * 1e6,
+        }
+        return "--latency linear " + " ".join(f"{name} {value:.6g}" for name, value in options.items())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        return {
+            "steps": len(self.steps),
+            "measured_seconds": float(self.steps.seconds.sum()),
+            "best": self.best.name,
+            "models": [model.to_json() for model in self.models],
+            "kinds": self.rows(),
+            "replay_options": self.replay_options,
+        }
+
+
+def live_report(steps: MeasuredSteps, roofline: RooflineLatency | None = None) -> LiveReport:
+    """Compare and calibrate.
+
+    Args:
+        steps: of a live run.
+        roofline: what was expected of the model on its device before measuring; None: nothing was.
+
+    Raises:
+        InputError: no steps.
+    """
+    models = [
+        _calibrated("linear", LinearLatency(), steps, lambda some: fit_latency(some, PLAIN)),
+        _calibrated("linear with context", None, steps, lambda some: fit_latency(some, WITH_CONTEXT)),
+        _calibrated("linear with prefill steps", None, steps, lambda some: fit_latency(some, WITH_PREFILL_STEPS)),
+    ]
+    if roofline is not None:
+        models.append(_calibrated("roofline", roofline, steps, lambda some: fit_roofline(some, roofline)))
+    return LiveReport(steps=steps, models=tuple(models))
+
+
+def served_roofline(reader: "LogReader", model: str, gpu: str, weights_dtype: str = "auto") -> RooflineLatency:
+    """What was to be expected of a live engine: its model on its device, as the presets have them.
+
+    The floor of steps outside CUDA graphs is taken for those with more tokens than the largest captured decode step.
+
+    Raises:
+        InputError: no such model or device, or what the model computes is not known.
+    """
+    header = reader.manifest.header
+    expected = RooflineLatency.for_model(
+        load_geometry(model),
+        find_device(gpu),
+        max_num_seqs=header["scheduler"]["max_num_seqs"],
+        weights_dtype=weights_dtype,
+        enforce_eager=True,
+    )
+    captured = header["facts"].get("cudagraph_capture_sizes", [])
+    return attrs.evolve(expected, max_captured_tokens=max(captured, default=0))
+
+
+def fit_roofline(steps: MeasuredSteps, start: RooflineLatency) -> RooflineLatency:
+    """A roofline with the factors of its device fitted to measured steps, one measurement a kind of step."""
+    measured: list[MeasuredStep] = []
+    for name, which in steps.kinds():
+        load, seconds = steps.means(which)
+        measured.append(MeasuredStep(latency=start, load=load, seconds=seconds, label=name))
+    free = [name for name in FITTED_FACTORS if getattr(start.factors, name)]
+    if steps.column("num_prefill_tokens").any():
+        free += PREFILL_FACTORS
+    tokens = steps.column("num_prefill_tokens") + steps.column("num_decode_tokens")
+    if (tokens > start.max_captured_tokens).any() and start.factors.uncaptured_layer_s:
+        free += EAGER_FACTORS
+    return attrs.evolve(start, factors=fit_factors(measured, start=start.factors, free=free).factors)
+
+
+def _calibrated(
+    name: str,
+    before: LatencyModel | None,
+    steps: MeasuredSteps,
+    fit: Callable[[MeasuredSteps], LatencyModel],
+) -> CalibratedModel:
+    after = fit(steps)
+    seen, unseen = steps[::2], steps[1::2]
+    predicted = steps.predicted(after)
+    return CalibratedModel(
+        name=name,
+        before=before,
+        after=after,
+        error_before=None if before is None else _error(steps.predicted(before), steps.seconds),
+        error_after=_error(predicted, steps.seconds),
+        error_unseen=_error(unseen.predicted(fit(seen)), unseen.seconds),
+        total_error=float(predicted.sum() / steps.seconds.sum() - 1),
+    )
+
+
+def _error(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> float:
+    """Mean absolute relative error."""
+    return float(np.abs(predicted / measured - 1).mean())
+
+
+def print_live_report(report: LiveReport) -> None:
+    """The tables of `kvledger log steps`."""
+    from ..report.console import console, table
+
+    out = console()
+    steps, best = report.steps, report.best
+    out.print(f"{len(steps):,} steps, {steps.seconds.sum():,.3f} s measured", soft_wrap=True)
+    rows = [
+        (
+            row["kind"],
+            row["steps"],
+            f"{row['measured_ms']:.3f}",
+            "-" if row["predicted_before_ms"] is None else f"{row['predicted_before_ms']:.3f}",
+            f"{row['predicted_ms']:.3f}",
+            f"{row['error_pct']:+.1f} %",
+            f"{row['step_error_pct']:.1f} %",
+        )
+        for row in report.rows()
+    ]
+    title = f"Step times, measured and predicted ({best.name})"
+    columns = ("steps that compute", "steps", "measured ms", "before ms", "calibrated ms", "error", "of a step")
+    out.print(table(title, columns, rows))
+    models = [
+        (
+            model.name,
+            "-" if model.error_before is None else f"{model.error_before:.1%}",
+            f"{model.error_after:.1%}",
+            f"{model.error_unseen:.1%}",
+            f"{model.total_error:+.1%}",
+        )
+        for model in report.models
+    ]
+    columns = ("model", "before", "calibrated", "on unseen steps", "all steps together")
+    out.print(table("Mean absolute error of a step", columns, models))
+    for name, value in best.after.assumptions().items():
+        shown = f"{value:.6g}" if isinstance(value, float) else value
+        out.print(f"  {name}: {shown}", markup=False, soft_wrap=True)
+    out.print(f"kvledger replay ... {report.replay_options}", markup=False, soft_wrap=True)

@@ -1,0 +1,326 @@
+"""A recorded live run, decided again: the same requests at the same steps must give the same commits and slots.
+
+Fixed are what the engine could not know: when requests came, what their blocks' keys are, which of them stopped where
+and which were aborted. Everything else is decided anew by core's scheduler and allocator, and mirrored by
+`SimBackend`: every commit is compared with the log's, and the slots of every step with those that the device had.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import attrs
+
+from ...backends.serving.engine.recorded_run import recorded_configs, slots_crc32
+from ...backends.sim_backend import SimBackend
+from ...backends.sinks.log.reader import LogReader
+from ...backends.sinks.log.rows import LoggedCommit, LoggedNote, Record, RequestArrived, RequestEnded, StepComputed
+from ...core.allocator.allocator import KVCacheAllocator
+from ...core.errors import InputError
+from ...core.events import BlocksCached, Commit, Key, RowsAssigned, as_ints
+from ...core.scheduler.engine import Wait, engine_loop
+from ...core.scheduler.scheduler import Scheduler, StepOutcome
+from ...core.types import Request, ScheduledStep, StepResult
+from ..traces.recorded import is_live
+from .text import described
+
+# The keys of a live run's requests, as far as its log has them.
+
+
+class LoggedKeys:
+    """A request's keys: those of its prompt stand in its `RequestArrived`, those of its output in its `RequestEnded`.
+
+    Of a request that has no end in the log (the engine was killed, or still runs) the keys that its output's blocks
+    were registered under are taken from the commits, which are all that any later lookup could find.
+
+    Attributes:
+        num_unended: requests without an end in the log.
+    """
+
+    def __init__(self, reader: LogReader) -> None:
+        """Read the notes once, and the commits if a request has no end."""
+        # An id may be used again after its request's end.
+        self._ends: defaultdict[str, deque[RequestEnded]] = defaultdict(deque)
+        arrived: list[RequestArrived] = []
+        for logged in reader.notes():
+            if isinstance(logged.note, RequestEnded):
+                self._ends[logged.note.request_id].append(logged.note)
+            elif isinstance(logged.note, RequestArrived):
+                arrived.append(logged.note)
+        self.num_unended = len(arrived) - sum(len(ends) for ends in self._ends.values())
+        self._registered = _registered_keys(reader) if self.num_unended else {}
+
+    def of(self, note: RequestArrived) -> tuple[Key, ...]:
+        """The keys of a request's complete blocks; to be asked once for each request, in the order of the log."""
+        ends = self._ends[note.request_id]
+        if ends:
+            return note.prompt_keys + ends.popleft().output_keys
+        keys = list(note.prompt_keys)
+        registered = self._registered.get(note.request_id, {})
+        while len(keys) in registered:
+            keys.append(registered[len(keys)])
+        return tuple(keys)
+
+
+class KnownKeys:
+    """A key source over keys that are all known."""
+
+    def __init__(self, keys: tuple[Key, ...]) -> None:
+        self._keys = keys
+
+    def keys(self, start: int, stop: int) -> Sequence[Key]:
+        """Those of blocks `start <= i < stop` that there are."""
+        return self._keys[start:stop]
+
+
+def _registered_keys(reader: LogReader) -> dict[str, dict[int, Key]]:
+    """Request -> logical index -> key, of blocks as large as hash blocks; of an id used again, its last request's."""
+    hash_block_size = reader.created.hash_block_size
+    groups = [group for group, kind in enumerate(reader.created.groups) if kind.block_size == hash_block_size]
+    request_in: dict[int, str] = {}
+    found: dict[str, dict[int, Key]] = defaultdict(dict)
+    for record in reader.records():
+        for event in record.commit.events if isinstance(record, LoggedCommit) else ():
+            if isinstance(event, RowsAssigned):
+                request_in.update(zip(as_ints(event.rows), event.requests, strict=True))
+            elif isinstance(event, BlocksCached) and event.group in groups:
+                start = 0
+                indices = as_ints(event.indices)
+                for row, count in zip(as_ints(event.rows), as_ints(event.counts), strict=True):
+                    stop = start + count
+                    of_request = found[request_in[row]]
+                    of_request.update(zip(indices[start:stop], event.keys[start:stop], strict=True))
+                    start = stop
+    return found
+
+
+ABORTED = ("abort", "error")
+
+
+@attrs.define
+class Rerun:
+    """What deciding a live run again found.
+
+    Attributes:
+        commits, steps, requests: how many were decided again and are equal.
+        steps_with_slots: of the steps, those whose slots the log has; all of them are equal.
+        unended: requests whose end the log does not have (it is torn, or still being written).
+        divergence: the first difference, in words; None: there is none.
+    """
+
+    commits: int = 0
+    steps: int = 0
+    requests: int = 0
+    steps_with_slots: int = 0
+    unended: int = 0
+    divergence: str | None = None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether everything that the log holds came out again."""
+        return self.divergence is None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        return {"equal": self.is_equal, **attrs.asdict(self)}
+
+    def describe(self) -> list[str]:
+        """The outcome in a few lines."""
+        lines = [
+            f"{self.requests:,} requests and {self.steps:,} steps decided again: {self.commits:,} commits equal, and "
+            f"so are block tables and free queue; the slots of {self.steps_with_slots:,} steps equal the device's"
+        ]
+        if self.unended:
+            lines.append(f"{self.unended:,} requests have no end in the log: it stops before")
+        if self.divergence is not None:
+            lines.append(f"NOT EQUAL: {self.divergence}")
+        return lines
+
+
+def run_live_again(reader: LogReader, on_progress: Callable[[int], None] | None = None) -> Rerun:
+    """Decide a live run again and compare.
+
+    Args:
+        reader: its log.
+        on_progress: called with the number of steps so far.
+
+    Raises:
+        InputError: the log is of no live run.
+    """
+    if not is_live(reader):
+        raise InputError(f"{reader.directory} is not the log of a live engine (kvledger serve --log)")
+    return _LiveRerun(reader, on_progress).run()
+
+
+class _Diverged(Exception):
+    """The first difference."""
+
+
+class _LogOver(Exception):
+    """No record is left."""
+
+
+class _LiveRerun:
+    def __init__(self, reader: LogReader, on_progress: Callable[[int], None] | None) -> None:
+        self._reader = reader
+        self._on_progress = on_progress
+        self._found = Rerun()
+        self._records: Iterator[Record] = reader.records()
+        self._peeked: Record | None = None
+        self._keys = LoggedKeys(reader)
+        self._found.unended = self._keys.num_unended
+        self._backend = SimBackend()
+        self._scheduler: Scheduler | None = None
+        self._finished: dict[str, int] = {}
+
+    def run(self) -> Rerun:
+        try:
+            self._decide()
+        except _Diverged as difference:
+            self._found.divergence = str(difference)
+        except _LogOver:
+            pass
+        return self._found
+
+    def _decide(self) -> None:
+        config, limits = recorded_configs(self._reader.manifest.header, self._reader.created)
+        self._scheduler = scheduler = Scheduler(limits, KVCacheAllocator(config, sinks=[self, self._backend]))
+        loop = engine_loop(scheduler, [self._between_steps])
+        move = next(loop)
+        while True:
+            if isinstance(move, Wait):
+                if not self._take_in(()):
+                    self._expect_the_end()
+                move = loop.send(None)
+            else:
+                result = self._computed(move)
+                if result is None:  # the engine failed in this step
+                    self._take_in(())
+                    self._expect_the_end()
+                move = loop.send(result)
+
+    # -- what is compared --------------------------------------------------------------------------------------------
+
+    def apply(self, commit: Commit) -> None:
+        """A sink of the rerun: the log must go on with the same commit."""
+        record = self._next()
+        if not isinstance(record, LoggedCommit):
+            self._differ(commit.sequence, commit, record)
+        if record.commit != commit:
+            self._differ(commit.sequence, commit, record)
+        self._found.commits += 1
+
+    def _computed(self, step: ScheduledStep) -> StepResult | None:
+        record = self._peek()
+        if isinstance(record, LoggedNote) and isinstance(record.note, RequestEnded) and record.note.reason == "error":
+            return None
+        self._next()
+        if not isinstance(record, LoggedNote) or not isinstance(record.note, StepComputed):
+            raise _Diverged(f"step {self._found.steps} is due, and the log goes on with {_in_words(record)}")
+        note = record.note
+        if note.load != step.load:
+            raise _Diverged(f"step {self._found.steps} computes {step.load}, in the log {note.load}")
+        if note.slots_crc32 is not None:
+            groups = range(len(self._backend.block_tables))
+            found = slots_crc32([self._backend.slot_mapping(step.batch, group) for group in groups])
+            if found != note.slots_crc32:
+                raise _Diverged(f"the slots of step {self._found.steps} are not those that the device had")
+            self._found.steps_with_slots += 1
+        self._found.steps += 1
+        if self._on_progress is not None:
+            self._on_progress(self._found.steps)
+        return StepResult((note.nanoseconds,), stopped=note.stopped)
+
+    def _differ(self, sequence: int, commit: Commit, record: Record) -> NoReturn:
+        mine = "; ".join(described(LoggedCommit(commit, None)))
+        raise _Diverged(f"commit {sequence} is decided as [{mine}], and the log has [{_in_words(record)}]")
+
+    def _expect_the_end(self) -> NoReturn:
+        """Nothing is left to be done; neither may anything be left in the log."""
+        record = self._peek()
+        if isinstance(record, LoggedCommit) or isinstance(record.note, StepComputed):
+            raise _Diverged(f"nothing is left to compute, and the log goes on with {_in_words(record)}")
+        raise _LogOver
+
+    # -- what is fixed -----------------------------------------------------------------------------------------------
+
+    def _between_steps(self, _step: ScheduledStep, _result: StepResult, outcome: StepOutcome) -> None:
+        self._take_in(outcome.finished_requests)
+
+    def _take_in(self, finished: Sequence[Request]) -> bool:
+        """Do what the notes up to the next step say; False if there were none of requests."""
+        self._finished.update({request.request_id: request.num_output_tokens for request in finished})
+        taken = False
+        while (note := self._note_of_a_request()) is not None:
+            self._next()
+            taken = True
+            if isinstance(note, RequestArrived):
+                self._arrive(note)
+            elif note.reason in ABORTED:
+                self._finished.pop(note.request_id, None)  # it finished, and then its engine failed
+                self._the_scheduler.abort(note.request_id)
+            else:
+                self._compare_end(note)
+        if self._finished:
+            raise _Diverged(f"requests {', '.join(self._finished)} finish here, and the log does not say so")
+        return taken
+
+    def _note_of_a_request(self) -> RequestArrived | RequestEnded | None:
+        try:
+            record = self._peek()
+        except _LogOver:
+            if self._finished:  # the log stops between a step and what it notes of it
+                self._finished.clear()
+                raise
+            return None
+        note = record.note if isinstance(record, LoggedNote) else None
+        return note if isinstance(note, RequestArrived | RequestEnded) else None
+
+    def _arrive(self, note: RequestArrived) -> None:
+        self._found.requests += 1
+        request = Request(
+            request_id=note.request_id,
+            num_prompt_tokens=note.num_prompt_tokens,
+            max_tokens=note.facts["max_tokens"],
+            keys=KnownKeys(self._keys.of(note)),
+            priority=note.facts["priority"],
+            arrival=note.arrival_s,
+        )
+        lead = note.facts.get("sample_of")
+        if lead is None:
+            self._the_scheduler.submit(request)
+            return
+        request.num_output_tokens = 1
+        has_ended: bool = note.facts["has_ended"]
+        self._the_scheduler.fork(lead, request, has_ended)
+        if has_ended:
+            self._finished[note.request_id] = 1
+
+    def _compare_end(self, note: RequestEnded) -> None:
+        produced = self._finished.pop(note.request_id, None)
+        if produced != note.num_output_tokens:
+            here = "does not finish here" if produced is None else f"finishes with {produced} output tokens"
+            raise _Diverged(f"request {note.request_id!r} {here}; in the log it finishes with {note.num_output_tokens}")
+
+    @property
+    def _the_scheduler(self) -> Scheduler:
+        assert self._scheduler is not None
+        return self._scheduler
+
+    # -- the log, record by record -----------------------------------------------------------------------------------
+
+    def _peek(self) -> Record:
+        if self._peeked is None:
+            self._peeked = next(self._records, None)
+            if self._peeked is None:
+                raise _LogOver
+        return self._peeked
+
+    def _next(self) -> Record:
+        record = self._peek()
+        self._peeked = None
+        return record
+
+
+def _in_words(record: Record) -> str:
+    return "; ".join(described(record))

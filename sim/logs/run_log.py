@@ -1,0 +1,122 @@
+"""A run of a command, written down as it happens: its options, the requests as they come, every commit with its time.
+
+    with RunLog("run.log", command="replay", options=options, trace=source, flush=FlushPolicy(every_ms=50)) as run:
+        report = replay(run.trace, ..., listeners=[run])
+
+What is in such a log suffices to run it again, as it was or under other options (`kvledger log replay`).
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import attrs
+
+from ...backends.sinks.log.durable_log import Clock, DurableLog
+from ...backends.sinks.log.flush_policy import FlushPolicy
+from ...backends.sinks.log.rows import RequestArrived, RunEnded
+from ...core.events import Commit
+from ...core.scheduler.scheduler import Scheduler
+from ..engine.listener import RunListener
+from ..traces.trace import Trace, TraceInfo, TraceRequest
+
+CLOCK: Final = "simulated"
+
+
+class RunLog(RunListener):
+    """The log of one run, and a listener that fills it.
+
+    Attributes:
+        trace: the trace, whose requests are noted as the run takes them.
+        log: what is written.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        command: str,
+        options: dict[str, Any],
+        trace: Trace,
+        flush: FlushPolicy,
+    ) -> None:
+        """Start the log of a run.
+
+        Args:
+            directory: where; empty or not there yet.
+            command: the command that runs, such as "replay".
+            options: its options by parameter name, as plain JSON values.
+            trace: what it runs on.
+            flush: when commits reach the disk.
+
+        Raises:
+            InputError: something is in the directory, or an option is no JSON value.
+            LogWriteError: the directory cannot be written.
+        """
+        self._now_ns = 0
+        header = {"command": command, "options": options, "trace": plain_info(trace.info)}
+        clock = Clock(CLOCK, lambda: self._now_ns)
+        self.log = DurableLog.create(directory, flush=flush, clock=clock, header=header)
+        self.trace: Trace = _NotedTrace(trace, self.log)
+
+    def apply(self, now_ns: int, commit: Commit) -> None:
+        """Log one commit."""
+        self._now_ns = now_ns
+        self.log.apply(commit)
+
+    def scheduled(self, now_ns: int, scheduler: Scheduler) -> None:
+        """Learn where the state is, so that snapshots need no fold of their own."""
+        self.log.live_state = scheduler.allocator.state
+
+    def close(self) -> None:
+        """Note what the trace turned out to be, and close the log."""
+        self.log.note(RunEnded({"trace": plain_info(self.trace.info)}))
+        self.log.close()
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:  # the run did not end, and the log does not say that it did
+            self.log.__exit__(kind, error, trace)
+
+
+def plain_info(info: TraceInfo) -> dict[str, Any]:
+    """Everything that is known of a trace, as plain JSON values."""
+    plain = attrs.asdict(info)
+    plain["unused_fields"] = sorted(info.unused_fields)
+    return plain
+
+
+def arrival_of(row: TraceRequest) -> RequestArrived:
+    """The note of one row of a trace; `LoggedTrace` makes the same row of it again."""
+    facts: dict[str, Any] = {}
+    if row.hash_ids == ():
+        facts["hash_ids"] = []  # ids that are all behind full blocks, of which there is none: not the same as no ids
+    if row.turn is not None:
+        facts["turn"] = attrs.asdict(row.turn)
+    if row.priority:
+        facts["priority"] = row.priority
+    return RequestArrived(str(row.place), row.arrival_s, row.input_length, row.output_length, row.hash_ids or (), facts)
+
+
+class _NotedTrace:
+    """A trace that notes each request in a log when it is taken."""
+
+    def __init__(self, trace: Trace, log: DurableLog) -> None:
+        self._trace = trace
+        self._log = log
+
+    @property
+    def info(self) -> TraceInfo:
+        return self._trace.info
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        for row in self._trace:
+            self._log.note(arrival_of(row))
+            yield row

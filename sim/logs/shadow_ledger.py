@@ -1,0 +1,363 @@
+"""The ledger of a server that is not ours, from its KV events alone: occupancy, churn, hits, and what more memory
+would bring.
+
+What a stream does not tell is not made up: it has no lookups, so a request that stores no block of its own leaves no
+trace, and it does not say where one request ends and the next begins. The assumptions that fill this are in
+`ASSUMPTIONS`, and every report states them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+
+from ...backends.sinks.kv_events.schema import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEventBatch
+from ...backends.sinks.kv_events.shadow_pool import FULL_ATTENTION, Address, ShadowPool
+from ...backends.sinks.kv_events.stream_order import StreamCounts
+from ...backends.sinks.metrics.endpoint import Figure
+
+# Requests as a stream of KV events shows them: each begins behind the longest prefix that it found.
+
+
+@attrs.define
+class _Sequence:
+    """A request that may still go on.
+
+    Attributes:
+        began: the time of its first store.
+        last: the time of its latest one.
+        chain: every block so far, found or stored.
+        block_size: tokens a block.
+    """
+
+    began: float
+    last: float
+    chain: list[BlockHash]
+    block_size: int
+
+
+@attrs.frozen
+class SeenRequest:
+    """A request that has ended, as far as one can tell.
+
+    Attributes:
+        arrival_s: when its first block was stored.
+        chain: the hashes of its blocks, those that it found first.
+        block_size: tokens a block.
+    """
+
+    arrival_s: float
+    chain: tuple[BlockHash, ...]
+    block_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of whole blocks; prompt and output are not told apart."""
+        return len(self.chain) * self.block_size
+
+
+class StreamRequests:
+    """Tells requests apart in a stream of stored blocks.
+
+    Blocks stored right behind the last block of a sequence go on with it (a chunk of its prompt, or its output), if
+    they come within `continuation_s`; every other store begins a request, whose hit is what stands before it.
+
+    Attributes:
+        block_size: tokens a block.
+        num_requests: requests begun.
+        num_hit_blocks: blocks that they found.
+        num_stored_blocks: blocks that they stored.
+    """
+
+    def __init__(
+        self, pool: ShadowPool, continuation_s: float, ended: Callable[[SeenRequest], None] | None = None
+    ) -> None:
+        """`pool` is asked for prefixes before an event is applied to it; `ended` is given each request at its end."""
+        self._pool = pool
+        self._continuation_s = continuation_s
+        self.ended = ended
+        self._by_tip: dict[BlockHash, _Sequence] = {}
+        self._group: int | None = None
+        self.block_size = 0
+        self.num_requests = 0
+        self.num_hit_blocks = 0
+        self.num_stored_blocks = 0
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Blocks found over blocks found or stored; None before the first request."""
+        blocks = self.num_hit_blocks + self.num_stored_blocks
+        return self.num_hit_blocks / blocks if blocks else None
+
+    def group_of(self, event: BlockStored, kind: str) -> int | None:
+        """The group by which requests are told apart: the first one of this kind (or of no kind stated) that stores."""
+        if self._group is None and event.kv_cache_spec_kind in (None, kind):
+            self._group = event.group_idx or 0
+        return self._group
+
+    def stored(self, event: BlockStored, ts: float) -> None:
+        """Take in one store of the group, before the pool does."""
+        hashes, parent = event.block_hashes, event.parent_block_hash
+        self.num_stored_blocks += len(hashes)
+        self.block_size = event.block_size
+        sequence = self._by_tip.pop(parent, None) if parent is not None else None
+        if sequence is not None and ts - sequence.last > self._continuation_s:
+            self._end(sequence)
+            sequence = None
+        if sequence is None:
+            prefix = self._prefix(parent)
+            self.num_requests += 1
+            self.num_hit_blocks += len(prefix)
+            sequence = _Sequence(ts, ts, prefix, event.block_size)
+        sequence.chain += hashes
+        sequence.last = ts
+        replaced = self._by_tip.pop(hashes[-1], None)
+        if replaced is not None:
+            self._end(replaced)
+        self._by_tip[hashes[-1]] = sequence
+        self._end_old(ts)
+
+    def forget(self) -> None:
+        """The stream was cut: what was going on has ended."""
+        for sequence in self._by_tip.values():
+            self._end(sequence)
+        self._by_tip.clear()
+
+    def _prefix(self, parent: BlockHash | None) -> list[BlockHash]:
+        chain: list[BlockHash] = []
+        at = parent
+        while at is not None and len(chain) < len(self._pool.blocks):
+            block = self._pool.blocks.get((self._group or 0, at))
+            if block is None:
+                break
+            chain.append(at)
+            at = block.parent
+        return chain[::-1]
+
+    def _end_old(self, now: float) -> None:
+        """Sequences stand in the order of their latest store, so the old ones are at the front."""
+        while self._by_tip:
+            tip, sequence = next(iter(self._by_tip.items()))
+            if now - sequence.last <= self._continuation_s:
+                return
+            del self._by_tip[tip]
+            self._end(sequence)
+
+    def _end(self, sequence: _Sequence) -> None:
+        if self.ended is not None:
+            self.ended(SeenRequest(sequence.began, tuple(sequence.chain), sequence.block_size))
+
+
+class HashNumbers:
+    """Numbers hashes in first-seen order: the `hash_ids` of a trace."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[BlockHash, int] = {}
+
+    def row(self, request: SeenRequest, start_s: float) -> dict[str, Any]:
+        """The row of a Mooncake trace whose block size is the stream's; output cannot be told from prompt."""
+        return {
+            "timestamp": (request.arrival_s - start_s) * 1e3,
+            "input_length": request.num_tokens,
+            "output_length": 1,
+            "hash_ids": [self._numbers.setdefault(each, len(self._numbers)) for each in request.chain],
+        }
+
+
+ASSUMPTIONS = {
+    "prefix_hit_rate": "blocks before the first one that a request stored, over those and all that it stored; requests "
+    "that stored nothing are not seen, and blocks of output count as stored",
+    "twice_memory": "stored blocks that had been evicted less than one pool of evictions before: LRU with twice the "
+    "blocks would still have had them",
+    "occupancy": "findable blocks, duplicates included; blocks without a key are not seen",
+}
+
+
+@attrs.define
+class Interval:
+    """Counts since the last report."""
+
+    stored: int = 0
+    removed: int = 0
+    returned: int = 0
+    first_ts: float | None = None
+    last_ts: float | None = None
+
+
+class ShadowLedger:
+    """Follows a stream batch by batch, in order (`apply`), and forgets when the stream says so (`clear`).
+
+    Attributes:
+        pool: the index as the events describe it.
+        requests: what the stream shows of requests.
+        num_batches: batches taken in.
+    """
+
+    def __init__(self, num_gpu_blocks: int | None = None, continuation_s: float = 2.0) -> None:
+        """Start before the first batch.
+
+        Args:
+            num_gpu_blocks: blocks of the server's pool, if known; else the most that were ever findable at once.
+            continuation_s: a store right behind the last block of a sequence goes on with it if it comes within this
+                time, and is a new request otherwise.
+        """
+        self._num_gpu_blocks = num_gpu_blocks
+        self.pool = ShadowPool()
+        self.requests = StreamRequests(self.pool, continuation_s)
+        self.num_batches = 0
+        self._peak = 0
+        self._returned_of_requests = 0
+        self._interval = Interval()
+        self._total = Interval()
+        self._evicted: OrderedDict[Address, None] = OrderedDict()
+
+    @property
+    def capacity(self) -> int:
+        """Blocks of the pool, as given or as seen."""
+        return self._num_gpu_blocks - 1 if self._num_gpu_blocks else self._peak
+
+    @property
+    def last_ts(self) -> float | None:
+        """The time of the latest batch."""
+        return self._total.last_ts
+
+    @property
+    def num_returned(self) -> int:
+        """Stored blocks that twice the memory would still have had."""
+        return self._total.returned
+
+    def apply(self, sequence: int, batch: KVEventBatch) -> None:
+        """Take in one batch."""
+        for counts in (self._interval, self._total):
+            counts.first_ts = batch.ts if counts.first_ts is None else counts.first_ts
+            counts.last_ts = batch.ts
+        self.num_batches += 1
+        # The lookup that found these missing came before the evictions that made room for them.
+        returned = self._take_returned(batch)
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                self._stored(event, batch.ts, returned)
+            elif isinstance(event, BlockRemoved):
+                self._removed(event)
+            elif isinstance(event, AllBlocksCleared):
+                self._evicted.clear()
+            self.pool.apply([event])
+        self._peak = max(self._peak, self.pool.num_copies)
+
+    def clear(self) -> None:
+        """Nothing that was known counts any more (a gap, a new run of the producer)."""
+        self.pool.clear()
+        self.requests.forget()
+        self._evicted.clear()
+
+    def _take_returned(self, batch: KVEventBatch) -> set[Address]:
+        """Blocks that this batch stores and that went within the last pool of evictions."""
+        stored = [event for event in batch.events if isinstance(event, BlockStored)]
+        addresses = [(event.group_idx or 0, hashed) for event in stored for hashed in event.block_hashes]
+        returned = {address for address in addresses if address in self._evicted}
+        for address in returned:
+            del self._evicted[address]
+        return returned
+
+    def _stored(self, event: BlockStored, ts: float, returned: set[Address]) -> None:
+        group = event.group_idx or 0
+        again = returned.intersection([(group, hashed) for hashed in event.block_hashes])
+        returned -= again
+        for counts in (self._interval, self._total):
+            counts.stored += len(event.block_hashes)
+            counts.returned += len(again)
+        if event.block_hashes and group == self.requests.group_of(event, FULL_ATTENTION):
+            self._returned_of_requests += len(again)
+            self.requests.stored(event, ts)
+
+    def _removed(self, event: BlockRemoved) -> None:
+        group = event.group_idx or 0
+        for hashed in event.block_hashes:
+            if self.pool.num_copies_of(hashed, group) == 1:
+                self._evict((group, hashed))
+        for counts in (self._interval, self._total):
+            counts.removed += len(event.block_hashes)
+
+    def _evict(self, address: tuple[int, BlockHash]) -> None:
+        self._evicted[address] = None
+        self._evicted.move_to_end(address)
+        while len(self._evicted) > max(self.capacity, 1):
+            self._evicted.popitem(last=False)
+
+    # -- reports -----------------------------------------------------------------------------------------------------
+
+    def report(self, counts: StreamCounts | None = None) -> dict[str, Any]:
+        """The figures now, and since the last report; begins a new interval."""
+        interval, self._interval = self._interval, Interval()
+        seconds = _seconds(interval)
+        total = self._total
+        return {
+            "ts": total.last_ts,
+            "num_blocks": self.pool.num_copies,
+            "num_keys": len(self.pool.blocks),
+            "capacity_blocks": self.capacity or None,
+            "occupancy": self.pool.num_copies / self.capacity if self.capacity else None,
+            "stored": interval.stored,
+            "removed": interval.removed,
+            "stored_per_s": interval.stored / seconds if seconds else None,
+            "removed_per_s": interval.removed / seconds if seconds else None,
+            "requests": self.requests.num_requests,
+            "hit_blocks": self.requests.num_hit_blocks,
+            "prefix_hit_rate": self.requests.hit_rate,
+            "twice_memory": {
+                "blocks_not_computed_again": total.returned,
+                "share_of_stored": total.returned / total.stored if total.stored else None,
+                "prefix_hit_rate": self._hit_rate_with_twice(),
+            },
+            "orphans": self.pool.num_orphans,
+            "unknown_removals": self.pool.num_unknown_removals,
+            "stream": attrs.asdict(counts) if counts is not None else None,
+        }
+
+    def _hit_rate_with_twice(self) -> float | None:
+        hits, stored = self.requests.num_hit_blocks, self.requests.num_stored_blocks
+        if not hits + stored:
+            return None
+        return (hits + self._returned_of_requests) / (hits + stored)
+
+
+def _seconds(interval: Interval) -> float:
+    if interval.first_ts is None or interval.last_ts is None:
+        return 0.0
+    return interval.last_ts - interval.first_ts
+
+
+# A shadow ledger's figures for Prometheus: vLLM's names where they mean what vLLM means by them, ours elsewhere.
+
+
+class ShadowMetrics:
+    """Gives the figures of a shadow ledger and of the stream that it follows."""
+
+    def __init__(self, ledger: ShadowLedger, counts: StreamCounts, block_size: int | None = None) -> None:
+        """`block_size`: tokens a block; None: that of the latest stored block."""
+        self._ledger = ledger
+        self._counts = counts
+        self._block_size = block_size
+
+    def figures(self) -> Iterator[Figure]:
+        """The figures now."""
+        ledger, requests, counts = self._ledger, self._ledger.requests, self._counts
+        size = self._block_size or requests.block_size
+        looked_up = (requests.num_hit_blocks + requests.num_stored_blocks) * size
+        seen = "as the stream of events shows it: requests that stored nothing are not seen."
+        yield Figure("vllm:prefix_cache_queries", "counter", f"Tokens looked up, {seen}", looked_up)
+        yield Figure("vllm:prefix_cache_hits", "counter", f"Tokens found, {seen}", requests.num_hit_blocks * size)
+        pool = ledger.pool
+        yield Figure("kvledger:shadow_blocks", "gauge", "Blocks that can be found.", pool.num_copies)
+        occupancy = pool.num_copies / ledger.capacity if ledger.capacity else float("nan")
+        yield Figure("kvledger:shadow_occupancy", "gauge", "Findable blocks over the pool's, 0 to 1.", occupancy)
+        yield Figure("kvledger:shadow_blocks_stored", "counter", "Blocks that became findable.", pool.num_stored)
+        yield Figure("kvledger:shadow_blocks_removed", "counter", "Blocks that were removed.", pool.num_removed)
+        again = "Stored blocks that twice the memory would still have had."
+        yield Figure("kvledger:shadow_blocks_twice_memory_saves", "counter", again, ledger.num_returned)
+        yield Figure("kvledger:shadow_orphans", "counter", "Blocks stored behind one not there.", pool.num_orphans)
+        yield Figure("kvledger:stream_batches", "counter", "Batches applied.", counts.applied)
+        yield Figure("kvledger:stream_gaps", "counter", "Gaps found.", counts.gaps)
+        yield Figure("kvledger:stream_unrecoverable", "counter", "Batches lost for good.", counts.unrecoverable)
+        yield Figure("kvledger:stream_restarts", "counter", "New runs of the producer.", counts.restarts)

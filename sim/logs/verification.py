@@ -1,0 +1,231 @@
+"""Is a log whole, does it replay, and does every promise hold after every commit? In memory that does not grow."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import attrs
+from kvledger.testing import INVARIANTS, InvariantViolation, violations
+
+from ...backends.sinks.errors import LogDamagedError
+from ...backends.sinks.log.closing import load_snapshot
+from ...backends.sinks.log.reader import LogReader
+from ...backends.sinks.log.rows import LoggedCommit, LoggedNote
+from ...core.errors import CorruptLedgerError, KVLedgerError
+from ...core.events import Commit, PoolCreated
+from ...core.ledger.audit import ConservationAudit, ConservationFault
+from ...core.ledger.event_log import can_be_restored, restore_snapshot, take_snapshot
+from ...core.ledger.state import LedgerState
+
+# A check of all promises looks at every block; done once for so many blocks' worth of commits it costs as little as
+# the replay itself.
+BLOCKS_PER_COMMIT = 8
+
+
+@attrs.frozen
+class Fault:
+    """The first thing that is wrong with a log.
+
+    Attributes:
+        kind: "damage" (the bytes on disk), "conservation" (blocks lost or there twice), "replay" (an event that
+            cannot follow what came before), "invariant", or "snapshot" (not the fold up to it).
+        commit: the first commit affected, None where damage does not tell.
+        description: what is wrong, in words.
+        path: the damaged file.
+        offset: the byte in it.
+    """
+
+    kind: str
+    commit: int | None
+    description: str
+    path: str | None = None
+    offset: int | None = None
+
+
+@attrs.define
+class Verification:
+    """What a pass over a log found."""
+
+    commits: int = 0
+    events: int = 0
+    notes: int = 0
+    snapshots: int = 0
+    checked_every: int = 1
+    fault: Fault | None = None
+    torn: str | None = None
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is wrong. A torn tail is no fault: it says where a writer was interrupted."""
+        return self.fault is None
+
+    def describe(self) -> list[str]:
+        """The outcome in a few lines."""
+        counted = (
+            f"{self.commits:,} commits with {self.events:,} events, {self.notes:,} notes, {self.snapshots} snapshots"
+        )
+        names = ", ".join(invariant.name for invariant in INVARIANTS)
+        lines = [counted, f"invariants after every commit of {self.checked_every:,} and the last: {names}"]
+        if self.torn is not None:
+            lines.append(f"{self.torn}: a writer was interrupted there, or is writing now")
+        if self.fault is None:
+            return [*lines, "sound: every checksum matches, every commit applies, every invariant holds"]
+        return [*lines, f"NOT SOUND ({self.fault.kind}): {self.fault.description}"]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        return {
+            "sound": self.is_sound,
+            "commits": self.commits,
+            "events": self.events,
+            "notes": self.notes,
+            "snapshots": self.snapshots,
+            "invariants": [invariant.name for invariant in INVARIANTS],
+            "checked_every": self.checked_every,
+            "first_bad_commit": self.fault.commit if self.fault else None,
+            "fault": attrs.asdict(self.fault) if self.fault else None,
+            "torn": self.torn,
+        }
+
+
+class LogVerifier:
+    """One pass over a log.
+
+    Every byte is compared with its checksum, every commit is counted (`ConservationAudit`) and applied to the fold,
+    and every snapshot is compared with it. The invariants of the property-test kit are checked after every
+    `checked_every`-th commit and after the last one; where one is broken, the commits since the last good check are
+    gone through one by one to name the first.
+    """
+
+    def __init__(
+        self, reader: LogReader, checked_every: int | None = None, on_progress: Callable[[int], None] | None = None
+    ) -> None:
+        """`checked_every` None: one commit for every 8 blocks of the pool."""
+        self._reader = reader
+        self._wanted_every = checked_every
+        self._on_progress = on_progress
+        self._found = Verification()
+        self._state: LedgerState | None = None
+        self._audit: ConservationAudit | None = None
+        self._good: dict[str, Any] | None = None
+        self._since_good: list[Commit] = []
+        self._snapshots = dict(reader.snapshots())
+
+    def run(self) -> Verification:
+        """Read the log to its end, or to the first fault."""
+        found = self._found
+        try:
+            for record in self._reader.records():
+                if isinstance(record, LoggedNote):
+                    found.notes += 1
+                    continue
+                self._commit(record)
+                if self._on_progress and not found.commits % 256:
+                    self._on_progress(found.commits)
+            self._check_invariants()
+            if self._state is None and not found.fault:
+                self._fail("replay", 0, "the log has no commits, so there is no pool to rebuild")
+        except LogDamagedError as error:
+            found.fault = Fault("damage", error.commit, str(error), error.path.name, error.offset)
+        except _FaultFound as fault:
+            found.fault = fault.fault
+        except CorruptLedgerError as error:
+            found.fault = Fault("replay", found.commits, str(error))
+        if self._reader.torn is not None:
+            found.torn = self._reader.torn.describe()
+        return found
+
+    def _commit(self, record: LoggedCommit) -> None:
+        commit = record.commit
+        state, audit = self._fold(commit)
+        try:
+            audit.apply(commit)
+        except CorruptLedgerError as error:
+            self._fail("conservation", commit.sequence, str(error))
+        if audit.balance.difference:
+            fault = ConservationFault(commit.sequence, audit.balance, audit.miscounted_blocks())
+            self._fail("conservation", commit.sequence, fault.describe())
+        try:
+            state.apply_commit(commit)
+        except (KVLedgerError, LookupError, ValueError) as error:
+            self._fail("replay", commit.sequence, f"commit {commit.sequence} cannot be applied: {error}")
+        self._found.commits += 1
+        self._found.events += len(commit.events)
+        self._since_good.append(commit)
+        if len(self._since_good) >= self._found.checked_every:
+            self._check_invariants()
+        self._check_snapshot()
+
+    def _fold(self, commit: Commit) -> tuple[LedgerState, ConservationAudit]:
+        if self._state is None or self._audit is None:
+            created = commit.events[0] if commit.events else None
+            if not isinstance(created, PoolCreated):
+                self._fail("replay", 0, "the log does not begin with PoolCreated, so there is no pool to rebuild")
+            self._state, self._audit = LedgerState(created), ConservationAudit(created)
+            self._found.checked_every = self._wanted_every or max(1, created.num_blocks // BLOCKS_PER_COMMIT)
+        return self._state, self._audit
+
+    # -- invariants --------------------------------------------------------------------------------------------------
+
+    def _check_invariants(self) -> None:
+        state = self._state
+        if state is None or not self._since_good:
+            return
+        for violation in _violations(state):
+            last = self._since_good[-1].sequence
+            self._fail("invariant", last, f"after commit {last}: {violation}")
+        if can_be_restored(state.created) and self._found.checked_every > 1:
+            self._good = take_snapshot(state)
+        self._since_good.clear()
+
+    def _first_violation_since_good(self) -> Fault | None:
+        """Go through the commits since the last good check one by one."""
+        for state, commit in self._steps_since_good() if self._since_good else ():
+            state.apply_commit(commit)
+            for violation in _violations(state):
+                return Fault("invariant", commit.sequence, f"after commit {commit.sequence}: {violation}")
+        return None
+
+    def _steps_since_good(self) -> Iterator[tuple[LedgerState, Commit]]:
+        assert self._state is not None
+        created = self._state.created
+        if self._good is not None:
+            state = restore_snapshot(created, self._good)
+        else:
+            # No check has been good yet, or the eviction order cannot be restored: from the first commit on.
+            state = LedgerState(created)
+            for commit in self._reader.commits(stop=self._since_good[0].sequence):
+                state.apply_commit(commit)
+        for commit in self._since_good:
+            yield state, commit
+
+    def _check_snapshot(self) -> None:
+        state = self._state
+        path = self._snapshots.get(self._found.commits)
+        if path is None or state is None:
+            return
+        if load_snapshot(path, state.created).snapshot() != state.snapshot():
+            before = self._found.commits
+            self._fail("snapshot", before, f"{path.name} is not the state before commit {before}")
+        self._found.snapshots += 1
+
+    def _fail(self, kind: str, commit: int, description: str) -> NoReturn:
+        """Name this fault, or a promise that was broken before it, between two checks."""
+        raise _FaultFound(self._first_violation_since_good() or Fault(kind, commit, description))
+
+
+def _violations(state: Any) -> Iterator[InvariantViolation]:
+    """The kit's; it imports this package by its full name, so a type checker takes our `LedgerState` for another."""
+    return violations(state)
+
+
+class _FaultFound(Exception):
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.description)
+        self.fault = fault
+
+
+def verify_log(
+    reader: LogReader, checked_every: int | None = None, on_progress: Callable[[int], None] | None = None
+) -> Verification:
+    """Verify a log; see `LogVerifier`."""
+    return LogVerifier(reader, checked_every, on_progress).run()

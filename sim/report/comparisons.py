@@ -1,0 +1,114 @@
+"""`kvledger ab` on a terminal: why they differ, then every figure side by side."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .console import console, percent, table
+from .curve import millions
+from .replay import seconds, shown
+
+
+def print_ab(document: Mapping[str, Any]) -> None:
+    """Everything on standard output (`document` is that of `--json`)."""
+    from rich.markup import escape
+
+    out = console()
+    out.print("[bold]What differs, and what comes of it[/bold]")
+    for sentence in document["explanation"]:
+        out.print(f"- {escape(sentence)}", soft_wrap=True)
+    rows = [
+        (
+            row["name"],
+            _shown(row["a"]),
+            _shown(row["b"]),
+            "-" if row["difference"] is None else f"{row['difference']:+,.4g}",
+            "-" if row["ratio"] is None else f"{row['ratio']:.3g}",
+            {"a": "A", "b": "B", None: ""}[row["better"]],
+        )
+        for row in document["figures"]
+    ]
+    out.print(table("Side by side", ("figure", "A", "B", "B - A", "B / A", "better"), rows))
+    differing = [(row["name"], _shown(row["a"]), _shown(row["b"])) for row in document["assumptions_that_differ"]]
+    if differing:
+        out.print(table("Assumptions that differ", ("assumption", "A", "B"), differing, left=(0, 1, 2)))
+    same = ", ".join(f"{name} {text}" for name, text in document["same"].items())
+    out.print(escape(f"The same in both: {document['trace']['name']}{', ' if same else ''}{same}"), soft_wrap=True)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.4g}" if isinstance(value, float) else shown(value)
+
+
+# `kvledger block-size` on a terminal.
+
+
+def print_block_sizes(document: Mapping[str, Any]) -> None:
+    """The answer, a row a size, and what all of it rests on (`document` is that of `--json`)."""
+    from rich.markup import escape
+
+    out = console()
+    out.print(f"[bold]{escape(document['answer']['sentence'])}[/bold]", soft_wrap=True)
+    columns = (
+        "tokens",
+        "blocks",
+        "hit rate",
+        "TTFT p50",
+        "TTFT p99",
+        "TPOT p99",
+        "tokens/s",
+        "preempted",
+        "most behind",
+    )
+    rows = [_cells(row, document["answer"]["block_size"]) for row in document["rows"] if "error" not in row]
+    out.print(table("Block sizes (* the answer; behind: the best of any size)", columns, rows, left=()))
+    for row in document["rows"]:
+        if "error" in row:
+            out.print(f"{row['block_size']}: {escape(row['error'])}", soft_wrap=True)
+    out.print(f"Pool: {document['pool']}")
+    out.print("Not charged: the length of block tables, and keys and events by their number; they favour large blocks.")
+    out.print("[bold]Assumptions[/bold] (of the smallest size; change them with the options of the same names)")
+    assumed = [(name, shown(value)) for name, value in document["assumptions"].items()]
+    out.print(table(None, ("assumption", "value"), assumed, left=(0, 1)))
+
+
+def _cells(row: Mapping[str, Any], chosen: int) -> tuple[str, ...]:
+    figures = row["figures"]
+    return (
+        f"{row['block_size']:,}" + (" *" if row["block_size"] == chosen else "  "),
+        f"{figures['assumptions.num_blocks']:,}",
+        percent(figures["prefix_cache.hit_rate"]),
+        seconds(figures["ttft_s.p50"]),
+        seconds(figures["ttft_s.p99"]),
+        seconds(figures["tpot_s.p99"]),
+        f"{figures['throughput.output_tokens_per_s']:,.1f}",
+        f"{figures['preemptions.total']:,}",
+        percent(row["most_behind"]),
+    )
+
+
+# `kvledger optimum` on a terminal.
+
+
+def print_worth(document: Mapping[str, Any]) -> None:
+    """The answer, the policies, and what it rests on (`document` is that of `--json`)."""
+    from rich.markup import escape
+
+    out = console()
+    out.print(f"[bold]{escape(document['answer']['sentence'])}[/bold]", soft_wrap=True)
+    pool = document["pool"]
+    rows = [
+        (
+            row["policy"],
+            percent(row["token_hit_rate"]),
+            millions(row["hit_tokens"]),
+            millions(row["computed_tokens"]),
+        )
+        for row in document["policies"]
+    ]
+    title = f"A pool of {pool['num_blocks']:,} blocks of {pool['block_size']} tokens"
+    out.print(table(title, ("eviction", "served", "tokens served", "tokens computed"), rows))
+    out.print("[bold]Assumptions[/bold] (change them with the options of the same names)")
+    rows = [(name, shown(value)) for name, value in document["assumptions"].items()]
+    out.print(table(None, ("assumption", "value"), rows, left=(0, 1)))

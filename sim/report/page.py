@@ -1,0 +1,420 @@
+"""A study as one self-contained HTML page: the answer first, then the plots, the tables, the assumptions, the command.
+
+The page is a function of the study's document and opens with no network. Two runs of one study give the same bytes.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+import attrs
+
+from ..study.answer import Figure, Sentence, at_path
+from ..study.sentences import answer_sentences
+from .console import gib, percent
+from .curve import memory, millions
+from .plots import PLOT_TEXTS, row_colour, study_plots
+from .replay import LATENCIES, seconds, shown
+
+# Pieces of HTML: everything that is shown passes `escape`, and every figure carries its value and where it stands.
+
+
+@attrs.frozen
+class Html:
+    """Text that is HTML already; plain strings are not, and are escaped where they are put into a page."""
+
+    code: str
+
+    def __str__(self) -> str:
+        """The code."""
+        return self.code
+
+
+Content = str | Html
+
+
+def html(content: Content) -> str:
+    """The code of a piece of content."""
+    return content.code if isinstance(content, Html) else escape(content)
+
+
+def joined(parts: Iterable[Content]) -> Html:
+    """Pieces one after the other."""
+    return Html("".join(map(html, parts)))
+
+
+def tag(name: str, *content: Content, **attributes: str | None) -> Html:
+    """`<name attribute="...">content</name>`; `class_` and `data_x` stand for `class` and `data-x`."""
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Html(f"<{name}{written}>{joined(content)}</{name}>")
+
+
+def breakable(name: str) -> Html:
+    """A name that a narrow column may break after its underscores."""
+    return Html(html(name).replace("_", "_<wbr>"))
+
+
+def data(document: dict[str, Any], path: str, show: Callable[[Any], str]) -> Html:
+    """A figure of the document: its value for programs, as shown for people, and its path."""
+    value = at_path(document, path)
+    return tag("data", show(value), value=_plain(value), data_path=path)
+
+
+def answered(sentence: Sentence) -> Html:
+    """A sentence in which every figure carries its value and its name among the answer's figures."""
+    return joined(_figure(part) if isinstance(part, Figure) else part for part in sentence.parts)
+
+
+def _figure(figure: Figure) -> Html:
+    path = f"answer.figures.{figure.name}.value"
+    return tag("data", figure.shown, value=_plain(figure.value), data_path=path, title=f"{figure.source}")
+
+
+def _plain(value: Any) -> str:
+    return "" if value is None else repr(value) if isinstance(value, float) else str(value)
+
+
+def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Content]], left: Sequence[int] = (0,)) -> Html:
+    """A table that scrolls sideways where the page is narrow; the first cell of a row is its heading."""
+    classes = ["left" if index in left else None for index in range(len(columns))]
+    head = [tag("th", column, scope="col", class_=kind) for column, kind in zip(columns, classes, strict=True)]
+    body: list[Html] = []
+    for row in rows:
+        cells = [
+            tag("td" if index else "th", cell, class_=kind, scope=None if index else "row")
+            for index, (cell, kind) in enumerate(zip(row, classes, strict=True))
+        ]
+        body.append(tag("tr", *cells))
+    shown = tag("table", tag("caption", caption), tag("thead", tag("tr", *head)), tag("tbody", *body))
+    return tag("div", shown, class_="scroll", role="region", tabindex="0", aria_label=caption)
+
+
+def plot(plot_id: str, *caption: Content) -> Html:
+    """The place of a plot: drawn by the page's script, described in words, and saved by its buttons."""
+    text = PLOT_TEXTS[plot_id]
+    place = tag("div", id=plot_id, class_="plot", role="img", aria_label=text.alt)
+    buttons = [
+        tag(
+            "button",
+            f"Save {kind.upper()}",
+            type="button",
+            data_save=plot_id,
+            data_format=kind,
+            aria_label=f"Save {text.name} as {kind.upper()}",
+        )
+        for kind in ("svg", "png")
+    ]
+    return tag("figure", place, tag("figcaption", *caption), tag("p", *buttons, class_="buttons"))
+
+
+def bullets(items: Iterable[Content]) -> Html:
+    """A list."""
+    return tag("ul", *(tag("li", item) for item in items))
+
+
+PART_NAMES = {"plan": "Memory plan", "curve": "Hit-rate curve", "replay": "Replay", "compare": "Allocators compared"}
+SHARES = (
+    ("token_pct", "tokens"),
+    ("reservation_pct", "reserved"),
+    ("internal_pct", "internal"),
+    ("external_pct", "external"),
+)
+
+
+def render_page(document: dict[str, Any]) -> str:
+    """The page of a study's document (`Study.document`), as HTML with its style, its script and its plots inside."""
+    from plotly.offline import get_plotlyjs
+
+    plots = study_plots(document)
+    sections = [
+        ("answer", "The answer", _answer(document)),
+        ("hit-rate", "Hit rate at every capacity", _curve(document, "plot-curve" in plots)),
+        ("time", "Over time", _time(document)),
+        ("latency", "Latency", _latency(document)),
+        ("memory", "Where the memory goes", _ledger(document)),
+        ("allocators", "Paged against contiguous memory", _compare(document)),
+        ("what-if", "What would change the answer", _what_if(document)),
+        ("assumptions", "What it assumes", _assumptions(document)),
+        ("figures", "Every figure of the answer", _figures(document)),
+        ("reproduce", "Reproduce it", _reproduce(document)),
+    ]
+    written = [(anchor, title, content) for anchor, title, content in sections if content is not None]
+    title = document["title"]
+    links = tag("ul", *(tag("li", tag("a", title, href=f"#{anchor}")) for anchor, title, _ in written))
+    main = [
+        tag("section", tag("h2", title, id=f"{anchor}-title"), content, id=anchor, aria_labelledby=f"{anchor}-title")
+        for anchor, title, content in written
+    ]
+    body = joined(
+        (
+            tag("a", "Skip to the answer", class_="skip", href="#answer"),
+            tag(
+                "header",
+                tag("h1", title["heading"]),
+                *(tag("p", title[line], class_="subtitle") for line in ("subtitle", "window") if line in title),
+                tag("nav", links, aria_label="Contents"),
+            ),
+            tag("main", _not_done(document), *main),
+            tag("footer", "Written by kvledger. The same figures for programs: study.json, beside this page."),
+        )
+    )
+    return _shell(title["heading"], body, plots, get_plotlyjs())
+
+
+def _shell(title: str, body: Html, plots: dict[str, Any], plotly_js: str) -> str:
+    here = files(__package__ or "")
+    style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("report_page.css", "report_page.js"))
+    # Inside a script element only "<" could end it or open a comment.
+    embedded = json.dumps(plots, allow_nan=False).replace("<", "\\u003c")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<link rel="icon" href="data:,">\n'
+        f"{tag('title', title)}\n<style>\n{style}</style>\n</head>\n<body>\n{body}\n"
+        f'<script type="application/json" id="plots">{embedded}</script>\n'
+        f"<script>{plotly_js}</script>\n<script>\n{script}</script>\n</body>\n</html>\n"
+    )
+
+
+def _not_done(document: dict[str, Any]) -> Html:
+    notes = [f"{PART_NAMES[part]}: {reason}." for part, reason in document["not_done"].items()]
+    if not notes:
+        return Html("")
+    return tag("div", tag("p", tag("strong", "Not in this report")), bullets(notes), class_="notice")
+
+
+def _answer(document: dict[str, Any]) -> Html:
+    cards = [
+        tag("div", tag("dt", sentence.question), tag("dd", answered(sentence)))
+        for sentence in answer_sentences(document)
+    ]
+    notes = [part["warnings"] for part in (document["plan"], document["curve"]) if part is not None]
+    warnings = [warning for each in notes for warning in each]
+    shown_warnings = [tag("h3", "Warnings"), bullets(warnings)] if warnings else []
+    return joined((tag("dl", *cards, class_="answer"), *shown_warnings))
+
+
+def _curve(document: dict[str, Any], is_drawn: bool) -> Html | None:
+    curve = document["curve"]
+    if curve is None or not is_drawn:
+        return None
+    pool = curve["at_pool"]["lru"]["num_blocks"] if curve["at_pool"] is not None else None
+    in_bytes = "bytes" in curve["infinite"]
+    columns = ["blocks", "pools", "tokens", *(["memory"] if in_bytes else []), "LRU", "optimum", "LRU, of blocks"]
+    rows: list[list[Content]] = []
+    for index, point in enumerate(curve["points"]):
+        path = f"curve.policies.lru.{index}"
+        row: list[Content] = [data(document, f"{path}.num_blocks", "{:,}".format)]
+        row.append("-" if not pool else f"{point['num_blocks'] / pool:.2g}")
+        row.append(data(document, f"{path}.tokens", millions))
+        if in_bytes:
+            row.append(data(document, f"{path}.bytes", memory))
+        row.append(data(document, f"{path}.token_hit_rate", percent))
+        row.append(data(document, f"curve.policies.optimum.{index}.token_hit_rate", percent))
+        row.append(data(document, f"{path}.block_hit_rate", percent))
+        rows.append(row)
+    last: list[Content] = ["no limit", "", data(document, "curve.infinite.tokens", millions)]
+    if in_bytes:
+        last.append(data(document, "curve.infinite.bytes", memory))
+    rates = ("token_hit_rate", "token_hit_rate", "block_hit_rate")
+    last.extend(data(document, f"curve.infinite.{rate}", percent) for rate in rates)
+    rows.append(last)
+    caption = (
+        f"Share of all prompt tokens that the cache serves, in blocks of {curve['block_size']} tokens, requests one "
+        "after the other. No policy can lie above the optimum; the gap between it and LRU is what a better eviction "
+        "policy could win at most. The star is what the whole engine reached, with requests running side by side and "
+        "their outputs in the same pool."
+    )
+    return joined(
+        (
+            plot("plot-curve", caption),
+            table("Hit rates, percent of prompt tokens", columns, rows, left=()),
+        )
+    )
+
+
+def _time(document: dict[str, Any]) -> Html | None:
+    replay = document["replay"]
+    if replay is None:
+        return None
+    caption = (
+        "Blocks held by requests (cached blocks that nobody holds do not count), and the two queues of the engine."
+    )
+    rows: list[list[Content]] = [
+        ["KV cache in use, mean", data(document, "replay.kv_cache_usage.mean", percent)],
+        ["KV cache in use, most", data(document, "replay.kv_cache_usage.max", percent)],
+        ["requests waiting, most", data(document, "derived.most_waiting", "{:,.0f}".format)],
+        ["requests finished", data(document, "replay.requests.finished", "{:,}".format)],
+        ["requests refused (can never fit)", data(document, "replay.requests.rejected", "{:,}".format)],
+        ["preemptions", data(document, "replay.preemptions.total", "{:,}".format)],
+        ["preemptions of one request, most", data(document, "replay.preemptions.max_per_request", "{:,}".format)],
+        ["tokens computed again, of all computed", data(document, "replay.preemptions.recompute_tax", percent)],
+        ["prompt tokens served from the cache", data(document, "replay.prefix_cache.hit_rate", percent)],
+        ["output tokens a second", data(document, "replay.throughput.output_tokens_per_s", "{:,.1f}".format)],
+        ["simulated time, s", data(document, "replay.simulated_seconds", "{:,.1f}".format)],
+        ["engine steps", data(document, "replay.steps", "{:,}".format)],
+    ]
+    return joined((plot("plot-time", caption), table("The replay in figures", ["", "value"], rows)))
+
+
+def _latency(document: dict[str, Any]) -> Html | None:
+    if document["replay"] is None:
+        return None
+    meanings = {
+        "ttft_s": "TTFT, arrival to first token",
+        "itl_s": "ITL, between two tokens",
+        "tpot_s": "TPOT, mean of a request",
+        "e2e_s": "E2E, arrival to last token",
+    }
+    columns = ["", "mean", "p50", "p90", "p99", "max", "samples"]
+    rows: list[list[Content]] = []
+    for key, _ in LATENCIES:
+        row: list[Content] = [meanings[key]]
+        row += [data(document, f"replay.{key}.{name}", seconds) for name in ("mean", "p50", "p90", "p99", "max")]
+        row.append(data(document, f"replay.{key}.count", "{:,}".format))
+        rows.append(row)
+    caption = (
+        "Model time from arrival on, queueing included; no HTTP server. What a step costs stands under the assumptions."
+    )
+    pieces = [plot("plot-latency", caption), table("Latencies", columns, rows)]
+    if document["replay"]["distributions"]:
+        how_to_read = "Read a target off it: the share of requests within it. Counted exactly at the markers."
+        pieces.append(plot("plot-distribution", how_to_read))
+    return joined(pieces)
+
+
+def _ledger(document: dict[str, Any]) -> Html | None:
+    plan = document["plan"]
+    if plan is None:
+        return None
+    rows: list[list[Content]] = []
+    for index, row in enumerate(plan["ledger"]):
+        span = f"{gib(row['low_bytes'])} to {gib(row['high_bytes'])}" if row["low_bytes"] != row["high_bytes"] else ""
+        path = f"plan.ledger.{index}"
+        rows.append(
+            [
+                joined(
+                    (tag("span", class_="swatch", style=f"background: var({row_colour(row['name'])})"), row["name"])
+                ),
+                data(document, f"{path}.bytes", gib),
+                data(document, f"{path}.share", lambda share: percent(share, 1)),
+                row["source"],
+                span,
+                row["formula"],
+            ]
+        )
+    columns = ["row", "bytes", "share", "source", "range", "formula"]
+    caption = f"One GPU of {plan['device']['name']}; the rows add up to what its driver reports in total."
+    users = _users_table(document)
+    return joined(
+        (
+            plot("plot-ledger", caption),
+            table("The ledger of one GPU", columns, rows, left=(0, 3, 4, 5)),
+            *([users] if users else []),
+        )
+    )
+
+
+def _users_table(document: dict[str, Any]) -> Html | None:
+    capacity = document["plan"]["capacity"]
+    if not document["plan"]["fits"]:
+        return None
+    rows: list[list[Content]] = []
+    for index, row in enumerate(capacity):
+        path = f"plan.capacity.{index}"
+        is_too_long = row["exceeds_max_model_len"]
+        users: Content = "longer than max_model_len" if is_too_long else data(document, f"{path}.users", "{:,}".format)
+        rows.append([data(document, f"{path}.context_tokens", "{:,} tokens".format), users])
+    return table("Requests at once, if all are of one length", ["context", "requests"], rows)
+
+
+def _compare(document: dict[str, Any]) -> Html | None:
+    compare = document["compare"]
+    if compare is None:
+        return None
+    rows: list[list[Content]] = []
+    for index, row in enumerate(compare["allocators"]):
+        path = f"compare.allocators.{index}"
+        cells: list[Content] = [row["name"]]
+        cells += [data(document, f"{path}.{key}", "{:.1f} %".format) for key, _ in SHARES]
+        cells.append(data(document, f"{path}.mean_batch", "{:,.2f}".format))
+        cells.append(data(document, f"{path}.max_batch", "{:,}".format))
+        cells.append(data(document, f"{path}.preemptions", "{:,}".format))
+        rows.append(cells)
+    columns = ["allocator", *(name for _, name in SHARES), "mean batch", "largest", "preempted"]
+    caption = (
+        f"The same {compare['num_slots']:,} token slots under five allocators, all requests waiting from the start, "
+        "averaged while any of them still waits. The mean batch is what the memory lets run at a time."
+    )
+    return joined(
+        (
+            plot("plot-compare", caption),
+            table("Where the KV memory goes", columns, rows),
+            bullets(compare["sentences"]),
+        )
+    )
+
+
+def _what_if(document: dict[str, Any]) -> Html | None:
+    if not document["what_if"]:
+        return None
+    rows: list[list[Content]] = []
+    for index, row in enumerate(document["what_if"]):
+        path = f"what_if.{index}"
+        cells: list[Content] = [tag("code", row["option"]) if index else row["option"]]
+        cells.append(data(document, f"{path}.gpus", "{:,}".format))
+        cells.append(data(document, f"{path}.num_gpu_blocks", "{:,}".format))
+        cells.append(data(document, f"{path}.kv_cache_tokens", millions))
+        cells.append(
+            data(document, f"{path}.users_of_mean_length", lambda users: "-" if users is None else f"{users:,}")
+        )
+        cells.append(data(document, f"{path}.lru_token_hit_rate", lambda rate: "-" if rate is None else percent(rate)))
+        rows.append(cells)
+    columns = ["one option changed", "GPUs", "blocks", "tokens", "mean requests at once", "LRU hit rate"]
+    note = tag(
+        "p", "Each row is planned anew; the hit rate is read off the curve. Latency would need a replay of its own."
+    )
+    return joined((note, table("The same study with one option changed", columns, rows)))
+
+
+def _assumptions(document: dict[str, Any]) -> Html:
+    out: list[Html] = []
+    for part, name in PART_NAMES.items():
+        payload = document[part]
+        if payload is None:
+            continue
+        assumed = payload["assumptions"]
+        if isinstance(assumed, dict):
+            rows: list[list[Content]] = [[breakable(key), shown(value)] for key, value in assumed.items()]
+            content = table(f"{name}: every parameter", ["assumption", "value"], rows, left=(0, 1))
+        else:
+            content = bullets(assumed)
+        out += [tag("h3", name), content]
+    return joined(out)
+
+
+def _figures(document: dict[str, Any]) -> Html:
+    rows: list[list[Content]] = []
+    for name, figure in document["answer"]["figures"].items():
+        value = data(document, f"answer.figures.{name}.value", lambda _, text=figure["shown"]: text)
+        rows.append([breakable(name), value, figure["unit"], tag("code", figure["source"]), figure["assumption"]])
+    columns = ["figure", "value", "unit", "source in study.json", "assumes"]
+    return tag(
+        "details",
+        tag("summary", f"{len(rows)} figures with unit, source and assumption"),
+        table("Figures of the answer", columns, rows, left=(0, 2, 3, 4)),
+    )
+
+
+def _reproduce(document: dict[str, Any]) -> Html:
+    steps = [tag("h3", step["question"]) for step in document["next"]]
+    commands = [tag("pre", step["command"], tabindex="0") for step in document["next"]]
+    following = joined(joined(pair) for pair in zip(steps, commands, strict=True))
+    again = tag("pre", document["command"], tabindex="0")
+    return joined((again, tag("p", "What to try next:"), following)) if document["next"] else again

@@ -1,0 +1,395 @@
+"""The plots of a study, as plotly figures in plain values.
+
+A colour is the name of a variable of the page's style sheet (`--lru`); the page's script puts in what it stands for, so
+that one figure serves light, dark and print. Nothing here comes from the user: titles and labels are our own words.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from math import ceil, floor, log10
+from typing import Any
+
+import attrs
+
+from .console import GIB
+from .replay import LATENCIES
+
+LEGEND_ABOVE = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
+# Steps of a logarithmic axis by how many decades it spans: its labels must fit a phone.
+STEPS_OF_A_DECADE = ((2.0, (1, 2, 5)), (3.5, (1, 3)), (float("inf"), (1,)))
+SERIES = (
+    ("kv_cache_usage", "KV cache<br>in use, %", "--lru"),
+    ("num_requests_running", "requests<br>running", "--engine"),
+    ("num_requests_waiting", "requests<br>waiting", "--optimum"),
+)
+QUANTILES = (("p50", "circle", "--lru"), ("p90", "diamond", "--engine"), ("p99", "square", "--optimum"))
+DISTRIBUTION_STYLES = (
+    ("--lru", "solid", "circle"),
+    ("--engine", "dash", "diamond"),
+    ("--optimum", "dashdot", "square"),
+    ("--muted", "dot", "cross"),
+)
+ROW_COLOURS = {
+    "weights": "--weights",
+    "peak activation": "--activation",
+    "CUDA graphs": "--graphs",
+    "KV cache blocks": "--pool",
+    "remainder": "--rest",
+    "outside the budget": "--outside",
+}
+SHARES = (
+    ("token_pct", "token states", "--pool"),
+    ("reservation_pct", "reserved, will be filled", "--weights"),
+    ("internal_pct", "reserved, never filled", "--activation"),
+    ("external_pct", "rounding, holes, unused", "--outside"),
+)
+
+
+def study_plots(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Plots by the id of their place on the page; those whose part is not done are left out."""
+    out: dict[str, dict[str, Any]] = {}
+    curve, replay, plan, compare = (document[part] for part in ("curve", "replay", "plan", "compare"))
+    if curve is not None and document["derived"]["claims_reuse"]:
+        out["plot-curve"] = curve_plot(curve, replay)
+    if replay is not None:
+        out |= replay_plots(replay, replay["distributions"])
+    if plan is not None:
+        out["plot-ledger"] = ledger_plot(plan["ledger"])
+    if compare is not None:
+        out["plot-compare"] = compare_plot(compare["allocators"])
+    return out
+
+
+def curve_plot(curve: dict[str, Any], replay: dict[str, Any] | None) -> dict[str, Any]:
+    """Hit rate against capacity: LRU, the optimum, the ceiling, this pool, and what the replayed engine reached."""
+    in_bytes = "bytes" in curve["infinite"]
+
+    def size(point: dict[str, Any]) -> float:
+        return point["bytes"] / GIB if in_bytes else point["tokens"]
+
+    def line(name: str, points: list[dict[str, Any]], **style: Any) -> dict[str, Any]:
+        return {
+            "type": "scatter",
+            "name": name,
+            "x": [size(point) for point in points],
+            "y": [100 * point["token_hit_rate"] for point in points],
+            "customdata": [point["tokens"] for point in points],
+            "hovertemplate": "%{y:.1f} % at %{customdata:,} tokens<extra>" + name + "</extra>",
+            **style,
+        }
+
+    lru_line = curve["lru_line"]
+    ends = [lru_line[0], lru_line[-1]]
+    ceiling = [{**point, "token_hit_rate": curve["infinite"]["token_hit_rate"]} for point in ends]
+    optimum = [point for point in curve["policies"]["optimum"] if point["tokens"] <= ends[1]["tokens"]]
+    data = [
+        line(
+            "ceiling: nothing is evicted", ceiling, mode="lines", line={"color": "--muted", "dash": "dot", "width": 2}
+        ),
+        line(
+            "optimum: knows the future",
+            optimum,
+            mode="lines+markers",
+            line={"color": "--optimum", "dash": "dash", "width": 2},
+            marker={"size": 7, "symbol": "diamond"},
+        ),
+        line("LRU", lru_line, mode="lines", line={"color": "--lru", "width": 3}),
+    ]
+    title = "memory for keys and values, GiB" if in_bytes else "capacity, tokens"
+    layout = layout_of(
+        height=420,
+        xaxis=axis_of(title, **logarithmic([size(point) for point in lru_line])),
+        yaxis=axis_of("prompt tokens served, %", rangemode="tozero"),
+        legend=LEGEND_ABOVE,
+    )
+    if curve["at_pool"] is not None:
+        here = size(curve["at_pool"]["lru"])
+        layout["shapes"] = [_vertical(here)]
+        layout["annotations"] = [_note("this pool", here, log=True)]
+        data.append(
+            line(
+                "LRU at this pool",
+                [curve["at_pool"]["lru"]],
+                mode="markers",
+                marker={"color": "--ink", "size": 10, "symbol": "circle"},
+            )
+        )
+        if replay is not None:
+            engine = {**curve["at_pool"]["lru"], "token_hit_rate": replay["prefix_cache"]["hit_rate"]}
+            style = {"color": "--engine", "size": 12, "symbol": "star"}
+            data.append(line("the whole engine, replayed", [engine], mode="markers", marker=style))
+    return {"data": data, "layout": layout}
+
+
+def replay_plots(replay: dict[str, Any], distributions: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The plots of one replay by their ids: its document, and `latency_distributions` of its final state."""
+    out = {"plot-time": time_plot(replay["series"], replay.get("last_arrival_s")), "plot-latency": latency_plot(replay)}
+    return out | ({"plot-distribution": distribution_plot(distributions)} if distributions else {})
+
+
+def time_plot(series: dict[str, list[float]], last_arrival_s: float | None) -> dict[str, Any]:
+    """Occupancy, running and waiting requests over time, one above the other; where known, the last arrival."""
+    minutes = [time_s / 60 for time_s in series["time_s"]]
+    data: list[dict[str, Any]] = []
+    layout = layout_of(height=520, showlegend=False)
+    layout["xaxis"] = axis_of("minutes since the first arrival", anchor="y3", rangemode="tozero")
+    for index, (name, title, colour) in enumerate(SERIES):
+        number = "" if index == 0 else str(index + 1)
+        scale = 100 if name == "kv_cache_usage" else 1
+        top = 1 - index * 0.355
+        layout[f"yaxis{number}"] = axis_of(title, domain=[top - 0.29, top], rangemode="tozero", nticks=4)
+        data.append(
+            {
+                "type": "scatter",
+                "name": title.replace("<br>", " "),
+                "x": minutes,
+                "y": [value * scale for value in series[name]],
+                "xaxis": "x",
+                "yaxis": f"y{number}",
+                "mode": "lines",
+                "line": {"color": colour, "width": 1.5},
+                "hovertemplate": "%{y:,.1f} at %{x:.1f} min<extra></extra>",
+            }
+        )
+    layout["yaxis"]["range"] = [0, 102]
+    layout["margin"]["t"] = 24
+    if last_arrival_s is not None:
+        layout["shapes"] = [_vertical(last_arrival_s / 60)]
+        layout["annotations"] = [
+            {**_note("last arrival", last_arrival_s / 60), "yanchor": "bottom", "xanchor": "center", "xshift": 0}
+        ]
+    return {"data": data, "layout": layout}
+
+
+def latency_plot(replay: dict[str, Any]) -> dict[str, Any]:
+    """Percentiles of each latency on one logarithmic axis, a line from p50 to p99."""
+    measured = [(key, name) for key, name in reversed(LATENCIES) if replay[key]["count"]]
+    data: list[dict[str, Any]] = [
+        {
+            "type": "scatter",
+            "x": [value for key, _ in measured for value in (replay[key]["p50"], replay[key]["p99"], None)],
+            "y": [label for _, name in measured for label in (name, name, None)],
+            "mode": "lines",
+            "line": {"color": "--muted", "width": 2},
+            "hoverinfo": "skip",
+            "showlegend": False,
+        }
+    ]
+    for quantile, symbol, colour in QUANTILES:
+        data.append(
+            {
+                "type": "scatter",
+                "name": quantile,
+                "x": [replay[key][quantile] for key, _ in measured],
+                "y": [name for _, name in measured],
+                "mode": "markers",
+                "marker": {"symbol": symbol, "size": 12, "color": colour},
+                "hovertemplate": "%{y} " + quantile + ": %{x:.4~g} s<extra></extra>",
+            }
+        )
+    times_s = [value for key, _ in measured for value in (replay[key]["p50"], replay[key]["p99"])]
+    layout = layout_of(
+        height=320,
+        xaxis=axis_of("seconds (logarithmic)", **logarithmic(times_s)),
+        yaxis=axis_of(""),
+        legend=LEGEND_ABOVE,
+    )
+    return {"data": data, "layout": layout}
+
+
+def distribution_plot(distributions: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+    """For each latency the share of its samples within a time; exact at the markers."""
+    data = [
+        {
+            "type": "scatter",
+            "name": name,
+            **_rising_part(distributions[key]),
+            "mode": "lines+markers",
+            "line": {"color": colour, "width": 2, "dash": dash},
+            "marker": {"size": 6, "symbol": symbol},
+            "hovertemplate": "%{y:.1f} % within %{x:,.4~g} s<extra>" + name + "</extra>",
+        }
+        for (key, name), (colour, dash, symbol) in zip(LATENCIES, DISTRIBUTION_STYLES, strict=True)
+        if key in distributions
+    ]
+    layout = layout_of(
+        height=380,
+        xaxis=axis_of("within seconds (logarithmic)", **logarithmic([x for line in data for x in line["x"]])),
+        yaxis=axis_of("share of samples, %", range=[0, 102]),
+        legend=LEGEND_ABOVE,
+    )
+    return {"data": data, "layout": layout}
+
+
+def _rising_part(distribution: dict[str, list[float]]) -> dict[str, list[float]]:
+    """From the last boundary that no sample lies within to the first that all do."""
+    times_s, shares = distribution["up_to_s"], distribution["share"]
+    first = max(0, bisect_right(shares, 0.0) - 1)
+    last = min(len(shares), bisect_left(shares, 1.0) + 1)
+    return {"x": times_s[first:last], "y": [100 * share for share in shares[first:last]]}
+
+
+def ledger_plot(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """One bar: where every byte of a GPU goes."""
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": row["name"],
+            "x": [row["bytes"] / GIB],
+            "y": [""],
+            "text": [f"{row['name']}<br>{row['bytes'] / GIB:.1f} GiB"],
+            "textposition": "inside",
+            "insidetextanchor": "middle",
+            "textangle": 0,
+            "textfont": {"color": "--on-colour"},
+            "marker": {"color": row_colour(row["name"]), "line": {"color": "--page", "width": 1}},
+            "hovertemplate": "%{x:.2f} GiB<extra>" + row["name"] + "</extra>",
+        }
+        for row in rows
+        if row["bytes"] > 0
+    ]
+    layout = layout_of(height=150, barmode="stack", bargap=0, xaxis=axis_of("GiB of one GPU"), showlegend=False)
+    layout["yaxis"] = {"visible": False, "fixedrange": True}
+    layout["margin"] |= {"l": 4}
+    layout["uniformtext"] = {"mode": "hide", "minsize": 11}
+    return {"data": data, "layout": layout}
+
+
+def row_colour(name: str) -> str:
+    """The variable of the style sheet that a row of the ledger is drawn in."""
+    return ROW_COLOURS.get(name, "--libraries")
+
+
+def compare_plot(allocators: list[dict[str, Any]]) -> dict[str, Any]:
+    """Shares of the memory under each allocator, with the requests that run at a time beside its name."""
+    labels = [f"{row['name']}<br>{row['mean_batch']:,.1f} at a time" for row in reversed(allocators)]
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "x": [row[key] for row in reversed(allocators)],
+            "y": labels,
+            "marker": {"color": colour, "line": {"color": "--page", "width": 1}},
+            "hovertemplate": "%{x:.1f} %<extra>" + name + "</extra>",
+        }
+        for key, name, colour in SHARES
+    ]
+    layout = layout_of(
+        height=430, barmode="stack", bargap=0.25, xaxis=axis_of("share of the KV memory, %"), yaxis=axis_of("")
+    )
+    layout["xaxis"] |= {"range": [0, 100], "dtick": 20}
+    layout["legend"] = {**LEGEND_ABOVE, "traceorder": "normal"}
+    return {"data": data, "layout": layout}
+
+
+def layout_of(**own: Any) -> dict[str, Any]:
+    """What all plots have in common, and what is this one's own."""
+    return {
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": "system-ui, sans-serif", "size": 13, "color": "--ink"},
+        "margin": {"l": 60, "r": 18, "t": 12, "b": 48},
+        "hovermode": "closest",
+        "hoverlabel": {"bgcolor": "--panel", "bordercolor": "--muted", "font": {"color": "--ink"}},
+        **own,
+    }
+
+
+def axis_of(title: str, **own: Any) -> dict[str, Any]:
+    """An axis with its title."""
+    return {
+        "title": {"text": title, "standoff": 8},
+        "automargin": True,
+        "gridcolor": "--grid",
+        "linecolor": "--muted",
+        "zerolinecolor": "--grid",
+        "fixedrange": True,
+        "exponentformat": "none",
+        "separatethousands": True,
+        **own,
+    }
+
+
+def logarithmic(values: Iterable[float]) -> dict[str, Any]:
+    """A logarithmic axis over positive values, with a label in full at every tick: 20, 50, 100, not 2, 5, 100."""
+    positive = [value for value in values if value > 0] or [1.0]
+    low, high = floor(log10(min(positive))), ceil(log10(max(positive)))
+    decades = log10(max(positive) / min(positive))
+    steps = next(steps for most, steps in STEPS_OF_A_DECADE if decades <= most)
+    ticks = [step * 10.0**decade for decade in range(low, high + 1) for step in steps]
+    return {"type": "log", "tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks]}
+
+
+def _vertical(x: float) -> dict[str, Any]:
+    line = {"color": "--ink", "width": 1.5, "dash": "dashdot"}
+    return {"type": "line", "xref": "x", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "line": line}
+
+
+def _note(text: str, x: float, log: bool = False) -> dict[str, Any]:
+    """A label at the top of a vertical line; on a logarithmic axis plotly wants the exponent."""
+    place = log10(x) if log else x
+    note = {"text": text, "x": place, "xref": "x", "y": 1, "yref": "paper", "showarrow": False}
+    return {**note, "xanchor": "left", "yanchor": "top", "xshift": 4, "font": {"color": "--ink"}}
+
+
+# What each plot is called, and what it shows, in words: for those who cannot see it, on the page and in the files.
+
+
+@attrs.frozen
+class PlotText:
+    """Of one plot: `name` for the buttons that save it, `title` for a file of its own, `alt` instead of the picture."""
+
+    name: str
+    title: str
+    alt: str
+
+
+PLOT_TEXTS = {
+    "plot-curve": PlotText(
+        "hit rate",
+        "Prompt tokens that a prefix cache serves, by capacity",
+        "Share of prompt tokens that a prefix cache serves against its capacity: the LRU line rises from left to right "
+        "towards the ceiling; the optimum lies above it. The table below holds the points.",
+    ),
+    "plot-time": PlotText(
+        "load over time",
+        "Occupancy and queue over time",
+        "Three lines over time, one above the other: share of the KV cache in use, requests running, requests waiting. "
+        "A vertical line marks the last arrival.",
+    ),
+    "plot-latency": PlotText(
+        "latency",
+        "Latencies: 50th, 90th and 99th percentile",
+        "For each latency its 50th, 90th and 99th percentile in seconds on a logarithmic axis; the table has them all.",
+    ),
+    "plot-distribution": PlotText(
+        "latency distributions",
+        "Latencies: share of samples within a time",
+        "Four rising lines: the share of samples of TTFT, ITL, TPOT and E2E within a time, from 0 to 100 percent, over "
+        "seconds on a logarithmic axis.",
+    ),
+    "plot-ledger": PlotText(
+        "memory ledger",
+        "Where every byte of a GPU goes",
+        "One bar of a GPU's memory, cut into the rows of the ledger: weights, activations, the pool of KV blocks and "
+        "the rest. The table below holds every row.",
+    ),
+    "plot-compare": PlotText(
+        "allocators",
+        "KV memory under five allocators",
+        "For each allocator one bar of the KV memory: token states, reserved slots that will be filled, reserved slots "
+        "that never are, and the rest. The table below holds the shares.",
+    ),
+    "plot-search": PlotText(
+        "runs of the search",
+        "What the runs of the search gave",
+        "The SLO's figure of every run to its end against what was tried; a horizontal line marks the limit.",
+    ),
+    "plot-tornado": PlotText(
+        "tornado",
+        "What would change the answer",
+        "For each assumption a bar from the answer at its low end to that at its high end, the widest one on top.",
+    ),
+}

@@ -1,0 +1,290 @@
+"""`kvledger size` on a terminal: the answer, the shapes, the runs on both sides of the answer, what it rests on."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from ..search.size_search import SizeWatch
+from ..search.slo_search import Trial
+from .console import console, percent, table
+from .replay import seconds, shown
+
+
+def print_size(document: Mapping[str, Any]) -> None:
+    """Everything on standard output (`document` is that of `--json`)."""
+    from rich.markup import escape
+
+    out = console()
+    out.print(f"[bold]{escape(_headline(document))}[/bold]", soft_wrap=True)
+    if document["answer"] is not None:
+        _print_cost(document["answer"]["cost"])
+    instead = document["instead"]
+    if instead is not None:
+        _print_nearest(instead)
+    _print_shapes(document)
+    for shape in document["shapes"]:
+        _print_searches(shape, document["asked"])
+    if document["tornado"]:
+        _print_tornado(document)
+    assumptions = document["assumptions"]
+    if instead is not None:
+        for shape in instead["shapes"]:
+            _print_searches(shape, instead["asked"])
+        assumptions = instead["assumptions"] or assumptions
+    if assumptions:
+        out.print("[bold]Assumptions[/bold] (change them with the options of the same names)")
+        rows = [(name, shown(value)) for name, value in {**_traffic(document), **assumptions}.items()]
+        out.print(table(None, ("assumption", "value"), rows, left=(0, 1)))
+
+
+def _headline(document: Mapping[str, Any]) -> str:
+    if document["answer"] is not None:
+        return document["answer"]["sentence"] + (" (interrupted)" if document["not_done"] else "")
+    if document["not_done"] and not document["shapes"]:
+        return f"No answer yet: {document['not_done']}"
+    if document["not_done"] and document["instead"] is None:
+        return f"No answer yet: {document['shapes'][-1]['reason']}"
+    return f"No, nothing that was tried keeps {document['promises']}{_nearest(document)}"
+
+
+def _nearest(document: Mapping[str, Any]) -> str:
+    """How near the best shape can come, where the requests themselves are too long."""
+    bounds = [shape for shape in document["shapes"] if shape["idle"] and not shape["searches"]]
+    if not bounds:
+        return ""
+    best = max(bounds, key=lambda shape: shape["idle_share_in_time"])
+    gpus = "1 GPU" if best["gpus_per_replica"] == 1 else f"{best['gpus_per_replica']} GPUs"
+    return (
+        f": even alone on an idle engine of {gpus}, with everything before it still cached, only "
+        f"{percent(best['idle_share_in_time'], 1)} of the requests are in time"
+    )
+
+
+def _traffic(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What was replayed: every figure depends on it."""
+    trace = document["trace"]
+    if trace is None:
+        return {}
+    window = trace["window"]
+    return {
+        "trace": f"{trace['name']}: {trace['num_requests']:,} requests in "
+        f"{window['end_s'] - window['start_s']:,.0f} s, {trace['input_tokens']:,} prompt and "
+        f"{trace['output_tokens']:,} output tokens",
+        "prefixes": "shared as the trace's block ids say" if trace["claims_reuse"] else "the trace claims no reuse",
+        "rate_scale": trace["rate_scale"],
+    }
+
+
+def _print_cost(cost: Mapping[str, float] | None) -> None:
+    if cost is None:
+        return
+    per_month = next(value for name, value in cost.items() if name.startswith("per_month"))
+    console().print(
+        f"At {cost['price_per_gpu_hour']:,g} a GPU hour: {cost['per_hour']:,.2f} an hour, {per_month:,.0f} a month "
+        f"(730 hours), {cost['per_million_output_tokens']:,.2f} a million output tokens at this traffic",
+        soft_wrap=True,
+    )
+
+
+def _print_shapes(document: Mapping[str, Any]) -> None:
+    is_rate = document["asked"] == "rate_scale"
+    rows = [
+        (
+            f"{shape['tensor_parallel_size']}",
+            "-" if shape["num_gpu_blocks"] is None else f"{shape['num_gpu_blocks']:,}",
+            "-" if shape["replicas"] is None else f"{shape['replicas']:,}",
+            "-" if shape["gpus"] is None else f"{shape['gpus']:,}",
+            *((("-" if shape["rate_scale"] is None else f"{shape['rate_scale']:.3g}"),) if is_rate else ()),
+            (shape["reason"] or "").split(". ")[0],
+        )
+        for shape in document["shapes"]
+    ]
+    columns = ("TP", "blocks", "replicas", "GPUs", *(("x rate",) if is_rate else ()), "why not")
+    console().print(table("Shapes tried", columns, rows, left=(len(columns) - 1,)))
+    for shape in document["shapes"]:
+        interval = shape.get(f"{document['asked']}_over_seeds")
+        if interval and interval["num_samples"] > 1:
+            console().print(
+                f"Tensor parallel size {shape['tensor_parallel_size']} over {interval['num_samples']} seeds: mean "
+                f"{interval['mean']:,.3g}, 95 % confidence interval {interval['low']:,.3g} to {interval['high']:,.3g}; "
+                "the answer is the worst seed's"
+            )
+
+
+def _print_searches(shape: Mapping[str, Any], asked: str) -> None:
+    is_rate = asked == "rate_scale"
+    for search in shape["searches"]:
+        rows = [
+            (
+                f"{trial['value']:,.4g}" + (" *" if trial["value"] == search[asked] else "  "),
+                "met" if trial["met"] else "missed",
+                *_slo_cells(trial),
+                seconds(trial["ttft_s"]["p99"]) if "ttft_s" in trial else "-",
+                seconds(trial["tpot_s"]["p99"]) if "tpot_s" in trial else "-",
+                percent(trial["prefix_cache_hit_rate"]) if "ttft_s" in trial else "-",
+                percent(trial["mean_busy_share"], 1) if "ttft_s" in trial else _stopped(trial),
+            )
+            for trial in search["trials"]
+        ]
+        seed = "" if search["seed"] is None else f", seed {search['seed']}"
+        title = f"Runs with tensor parallel size {shape['tensor_parallel_size']}{seed} (* the answer)"
+        tried = "x rate  " if is_rate else "replicas  "
+        extra = _slo_columns(search)
+        console().print(table(title, (tried, "SLO", *extra, "TTFT p99", "TPOT p99", "hit rate", "busy"), rows))
+        console().print(_checked(search, asked), soft_wrap=True)
+
+
+def _slo_columns(search: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("in time",) if "goodput_share" in search["trials"][0]["slo"] else ()
+
+
+def _slo_cells(trial: Mapping[str, Any]) -> tuple[str, ...]:
+    figure = trial["slo"].get("goodput_share")
+    if figure is None:
+        return ()
+    return ("-" if figure["value"] is None else percent(figure["value"]),)
+
+
+def _checked(search: Mapping[str, Any], asked: str) -> str:
+    """What speaks for and against the answer's being the only boundary."""
+    if search.get("not_done"):
+        return f"This search was {search['not_done']}."
+    if not search["is_monotone"]:
+        pair = search["contradictions"][0]
+        worse = "lighter traffic" if asked == "rate_scale" else "a larger fleet"
+        way = "Up to {:.4g}" if asked == "rate_scale" else "From {:.4g} on"
+        safe = "" if search["safe"] is None else f" {way.format(search['safe'])} every run kept the SLO."
+        return (
+            f"NOT MONOTONE: {worse} did worse: {pair['missed']:.4g} missed it although {pair['met']:.4g} kept it.{safe}"
+        )
+    if search[asked] is None:
+        return "Every run missed the SLO."
+    not_run = search["not_run"]
+    unrun = ""
+    if not_run:
+        unrun = f"; not run: {', '.join(map(str, not_run[:8]))}{' ...' if len(not_run) > 8 else ''}"
+    below = (
+        "" if asked == "rate_scale" or search[asked] == 1 else f" Every smaller number that was run missed it{unrun}."
+    )
+    return f"No run speaks against the answer's being the only boundary.{below} --probes runs more."
+
+
+def _stopped(trial: Mapping[str, Any]) -> str:
+    return f"ended at request {trial['stopped_after_requests']:,}: missed for certain"
+
+
+def _print_tornado(document: Mapping[str, Any]) -> None:
+    asked = document["asked"]
+    rows: list[Sequence[str]] = []
+    for row in document["tornado"]:
+        cells = [_end(row[end], asked) for end in ("low", "high")]
+        rows.append((row["assumption"], *cells, f"{row[f'swing_{asked}']:,.3g}", f"{row['swing_slo']:,.3g}"))
+    unit = "replicas" if asked == "replicas" else "times the rate"
+    named = " and ".join(document["most_important"]) or "nothing moves it"
+    title = f"What would change the answer ({unit} at either end). What matters most: {named}"
+    columns = ("assumption", "low", "high", "swing", "swing of the SLO's figure")
+    console().print(table(title, columns, rows, left=(0, 1, 2)))
+
+
+def _end(end: Mapping[str, Any], asked: str) -> str:
+    if "does_not_apply" in end:
+        return f"{end['value']}: does not apply"
+    answer = "none" if end[asked] is None else f"{end[asked]:,.3g}"
+    return f"{end['value']}: {answer}"
+
+
+def _print_nearest(instead: Mapping[str, Any]) -> None:
+    """What can be promised, where what was asked cannot."""
+    from rich.markup import escape
+
+    answer = instead["answer"]
+    told = f"no fleet was found for {instead['promises']} either"
+    if answer is not None:
+        told = answer["sentence"]
+    elif instead["not_done"]:
+        told = f"{instead['promises']}: {instead['shapes'][-1]['reason'] if instead['shapes'] else instead['not_done']}"
+    out = console()
+    out.print(f"Nearest (99 % of those that can be in time): [bold]{escape(told)}[/bold]", soft_wrap=True)
+    if answer is not None:
+        _print_cost(answer["cost"])
+    if answer is not None and answer["gpu"]:
+        out.print("Nearer to what was asked: --quantization fp8, larger --tensor-parallel-sizes, another --gpu")
+
+
+# How a search gets on, on a terminal: the shape, the run, how many are left, and the time that is left for the run.
+
+
+class SizeProgress(SizeWatch):
+    """Two bars on standard error while it is entered as a context; silent where that is no terminal.
+
+    The first bar counts runs: how many there will be is known once the answer is bracketed, and is an upper bound. The
+    second counts the requests of the run that goes on.
+    """
+
+    def __init__(self) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console(stderr=True),
+            transient=True,
+            disable=not sys.stderr.isatty(),
+        )
+        self._runs = self._bars.add_task("looking for the answer", total=None)
+        self._run = self._bars.add_task("run", total=None)
+        self._num_done = 0
+        self._shape = ""
+
+    def __enter__(self) -> "SizeProgress":
+        """Show the bars."""
+        self._bars.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take them away."""
+        self._bars.__exit__(kind, error, trace)
+
+    def shape(self, text: str) -> None:
+        """A shape is searched: its first bar starts again."""
+        self._shape, self._num_done = text, 0
+        self._bars.reset(self._runs, total=None, description=f"{text}: bracketing the answer")
+
+    def starts(self, value: float, num_requests: int | None) -> None:
+        """The second bar starts again."""
+        self._bars.reset(self._run, total=num_requests, description=f"run of {value:.4g}, requests")
+
+    def routed(self, num_requests: int) -> None:
+        """The second bar grows."""
+        self._bars.update(self._run, completed=num_requests)
+
+    def ended(self, trial: Trial) -> None:
+        """The first bar grows."""
+        self._num_done += 1
+        self._bars.update(self._runs, completed=self._num_done)
+
+    def left(self, num_runs: int) -> None:
+        """Now the first bar has an end."""
+        self._update(self._runs, total=self._num_done + num_runs, description=f"{self._shape}: closing in, runs")
+
+    def tornado(self, num_done: int, num_rows: int) -> None:
+        """The first bar counts assumptions."""
+        self._update(self._runs, completed=num_done, total=num_rows, description="what matters: assumptions")
+        self._bars.update(self._run, visible=False)
+
+    def _update(self, task: Any, **values: Any) -> None:
+        self._bars.update(task, **values)

@@ -1,0 +1,142 @@
+"""A study on a terminal of 80 columns: the answer, four small tables, where the report is, what to try next."""
+
+from pathlib import Path
+from typing import Any
+
+from .console import console, percent, table
+from .curve import memory, millions
+from .replay import LATENCIES, seconds
+
+SHARES = ("token_pct", "reservation_pct", "internal_pct", "external_pct")
+
+
+def print_study(document: dict[str, Any], page: Path, data: Path) -> None:
+    """Everything on standard output (`document` is the study's JSON)."""
+    from rich.text import Text
+
+    out = console()
+    out.print(Text(document["title"]["heading"], style="bold"))
+    out.print(Text(document["title"]["subtitle"], style="dim"))
+    if "window" in document["title"]:
+        out.print(Text(document["title"]["window"], style="dim"))
+    out.print()
+    out.print(_answer_table(document))
+    if document["curve"] is not None and document["derived"]["claims_reuse"]:
+        out.print(_curve_table(document["curve"]))
+    if document["replay"] is not None:
+        out.print(_latency_table(document["replay"]))
+    if document["compare"] is not None:
+        out.print(_compare_table(document["compare"]["allocators"]))
+    if document["what_if"]:
+        out.print(_what_if_table(document["what_if"]))
+    _print_lists(out, document)
+    out.print(Text("Report", style="bold"))
+    out.print(Text(f"  {page}  (open it in a browser; it needs no network)"), soft_wrap=True)
+    out.print(Text(f"  {data}  (every figure, its unit, source and assumption)"), soft_wrap=True)
+    out.print()
+    out.print(Text("Try next", style="bold"))
+    for step in document["next"]:
+        out.print(Text(f"  {step['question']}"))
+        out.print(Text(f"    {step['command']}", style="cyan"), soft_wrap=True)
+
+
+def _answer_table(document: dict[str, Any]) -> Any:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=False, title=None, padding=(0, 1, 1, 0))
+    out.add_column("question", width=22, overflow="fold")
+    out.add_column("answer", overflow="fold")
+    for sentence in document["answer"]["sentences"]:
+        out.add_row(Text(sentence["question"], style="bold"), Text(sentence["text"]))
+    return out
+
+
+def _curve_table(curve: dict[str, Any]) -> Any:
+    in_bytes = "bytes" in curve["infinite"]
+    pool = curve["at_pool"]["lru"]["num_blocks"] if curve["at_pool"] is not None else None
+    optimum = curve["policies"]["optimum"]
+    rows: list[tuple[str, ...]] = []
+    for point, best in zip(curve["points"], optimum, strict=True):
+        pools = "-" if not pool else f"{point['num_blocks'] / pool:.2g}"
+        rows.append((pools, f"{point['num_blocks']:,}", *_hit_cells(point, best, in_bytes)))
+    rows.append(
+        (
+            "no limit",
+            f"{curve['infinite']['num_blocks']:,}",
+            *_hit_cells(curve["infinite"], curve["infinite"], in_bytes),
+        )
+    )
+    columns = ("pools", f"blocks of {curve['block_size']}", "memory" if in_bytes else "tokens", "LRU", "optimum")
+    return table("Prompt tokens that a prefix cache serves", columns, rows, left=())
+
+
+def _hit_cells(point: dict[str, Any], best: dict[str, Any], in_bytes: bool) -> tuple[str, str, str]:
+    size = memory(point["bytes"]) if in_bytes else millions(point["tokens"])
+    return size, percent(point["token_hit_rate"], 1), percent(best["token_hit_rate"], 1)
+
+
+def _latency_table(replay: dict[str, Any]) -> Any:
+    columns = ("mean", "p50", "p90", "p99", "max")
+    rows = [(name, *(seconds(replay[key][column]) for column in columns)) for key, name in LATENCIES]
+    return table("Latency, queueing included", ("", *columns), rows)
+
+
+def _compare_table(allocators: list[dict[str, Any]]) -> Any:
+    rows = [
+        (
+            row["name"],
+            *(f"{row[share]:.1f} %" for share in SHARES),
+            f"{row['mean_batch']:,.1f}",
+            f"{row['preemptions']:,}",
+        )
+        for row in allocators
+    ]
+    columns = ("allocator", "tokens", "reserved", "internal", "external", "batch", "preempted")
+    return table("Where the KV memory goes, all requests waiting", columns, rows)
+
+
+def _what_if_table(rows: list[dict[str, Any]]) -> Any:
+    columns = ("one option changed", "GPUs", "blocks", "tokens", "LRU")
+    cells = [
+        (
+            row["option"],
+            f"{row['gpus']}",
+            f"{row['num_gpu_blocks']:,}",
+            millions(row["kv_cache_tokens"]),
+            "-" if row["lru_token_hit_rate"] is None else percent(row["lru_token_hit_rate"], 1),
+        )
+        for row in rows
+    ]
+    return table("What would change the answer", columns, cells)
+
+
+def _print_lists(out: Any, document: dict[str, Any]) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    plan = document["plan"]
+    lists = {
+        "Not in this report": [f"{part}: {reason}" for part, reason in document["not_done"].items()],
+        "Warnings": [warning for part in ("plan", "curve") if document[part] for warning in document[part]["warnings"]],
+        "What to change, each alone and as small as works": _remedies(plan),
+        "Assumed, since not given (all assumptions are in the report)": [] if plan is None else plan["assumptions"],
+    }
+    for title, lines in lists.items():
+        if lines:
+            out.print(Text(title, style="bold"))
+            for line in lines:
+                out.print(Padding(Text(f"- {line}"), (0, 0, 0, 2)))
+            out.print()
+
+
+def _remedies(plan: dict[str, Any] | None) -> list[str]:
+    if plan is None:
+        return []
+    return [
+        " ".join(str(word) for word in (remedy["option"], remedy["value"]) if word is not None)
+        + f" ({remedy['num_blocks']:,} blocks; {remedy['cost']})"
+        for diagnosis in plan["diagnoses"]
+        for remedy in diagnosis["remedies"]
+    ]

@@ -1,0 +1,294 @@
+"""Two configurations on one trace, side by side: every figure, what differs, and what the difference comes from."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import attrs
+
+from ...core.errors import InputError
+from ..report.console import percent
+from ..report.curve import millions
+from ..report.replay import seconds, shown
+from ..scenario.given_options import changed, point_of
+from ..study.answer import at_path
+from .sweep import run_point
+
+# What the difference between two runs comes from, in sentences; each is told only where its figures differ.
+
+NOTICEABLE = 0.005
+POOL_SIZE = ("num_blocks", "usable_blocks", "groups", "pool", "num_blocks_if_estimates_are_off")
+
+
+def explanation(document: dict[str, Any]) -> list[str]:
+    """Sentences about B against A (`document` is that of `kvledger ab`)."""
+    a, b = document["a"]["result"], document["b"]["result"]
+    return [
+        *_options(document),
+        *_pool(document, a, b),
+        *_cache(a, b),
+        *_preemptions(a, b),
+        *_steps(document),
+        *_waiting(document),
+        *_verdict(document),
+    ]
+
+
+def _options(document: dict[str, Any]) -> Iterator[str]:
+    told = [
+        f"{row['name']} {'at its default' if row['b'] is None else row['b']} instead of "
+        f"{'its default' if row['a'] is None else row['a']}"
+        for row in document["options_that_differ"]
+    ]
+    yield f"B has {'; '.join(told)}. Nothing else was changed."
+
+
+def _pool(document: dict[str, Any], a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
+    one, other = a["assumptions"]["num_blocks"], b["assumptions"]["num_blocks"]
+    sizes = _block_size(document, "a"), _block_size(document, "b")
+    if None not in sizes:
+        tokens = (one - 1) * int(sizes[0] or 0), (other - 1) * int(sizes[1] or 0)
+        if not _alike(*tokens):
+            yield (
+                f"Its pool holds {millions(tokens[1])} tokens rather than {millions(tokens[0])}: "
+                f"{tokens[1] / tokens[0]:.2f} times as much."
+            )
+            return
+    if not _alike(one, other) and None in sizes:
+        yield f"Its pool has {other:,} blocks rather than {one:,}: {other / one:.2f} times as many."
+
+
+def _block_size(document: dict[str, Any], side: str) -> int | None:
+    """Of a pool of one group of full attention; None where there are several."""
+    groups = document[side]["result"]["assumptions"]["groups"]
+    if len(groups) != 1 or not groups[0].startswith("FullAttention(block_size="):
+        return None
+    return int(groups[0].removeprefix("FullAttention(block_size=").rstrip(")"))
+
+
+def _cache(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
+    one, other = a["prefix_cache"], b["prefix_cache"]
+    if _alike(one["hits_tokens"], other["hits_tokens"]):
+        return
+    computed = [run["throughput"]["computed_tokens_per_s"] * run["simulated_seconds"] for run in (a, b)]
+    change = computed[1] / computed[0] - 1 if computed[0] else 0.0
+    yield (
+        f"The prefix cache serves {percent(other['hit_rate'])} of the prompt tokens rather than "
+        f"{percent(one['hit_rate'])}, so the engine computes {percent(abs(change), 1)} "
+        f"{'fewer' if change < 0 else 'more'} tokens ({millions(round(computed[1]))} rather than "
+        f"{millions(round(computed[0]))})."
+    )
+
+
+def _preemptions(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
+    one, other = a["preemptions"], b["preemptions"]
+    if one["total"] != other["total"]:
+        yield (
+            f"It preempts {other['total']:,} times rather than {one['total']:,}, and computes "
+            f"{percent(other['recompute_tax'])} of its tokens again rather than {percent(one['recompute_tax'])}."
+        )
+
+
+def _steps(document: dict[str, Any]) -> Iterator[str]:
+    latency = [
+        row
+        for row in document["assumptions_that_differ"]
+        if row["name"] not in POOL_SIZE and isinstance(row["a"], int | float) and isinstance(row["b"], int | float)
+    ]
+    if latency:
+        told = ", ".join(f"{row['name']} {shown(row['b'])} (A: {shown(row['a'])})" for row in latency[:6])
+        yield f"What its steps rest on is different: {told}."
+
+
+def _waiting(document: dict[str, Any]) -> Iterator[str]:
+    pairs = document["pairs"]
+    if pairs is not None and not _alike(pairs["mean_running_a"], pairs["mean_running_b"]):
+        yield (
+            f"{pairs['mean_running_b']:,.1f} requests run at a time rather than {pairs['mean_running_a']:,.1f}: the "
+            "more of them share a step, the longer each waits for its next token."
+        )
+    if pairs is None or not pairs["mean_ttft_s_difference"]:
+        return
+    difference, queueing = pairs["mean_ttft_s_difference"], pairs["mean_queue_time_s_difference"]
+    computing = difference - queueing
+    yield (
+        f"Of {pairs['num_requests']:,} requests {pairs['sooner_in_b']:,} get their first token sooner and "
+        f"{pairs['later_in_b']:,} later; in the mean {_sooner(difference)}: {_sooner(queueing)} from queueing and "
+        f"{_sooner(computing)} from computing the prompt."
+    )
+
+
+def _verdict(document: dict[str, Any]) -> Iterator[str]:
+    better = {side: [row["name"] for row in document["figures"] if row["better"] == side] for side in ("a", "b")}
+    if not better["a"] and not better["b"]:
+        yield "No figure differs."
+        return
+    for side, name in (("b", "B"), ("a", "A")):
+        if not better[side]:
+            yield f"{name} is better in no figure."
+        elif len(better[side]) <= 6:
+            yield f"{name} is better in: {', '.join(better[side])}."
+        else:
+            yield f"{name} is better in {len(better[side])} of {len(document['figures'])} figures."
+
+
+def _sooner(difference_s: float) -> str:
+    if abs(difference_s) < 5e-5:
+        return "no difference"
+    return f"{seconds(abs(difference_s))} {'sooner' if difference_s < 0 else 'later'}"
+
+
+def _alike(one: float, other: float) -> bool:
+    return abs(other - one) <= NOTICEABLE * max(abs(one), abs(other))
+
+
+# Paths of a replay's document, what they are called, and whether more is better (None: neither).
+FIGURES: tuple[tuple[str, str, bool | None], ...] = (
+    ("prefix_cache.hit_rate", "prompt tokens from the cache, share", True),
+    ("ttft_s.mean", "TTFT mean, s", False),
+    ("ttft_s.p50", "TTFT p50, s", False),
+    ("ttft_s.p99", "TTFT p99, s", False),
+    ("tpot_s.p50", "TPOT p50, s", False),
+    ("tpot_s.p99", "TPOT p99, s", False),
+    ("itl_s.p99", "ITL p99, s", False),
+    ("e2e_s.p99", "E2E p99, s", False),
+    ("preemptions.total", "preemptions", False),
+    ("preemptions.recompute_tax", "tokens computed again, share", False),
+    ("kv_cache_usage.mean", "KV cache in use, mean share", None),
+    ("kv_cache_usage.max", "KV cache in use, largest share", None),
+    ("throughput.output_tokens_per_s", "output tokens a second", True),
+    ("requests.rejected", "requests refused", False),
+    ("simulated_seconds", "simulated time, s", False),
+)
+COMMANDS = ("replay", "fleet")
+ROW_COLUMNS = ("ttft_s", "queue_time_s")
+
+
+@attrs.frozen(kw_only=True)
+class AbQuestion:
+    """Two sets of changes to the same options.
+
+    Attributes:
+        command: `replay` or `fleet`.
+        files: of the trace.
+        options: that both share, as text.
+        a: what A changes; nothing: the options as they are.
+        b: what B changes.
+        kept_in: folder of finished runs.
+    """
+
+    command: str
+    files: tuple[str, ...]
+    options: dict[str, str]
+    a: dict[str, str]
+    b: dict[str, str]
+    kept_in: str | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.command not in COMMANDS:
+            raise InputError(f"--command is {self.command!r}; it is one of {', '.join(COMMANDS)}")
+        if changed(self.options, self.a) == changed(self.options, self.b):
+            raise InputError("A and B are the same: give --b NAME=VALUE for what B has otherwise")
+
+
+def ab_document(question: AbQuestion) -> dict[str, Any]:
+    """Both runs, their figures side by side, what differs between their options and assumptions, and why.
+
+    Raises:
+        InputError: a run that cannot be made, with its reason.
+    """
+    sides = {name: _run(question, name, changes) for name, changes in (("a", question.a), ("b", question.b))}
+    first, second = sides["a"]["result"], sides["b"]["result"]
+    document: dict[str, Any] = {
+        "command": question.command,
+        "trace": first["trace"],
+        "same": {name: text for name, text in sides["a"]["options"].items() if sides["b"]["options"].get(name) == text},
+        "options_that_differ": _differing(sides["a"]["options"], sides["b"]["options"]),
+        "assumptions_that_differ": _differing(first["assumptions"], second["assumptions"]),
+        "figures": [_figure(path, name, is_more_better, first, second) for path, name, is_more_better in FIGURES],
+        "pairs": _pairs(sides["a"], sides["b"]),
+        "explanation": [],
+        "a": {key: sides["a"][key] for key in ("options", "result")},
+        "b": {key: sides["b"][key] for key in ("options", "result")},
+    }
+    document["explanation"] = explanation(document)
+    return document
+
+
+def _run(question: AbQuestion, name: str, changes: dict[str, str]) -> dict[str, Any]:
+    options = changed(question.options, changes)
+    if question.command != "replay":
+        return {**_row(question, name, options), "rows": None}
+    with TemporaryDirectory() as folder:
+        rows = Path(folder) / "requests.jsonl"
+        row = _row(question, name, (*options, ("requests-out", str(rows))))
+        row["options"].pop("requests-out")
+        return {**row, "rows": [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]}
+
+
+def _row(question: AbQuestion, name: str, options: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    # A run whose rows are needed cannot come from a kept document.
+    kept_in = question.kept_in if question.command != "replay" else None
+    row = run_point(point_of(question.command, question.files, options), kept_in)
+    if "error" in row:
+        raise InputError(f"{name.upper()} ({_told(dict(options))}) has no result: {row['error']}")
+    return row
+
+
+def _told(options: dict[str, str]) -> str:
+    return ", ".join(f"{name} {text}" for name, text in options.items() if name != "requests-out")
+
+
+def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
+    names = list(dict.fromkeys([*a, *b]))
+    return [{"name": name, "a": a.get(name), "b": b.get(name)} for name in names if a.get(name) != b.get(name)]
+
+
+def _figure(path: str, name: str, is_more_better: bool | None, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    one, other = at_path(a, path), at_path(b, path)
+    better = difference = ratio = None
+    if one is not None and other is not None:
+        difference, ratio = other - one, other / one if one else None
+        if is_more_better is not None and difference:
+            better = "b" if (difference > 0) == is_more_better else "a"
+    return {
+        "figure": path,
+        "name": name,
+        "a": one,
+        "b": other,
+        "difference": difference,
+        "ratio": ratio,
+        "better": better,
+    }
+
+
+def _pairs(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any] | None:
+    """The same requests in both runs: how many got their first token sooner, and what became of queueing.
+
+    None for a fleet, which tells no requests, and where no request finished in both.
+    """
+    if a["rows"] is None or b["rows"] is None:
+        return None
+    others = {row["request_id"]: row for row in b["rows"]}
+    pairs = [(row, others[row["request_id"]]) for row in a["rows"] if row["request_id"] in others]
+    if not pairs:
+        return None
+    count = len(pairs)
+    mean = {column: sum(other[column] - one[column] for one, other in pairs) / count for column in ROW_COLUMNS}
+    return {
+        "num_requests": count,
+        "sooner_in_b": sum(other["ttft_s"] < one["ttft_s"] for one, other in pairs),
+        "later_in_b": sum(other["ttft_s"] > one["ttft_s"] for one, other in pairs),
+        "mean_ttft_s_difference": mean["ttft_s"],
+        "mean_queue_time_s_difference": mean["queue_time_s"],
+        "mean_running_a": _mean_running(a),
+        "mean_running_b": _mean_running(b),
+    }
+
+
+def _mean_running(side: dict[str, Any]) -> float:
+    """Requests between their first admission and their last token, averaged over the simulated time."""
+    span_s = side["result"]["simulated_seconds"]
+    return sum(row["e2e_s"] - row["queue_time_s"] for row in side["rows"]) / span_s if span_s else 0.0

@@ -1,0 +1,118 @@
+"""What no number of engines can beat: each request alone on an idle engine that still holds all that was ever computed.
+
+Queueing, neighbours in a step, evictions and routing only add to these times. So an SLO that they miss is missed by
+every fleet of this engine, and no replay needs to say so.
+"""
+
+from collections.abc import Iterator
+
+import attrs
+
+from ...core.scheduler.config import SchedulerConfig
+from ...core.types import LatencyModel, StepLoad
+from ..cache.prompt_blocks import read_prompt_blocks
+from ..cache.reuse import shared_tokens
+from ..engine.metrics import RequestRecord
+from ..fleet.fleet import EngineParts
+from ..latency.linear import LinearLatency, SwapLatency
+from ..latency.roofline import RooflineLatency
+from ..traces import Trace
+from .slo import Slo, SloTally, Verdict
+
+
+@attrs.frozen(kw_only=True)
+class IdleBound:
+    """What no fleet of an engine goes below.
+
+    Attributes:
+        verdict: whether an SLO can be kept at all, and its figures on the idle engine.
+        share_in_time: of the requests, those that keep the SLO's limits there.
+    """
+
+    verdict: Verdict
+    share_in_time: float
+
+
+def idle_bound(trace: Trace, parts: EngineParts, slo: Slo) -> IdleBound | None:
+    """The bound; None: nobody can tell.
+
+    Measured step times need not grow with what a step computes, and under a priority policy a request may find what
+    one behind it has left.
+    """
+    if not _grows_with_load(parts.latency) or parts.scheduler.policy != "fcfs":
+        return None
+    ttft_s = slo.ttft_s if slo.ttft_p99_s is None else slo.ttft_p99_s
+    tpot_s = slo.tpot_s if slo.tpot_p99_s is None else slo.tpot_p99_s
+    tally, each = SloTally(slo), SloTally(Slo(goodput_share=1.0, ttft_s=ttft_s, tpot_s=tpot_s))
+    num_requests = 0
+    for record in idle_records(trace, parts):
+        tally.finished(record)
+        each.finished(record)
+        num_requests += 1
+    share = each.verdict(num_requests).figures["goodput_share"]["value"]
+    return IdleBound(verdict=tally.verdict(num_requests), share_in_time=share)
+
+
+def idle_records(trace: Trace, parts: EngineParts) -> Iterator[RequestRecord]:
+    """The record of each request, alone: the least that TTFT and TPOT can be.
+
+    Cached is the longest prefix in whole blocks that any request before it had, as the trace's ids tell; at least one
+    token is computed. The rest is computed in the fewest steps. A token after the first takes at least a step over the
+    prompt alone; drafts may bring several at a time, so that with them no time is known.
+    """
+    latency, scheduler = parts.latency, parts.scheduler
+    block_size = min(kind.block_size for kind in parts.allocator.groups)
+    has_ids = trace.info.trace_block_size is not None
+    cached = _cached_tokens(trace, block_size) if has_ids and parts.allocator.enable_caching else {}
+    for index, row in enumerate(trace):
+        first = cached.get(index, 0)
+        ttft_s = _prompt_seconds(latency, scheduler, row.input_length, first)
+        num_tokens = max(row.output_length, 1)
+        tpot_s = None
+        if num_tokens > 1:
+            alone = StepLoad(0, 1, 0, row.input_length + 1, 1)
+            tpot_s = 0.0 if scheduler.num_speculative_tokens else latency.step_seconds(alone)
+        yield RequestRecord(
+            request_id=str(row.place),
+            arrival_s=row.arrival_s,
+            queue_time_s=0.0,
+            ttft_s=ttft_s,
+            tpot_s=tpot_s,
+            e2e_s=ttft_s + (tpot_s or 0.0) * (num_tokens - 1),
+            num_prompt_tokens=row.input_length,
+            num_output_tokens=num_tokens,
+            num_cached_tokens=first,
+            num_preemptions=0,
+        )
+
+
+def _cached_tokens(trace: Trace, block_size: int) -> dict[int, int]:
+    """By index of the request, where it is not 0."""
+    shared = shared_tokens(read_prompt_blocks(trace))
+    cached = shared.shared.clip(max=shared.input_lengths - 1) // block_size * block_size
+    return {int(index): int(cached[index]) for index in cached.nonzero()[0]}
+
+
+def _prompt_seconds(latency: LatencyModel, scheduler: SchedulerConfig, num_prompt_tokens: int, first: int) -> float:
+    """Seconds of the steps that compute the tokens from `first` on, each as large as the limits allow."""
+    largest = num_prompt_tokens
+    if scheduler.enable_chunked_prefill:
+        largest = scheduler.max_num_batched_tokens
+        if scheduler.long_prefill_token_threshold:
+            largest = min(largest, scheduler.long_prefill_token_threshold)
+    seconds = 0.0
+    for start in range(first, num_prompt_tokens, largest):
+        end = min(start + largest, num_prompt_tokens)
+        # A token at position p attends to p + 1 tokens.
+        pairs = (end * (end + 1) - start * (start + 1)) // 2
+        num_sampled = int(end == num_prompt_tokens)
+        if end - start == 1:  # as the scheduler counts it, a last token alone decodes
+            seconds += latency.step_seconds(StepLoad(0, 1, 0, pairs, num_sampled))
+        else:
+            seconds += latency.step_seconds(StepLoad(end - start, 0, pairs, 0, num_sampled))
+    return seconds
+
+
+def _grows_with_load(latency: LatencyModel) -> bool:
+    inner = latency.inner if isinstance(latency, SwapLatency) else latency
+    return isinstance(inner, LinearLatency | RooflineLatency)

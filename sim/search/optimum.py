@@ -1,0 +1,190 @@
+"""What a better eviction order could win at most: LRU against the optimum at one pool, in tokens, time and money."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from ...core.errors import InputError
+from ...core.types import LatencyModel, StepLoad
+from ..cache.capacity_curve import ASSUMPTIONS, CapacityCurve, capacity_curve
+from ..report.console import percent
+from ..report.curve import duration, millions
+from ..scenario.engine_options import EngineOptions
+from ..traces import Trace
+
+POLICIES = ("lru", "fifo", "s3fifo", "sieve", "optimum")
+HOURS_A_MONTH = 730
+HOUR_S = 3_600
+
+
+@attrs.frozen(kw_only=True)
+class Worth:
+    """The curve at the capacity of one pool, and what a prompt token costs there.
+
+    Attributes:
+        curve: LRU at every size; every policy at `capacity` (in blocks of the trace).
+        capacity: of the pool, in blocks of the trace.
+        seconds_per_token: that an engine takes for a prompt token.
+        num_gpus: of the engine; 1 where no model says how many.
+        price_per_gpu_hour: in whatever money; None: unknown.
+        assumptions: what the figures rest on.
+    """
+
+    curve: CapacityCurve
+    capacity: int
+    seconds_per_token: float
+    num_gpus: int
+    price_per_gpu_hour: float | None
+    assumptions: dict[str, Any]
+
+    @property
+    def saved_tokens(self) -> int:
+        """Prompt tokens that LRU computes and the optimum finds."""
+        points = {name: points[0] for name, points in self.curve.policies.items()}
+        return points["optimum"].hit_tokens - points["lru"].hit_tokens
+
+    @property
+    def saved_gpu_hours(self) -> float:
+        """What computing them takes, over all GPUs of the engine."""
+        return self.saved_tokens * self.seconds_per_token * self.num_gpus / HOUR_S
+
+    @property
+    def lru_blocks_for_the_same(self) -> int:
+        """The smallest LRU capacity that serves what the optimum does at the pool's."""
+        wanted = self.curve.policies["optimum"][0].hit_tokens
+        low, high = self.capacity, max(self.capacity, self.curve.lru.smallest_for(1.0))
+        while low < high:
+            middle = (low + high) // 2
+            if self.curve.lru.at(middle).hit_tokens >= wanted:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    @property
+    def window_s(self) -> float:
+        """From the first request to the last."""
+        return float(self.curve.prompts.arrivals_s[-1] - self.curve.prompts.arrivals_s[0])
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        curve = self.curve
+        rows = {name: points[0] for name, points in curve.policies.items()}
+        same = self.lru_blocks_for_the_same
+        return {
+            "trace": curve.info.as_dict(),
+            "window": curve.info.window_as_dict(),
+            "pool": {
+                "num_blocks": self.capacity,
+                "block_size": curve.block_size,
+                "tokens": self.capacity * curve.block_size,
+                "gpus": self.num_gpus,
+            },
+            "policies": [
+                {
+                    "policy": name,
+                    "hit_tokens": point.hit_tokens,
+                    "token_hit_rate": curve.token_hit_rate(point),
+                    "computed_tokens": curve.input_tokens - point.hit_tokens,
+                }
+                for name, point in rows.items()
+            ],
+            "optimum_over_lru": {
+                "tokens": self.saved_tokens,
+                "share_of_prompt_tokens": self.saved_tokens / curve.input_tokens,
+                "us_per_prompt_token": self.seconds_per_token * 1e6,
+                "gpu_hours": self.saved_gpu_hours,
+                "window_hours": self.window_s / HOUR_S,
+            },
+            "lru_for_the_same": {"num_blocks": same, "times_the_pool": same / self.capacity},
+            "money": self._money(same / self.capacity),
+            "answer": {"sentence": self._sentence(same / self.capacity)},
+            "assumptions": self.assumptions,
+        }
+
+    def _money(self, times: float) -> dict[str, float] | None:
+        price = self.price_per_gpu_hour
+        if price is None:
+            return None
+        windows = HOURS_A_MONTH * HOUR_S / self.window_s if self.window_s else 0.0
+        return {
+            "price_per_gpu_hour": price,
+            "computed_in_vain_in_the_window": self.saved_gpu_hours * price,
+            f"computed_in_vain_per_month_of_{HOURS_A_MONTH}_hours": self.saved_gpu_hours * price * windows,
+            f"memory_for_the_same_per_month_of_{HOURS_A_MONTH}_hours": (
+                (times - 1) * self.num_gpus * price * HOURS_A_MONTH
+            ),
+        }
+
+    def _sentence(self, times: float) -> str:
+        curve = self.curve
+        lru, best = (curve.token_hit_rate(curve.policies[name][0]) for name in ("lru", "optimum"))
+        text = (
+            f"At this pool LRU serves {percent(lru)} of the prompt tokens and the optimum {percent(best)}: no eviction "
+            f"order saves more than {millions(self.saved_tokens)} tokens in {duration(self.window_s)}, "
+            f"{self.saved_gpu_hours:,.3g} GPU hours. LRU would need {times:,.3g} times the pool for the same"
+        )
+        money = self._money(times)
+        if money is None:
+            return text + "."
+        _, window, month, memory = money.values()
+        return (
+            f"{text}. In money: {window:,.2f} in this window, {month:,.0f} a month at this traffic; as much memory for "
+            f"LRU, bought as GPUs, {memory:,.0f} a month."
+        )
+
+
+def optimum_worth(trace: Trace, engine: EngineOptions, price_per_gpu_hour: float | None) -> Worth:
+    """Compare policies at the engine's pool.
+
+    Raises:
+        InputError: a price without a model, a trace that claims no reuse, a pool smaller than a block of the trace, or
+            a model whose blocks are not all of one kind.
+    """
+    groups, config = engine.parts.allocator.groups, engine.parts.allocator
+    if price_per_gpu_hour is not None and not (0 < price_per_gpu_hour < float("inf") and engine.pool.plan is not None):
+        raise InputError(
+            f"--price-per-gpu-hour is {price_per_gpu_hour}; it must be above 0, and needs --model and --gpu"
+        )
+    if len(groups) != 1:
+        raise InputError(
+            f"the pool has {len(groups)} groups of layers; what a block of it serves is no single figure. Give a model "
+            "of full attention alone"
+        )
+    trace_block_size = trace.info.trace_block_size
+    if trace_block_size is None:
+        raise InputError(f"{trace.info.name} does not say which prompts share blocks: no eviction order can be told")
+    capacity = (config.num_blocks - 1) * groups[0].block_size // trace_block_size
+    if capacity < 1:
+        raise InputError(f"the pool holds less than one block of the trace ({trace_block_size} tokens)")
+    curve = capacity_curve(trace, capacities=[capacity], policies=POLICIES)
+    if not curve.info.claims_reuse:
+        raise InputError(f"{curve.info.name} does not say which prompts share blocks: no eviction order can be told")
+    mean_context = curve.input_tokens / curve.prompts.num_requests / 2
+    seconds = _seconds_per_token(engine.parts.latency, engine.parts.scheduler.max_num_batched_tokens, mean_context)
+    plan = engine.pool.plan
+    return Worth(
+        curve=curve,
+        capacity=capacity,
+        seconds_per_token=seconds,
+        num_gpus=1 if plan is None else plan.deployment.num_gpus,
+        price_per_gpu_hour=price_per_gpu_hour,
+        assumptions={
+            "counted": _joined(ASSUMPTIONS),
+            "prompt_token": f"in full steps of {engine.parts.scheduler.max_num_batched_tokens:,} prompt tokens, each "
+            f"after {mean_context:,.0f} others (half the mean prompt); an hour of GPUs is worth what it costs",
+            "memory_for_lru": "bought as further engines of the same kind, of which only the pool counts",
+            "month": "traffic as in the window, all day",
+            **engine.pool.facts,
+            **engine.parts.latency.assumptions(),
+        },
+    )
+
+
+def _seconds_per_token(latency: LatencyModel, num_tokens: int, mean_context: float) -> float:
+    return latency.step_seconds(StepLoad(num_tokens, 0, round(num_tokens * mean_context), 0, 0)) / num_tokens
+
+
+def _joined(sentences: Sequence[str]) -> str:
+    return "; ".join(sentences)

@@ -1,0 +1,276 @@
+"""`kvledger size`: the search over engine shapes and seeds, as one document that may be asked for at any moment."""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from ...core.errors import DoesNotFitError, InputError
+from ..report.replay import trace_as_dict
+from ..scenario.engine_options import EngineOptions, open_source, read_engine
+from .idle_engine import idle_bound
+from .size_answer import answer_of, assumptions_of_answer, misses, of_those_who_can, promises
+from .size_question import SizeQuestion
+from .sizing import SearchWatch, Setting
+from .slo_search import SearchResult, Trial, confidence_interval, search_result
+from .tornado import assumptions_of, most_important, ranked, tornado
+
+INTERRUPTED = "interrupted before it was done"
+
+
+class _Recorder(SearchWatch):
+    """Keeps the runs of the search that goes on, and passes on what it hears."""
+
+    def __init__(self, listener: SearchWatch) -> None:
+        self._listener = listener
+        self.trials: dict[float, Trial] = {}
+
+    def starts(self, value: float, num_requests: int | None) -> None:
+        self._listener.starts(value, num_requests)
+
+    def routed(self, num_requests: int) -> None:
+        self._listener.routed(num_requests)
+
+    def ended(self, trial: Trial) -> None:
+        self.trials[trial.value] = trial  # a full replay takes the place of a run that ended early
+        self._listener.ended(trial)
+
+    def left(self, num_runs: int) -> None:
+        self._listener.left(num_runs)
+
+
+class SizeWatch(SearchWatch):
+    """Hears how `SizeStudy` gets on; this one does nothing."""
+
+    def shape(self, text: str) -> None:
+        """A shape is searched."""
+
+    def tornado(self, num_done: int, num_rows: int) -> None:
+        """So many assumptions of the tornado are done."""
+
+
+class SizeStudy:
+    """The search over every shape. `document` holds what is done by the time that it is asked for."""
+
+    def __init__(self, question: SizeQuestion, watch: SizeWatch | None = None) -> None:
+        self._question = question
+        self._watch = watch or SizeWatch()
+        self._shapes: list[dict[str, Any]] = []
+        self._settings: dict[tuple[int, int | None], Setting] = {}
+        self._going_on: tuple[dict[str, Any], int | None, _Recorder] | None = None
+        self._rows: list[dict[str, Any]] = []
+        self._instead: SizeStudy | None = None
+        self._trace: dict[str, Any] | None = None
+        self._reason: str | None = INTERRUPTED
+        self._name = question.search(1).name
+
+    @property
+    def has_runs(self) -> bool:
+        """Whether there is anything to show."""
+        return bool(self._shapes)
+
+    def run(self) -> None:
+        """Search every shape, and ask what would change the answer.
+
+        Raises:
+            InputError: an option or the trace is wrong.
+            KeyboardInterrupt: passed through; what is done by then is in `document`.
+        """
+        self._trace = _read_trace(self._question)
+        for size in self._question.sizes:
+            self._search_shape(size)
+        best = self._best()
+        if best is not None and self._question.with_tornado:
+            self._ask_what_matters(best)
+        if best is None and self._question.num_replicas is None:
+            self._ask_of_those_who_can()
+        self._reason = None
+
+    def document(self) -> dict[str, Any]:
+        """`answer` (None where nothing keeps the SLO), `shapes`, `tornado`, `trace` and what all of it rests on."""
+        question, best = self._question, self._best()
+        self._note_what_goes_on()
+        return {
+            "trace": self._trace,
+            "slo": question.slo.as_dict(),
+            "promises": promises(question.slo),
+            "asked": self._name,
+            "answer": None if best is None or self._trace is None else answer_of(question, best, self._trace),
+            "assumptions": assumptions_of_answer(best, self._shapes, self._name),
+            "shapes": self._shapes,
+            "tornado": ranked(self._rows, self._name),
+            "most_important": most_important(ranked(self._rows, self._name), self._name),
+            "instead": None if self._instead is None else self._instead.document(),
+            "not_done": self._reason,
+        }
+
+    def _best(self) -> dict[str, Any] | None:
+        """The shape with the fewest GPUs, or the highest rate."""
+        found = [shape for shape in self._shapes if shape[self._name] is not None]
+        if self._name == "rate_scale":
+            return max(found, key=lambda shape: shape["rate_scale"], default=None)
+        return min(found, key=lambda shape: (shape["gpus"], shape["replicas"]), default=None)
+
+    def _most_replicas(self, gpus: int) -> int:
+        """A shape that needs more GPUs than the best one so far is no answer: it is not searched any further."""
+        best = self._best() if self._name == "replicas" else None
+        most = self._question.max_replicas
+        return most if best is None else min(most, best["gpus"] // gpus)
+
+    def _search_shape(self, size: int) -> None:
+        question = self._question
+        gpus = question.gpus_per_replica(size)
+        row = _empty_row(size, gpus, self._name, question.num_replicas)
+        most = self._most_replicas(gpus)
+        if most < 1:
+            row["reason"] = "one replica needs more GPUs than a smaller shape's whole fleet"
+            self._shapes.append(row)
+            return
+        try:
+            engine = read_engine({**question.given, "tensor_parallel_size": size})
+        except (DoesNotFitError, InputError) as error:
+            if question.given["model"] is None:
+                raise
+            row["reason"] = str(error)
+            self._shapes.append(row)
+            return
+        row["num_gpu_blocks"], row["assumptions"] = engine.pool.allocator.num_blocks, engine.pool.facts
+        self._shapes.append(row)
+        self._watch.shape(f"tensor parallel size {size}")
+        self._search_seeds(row, engine, most)
+
+    def _search_seeds(self, row: dict[str, Any], engine: EngineOptions, most: int) -> None:
+        """Every seed must keep the SLO: the answer is the worst one's."""
+        question, search = self._question, self._question.search(most)
+        answers: list[float] = []
+        for seed in question.seeds:
+            setting = question.setting(engine, row["tensor_parallel_size"], seed)
+            self._settings[row["tensor_parallel_size"], seed] = setting
+            idle = idle_bound(setting.open_trace(), setting.parts, setting.slo)
+            if idle is not None:
+                figures = idle.verdict.figures
+                row["idle"], row["idle_share_in_time"] = figures, idle.share_in_time
+                if not idle.verdict.met:
+                    row["reason"] = f"no {_more(self._name)} helps: alone on an idle engine{misses(figures)}"
+                    row["assumptions"] = {**row["assumptions"], **setting.parts.latency.assumptions()}
+                    return
+            found = self._searched(
+                row,
+                seed,
+                lambda watch, s=setting: search.find(
+                    s, start=answers[-1] if answers else None, probes=question.num_probes, watch=watch
+                ),
+            )
+            if found.answer is None:
+                row["reason"] = _why_none(found, most, self._name, is_bounded=most < question.max_replicas)
+                return
+            answers.append(found.answer if self._name == "rate_scale" else int(found.answer))
+        row[self._name] = min(answers) if self._name == "rate_scale" else max(answers)
+        row["gpus"] = row["replicas"] * row["gpus_per_replica"]
+        row[f"{self._name}_over_seeds"] = confidence_interval([float(answer) for answer in answers]).as_dict()
+
+    def _searched(
+        self, row: dict[str, Any], seed: int | None, find: Callable[[SearchWatch], SearchResult]
+    ) -> SearchResult:
+        recorder = _Recorder(self._watch)
+        self._going_on = row, seed, recorder
+        found = find(recorder)
+        self._going_on = None
+        row["searches"].append(_search_as_dict(seed, found, self._name))
+        return found
+
+    def _note_what_goes_on(self) -> None:
+        """The runs of a search that did not end, and between what its answer lies."""
+        if self._going_on is None:
+            return
+        row, seed, recorder = self._going_on
+        self._going_on = None
+        trials = list(recorder.trials.values())
+        partial = search_result(trials, None, more_is_better=self._name == "replicas")
+        row["searches"].append({**_search_as_dict(seed, partial, self._name), "not_done": INTERRUPTED})
+        row["reason"] = INTERRUPTED + _between(partial, self._name)
+
+    def _ask_what_matters(self, best: dict[str, Any]) -> None:
+        answer, size = best[self._name], best["tensor_parallel_size"]
+        seed = next(one["seed"] for one in best["searches"] if one[self._name] == answer)
+        setting = self._settings[size, seed]
+        assumptions = assumptions_of(setting)
+        search = self._question.search(self._question.max_replicas)
+        self._watch.tornado(0, len(assumptions))
+
+        def on_row(row: dict[str, Any]) -> None:
+            self._rows.append(row)
+            self._watch.tornado(len(self._rows), len(assumptions))
+
+        workers = self._question.num_workers
+        tornado(setting, search, search.replay(setting, answer), assumptions, num_workers=workers, on_row=on_row)
+
+    def _ask_of_those_who_can(self) -> None:
+        """Where no fleet keeps the SLO because some requests are too long: how many keep it for the others."""
+        relaxed = of_those_who_can(self._question.slo, self._shapes)
+        if relaxed is not None:
+            question = attrs.evolve(self._question, slo=relaxed, with_tornado=False, num_workers=1)
+            self._instead = SizeStudy(question, self._watch)
+            self._instead.run()
+
+
+def _read_trace(question: SizeQuestion) -> dict[str, Any]:
+    """What the trace is; a first reading also finds its bad rows before hours are spent on it."""
+    source = open_source(question.given)
+    for _ in source:
+        pass
+    return trace_as_dict(source.info, source.info.trace_block_size)
+
+
+def _empty_row(size: int, gpus: int, name: str, num_replicas: int | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"tensor_parallel_size": size, "gpus_per_replica": gpus, "num_gpu_blocks": None}
+    row |= {"replicas": num_replicas, "gpus": None if num_replicas is None else gpus * num_replicas}
+    if name == "rate_scale":
+        row["rate_scale"] = None
+    return {**row, "reason": None, "idle": None, "idle_share_in_time": None, "assumptions": {}, "searches": []}
+
+
+def _search_as_dict(seed: int | None, found: SearchResult, name: str) -> dict[str, Any]:
+    answer = found.answer if found.answer is None or name == "rate_scale" else int(found.answer)
+    return {
+        "seed": seed,
+        name: answer,
+        "is_monotone": found.is_monotone,
+        "contradictions": [{"met": met, "missed": missed} for met, missed in found.contradictions],
+        "safe": found.safe,
+        "not_run": _not_run(found) if name == "replicas" else [],
+        "trials": [trial.as_dict() for trial in found.trials],
+    }
+
+
+def _not_run(found: SearchResult) -> list[int]:
+    """Numbers below the answer that nobody tried."""
+    if found.answer is None:
+        return []
+    tried = {trial.value for trial in found.trials}
+    return [number for number in range(1, int(found.answer)) if number not in tried]
+
+
+def _why_none(found: SearchResult, most: int, name: str, *, is_bounded: bool) -> str:
+    if name == "rate_scale":
+        slowest = found.trials[0]
+        return f"not even at {slowest.value:g} times the rate: it gave{misses(slowest.verdict.figures)}"
+    as_many = ", which are as many GPUs as the best shape needs" if is_bounded else ""
+    return f"more than {most:,} replicas{as_many}: {most:,} gave{misses(found.trials[-1].verdict.figures)}"
+
+
+def _between(found: SearchResult, name: str) -> str:
+    missed = [trial.value for trial in found.trials if not trial.met]
+    met = [trial.value for trial in found.trials if trial.met]
+    if name == "rate_scale":
+        low, high = max(met, default=None), min(missed, default=None)
+    else:
+        low, high = max(missed, default=None), min(met, default=None)
+    words = [f"above {low:g}"] if low is not None else []
+    words += [f"at most {high:g}"] if high is not None else []
+    unit = "times the rate" if name == "rate_scale" else "replicas"
+    return f": {' and '.join(words)} {unit}" if words else ""
+
+
+def _more(name: str) -> str:
+    return "number of replicas" if name == "replicas" else "lower rate"

@@ -1,0 +1,220 @@
+"""How many engines keep an SLO on a trace: full replays of fleets of different sizes and shapes."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import attrs
+
+from ..engine.metrics import RequestRecord
+from ..fleet.fleet import EngineParts, FleetShape, replay_fleet
+from ..fleet.routing import make_router
+from ..traces import Trace
+from ..traces.reblocking import ChangedTrace
+from .slo import Slo, SloTally
+from .slo_search import KeptTrials, SearchResult, Trial, highest_meeting, smallest_meeting
+
+
+class _Missed(Exception):
+    """The SLO cannot be met any more: the rest of the run would change nothing."""
+
+
+@attrs.frozen(kw_only=True)
+class Setting:
+    """One set of assumptions under which fleets are tried.
+
+    Attributes:
+        open_trace: gives the trace afresh; called once a run.
+        parts: of every engine.
+        slo: what must be kept.
+        routing: name of the router.
+        routing_load_weight: of prefix-aware routing.
+        data_parallel_size: ledgers a replica.
+        event_delay_s: see `FleetShape`.
+        named: plain values that tell this setting from every other one, for the trials that are kept.
+        kept: where trials are kept.
+    """
+
+    open_trace: Callable[[], Trace]
+    parts: EngineParts
+    slo: Slo
+    routing: str = "prefix-aware"
+    routing_load_weight: float | None = None
+    data_parallel_size: int = 1
+    event_delay_s: float = 0.0
+    named: Mapping[str, Any] = attrs.field(factory=dict)
+    kept: KeptTrials = attrs.field(factory=KeptTrials)
+
+    def at_rate(self, rate: float) -> "Setting":
+        """The same with arrivals that come `rate` times as fast."""
+        changed = {**self.named, "rate": rate}
+        return attrs.evolve(self, open_trace=lambda: ChangedTrace(self.open_trace(), rate=rate), named=changed)
+
+
+class SearchWatch:
+    """Hears how a search gets on; this one does nothing."""
+
+    def starts(self, value: float, num_requests: int | None) -> None:
+        """A run of `value` starts; requests in the trace, where they are counted."""
+
+    def routed(self, num_requests: int) -> None:
+        """So many requests of the run came so far."""
+
+    def ended(self, trial: Trial) -> None:
+        """A run ended."""
+
+    def left(self, num_runs: int) -> None:
+        """So many runs are left at most."""
+
+
+class Search(Protocol):
+    """What is looked for: a number that a fleet either keeps the SLO at or not."""
+
+    @property
+    def name(self) -> str:
+        """Of the number, in JSON."""
+        ...
+
+    def find(self, setting: Setting, *, start: float | None, probes: int, watch: SearchWatch) -> SearchResult:
+        """The answer, and every run; both sides of it are full replays."""
+        ...
+
+    def replay(self, setting: Setting, value: float) -> Trial:
+        """The full replay of one value."""
+        ...
+
+
+def try_fleet(
+    setting: Setting,
+    num_replicas: int,
+    *,
+    num_requests: int | None = None,
+    value: float | None = None,
+    watch: SearchWatch | None = None,
+) -> Trial:
+    """Replay the trace on `num_replicas` replicas, or read the run that is kept.
+
+    Args:
+        setting: everything else.
+        num_replicas: replicas of the fleet.
+        num_requests: how many requests the trace holds. Where it is given, the run ends as soon as more of them have
+            missed a limit than the SLO leaves room for; the trial then has no figures but how far it came.
+        value: of the trial; `num_replicas` unless given.
+        watch: hears how it gets on.
+    """
+    watch = watch or SearchWatch()
+    may_end_early = num_requests is not None
+    watch.starts(num_replicas if value is None else value, num_requests)
+    named = {**setting.named, "replicas": num_replicas, "may_end_early": may_end_early}
+    trial = setting.kept.trial(named, lambda: _replayed(setting, num_replicas, num_requests, watch))
+    if value is not None:
+        trial = attrs.evolve(trial, value=value)
+    watch.ended(trial)
+    return trial
+
+
+def _replayed(setting: Setting, num_replicas: int, num_requests: int | None, watch: SearchWatch) -> Trial:
+    tally = SloTally(setting.slo)
+    trace = setting.open_trace()
+    routed = 0
+
+    def on_progress(count: int) -> None:
+        nonlocal routed
+        routed = count
+        watch.routed(count)
+
+    def on_finished(record: RequestRecord) -> None:
+        tally.finished(record)
+        if num_requests is not None and tally.is_lost(num_requests):
+            raise _Missed
+
+    router = make_router(setting.routing, setting.routing_load_weight)
+    shape = FleetShape(
+        num_replicas=num_replicas,
+        data_parallel_size=setting.data_parallel_size,
+        event_delay_s=setting.event_delay_s,
+    )
+    try:
+        report = replay_fleet(
+            trace,
+            shape=shape,
+            parts=attrs.evolve(setting.parts, on_finished=on_finished),
+            router=router,
+            trace_block_size=trace.info.trace_block_size,
+            on_progress=on_progress,
+        )
+    except _Missed:
+        return Trial(value=num_replicas, verdict=tally.lost(), figures={"stopped_after_requests": routed})
+    return Trial(
+        value=num_replicas,
+        verdict=tally.verdict(report.requests["total"]),
+        figures={
+            "requests": report.requests,
+            "ttft_s": report.latencies["ttft_s"],
+            "tpot_s": report.latencies["tpot_s"],
+            "prefix_cache_hit_rate": report.prefix_cache["hit_rate"],
+            "preemptions": report.preemptions["total"],
+            "output_tokens_per_s": report.throughput["output_tokens_per_s"],
+            "mean_busy_share": sum(one["busy_share"] for one in report.replicas) / len(report.replicas),
+            "assumptions": report.assumptions,
+        },
+    )
+
+
+@attrs.frozen(kw_only=True)
+class FleetSearch:
+    """The smallest number of replicas that keeps the SLO, `most` at most."""
+
+    most: int
+    name: str = "replicas"
+
+    def find(self, setting: Setting, *, start: float | None, probes: int, watch: SearchWatch) -> SearchResult:
+        """Runs that miss the SLO end early, but for the one below the answer (or the largest, where none keeps it)."""
+        num_requests = sum(1 for _ in setting.open_trace())
+        found = smallest_meeting(
+            lambda count: try_fleet(setting, count, num_requests=num_requests, watch=watch),
+            start=1 if start is None else int(start),
+            most=self.most,
+            probes=probes,
+            on_left=watch.left,
+        )
+        if found.answer == 1:
+            return found
+        nearest = found.trial(self.most if found.answer is None else found.answer - 1)
+        return _run_to_its_end(found, nearest, lambda: try_fleet(setting, int(nearest.value), watch=watch))
+
+    def replay(self, setting: Setting, value: float) -> Trial:
+        """The fleet of `value` replicas."""
+        return try_fleet(setting, int(value))
+
+
+@attrs.frozen(kw_only=True)
+class RateSearch:
+    """How many times as fast as recorded the trace may come for a fleet to keep the SLO."""
+
+    num_replicas: int
+    name: str = "rate_scale"
+
+    def find(self, setting: Setting, *, start: float | None, probes: int, watch: SearchWatch) -> SearchResult:
+        """Runs that miss the SLO end early, but for the one above the answer (or the slowest, where none keeps it)."""
+        num_requests = sum(1 for _ in setting.open_trace())
+
+        def run(rate: float, num_requests: int | None = num_requests) -> Trial:
+            faster = setting.at_rate(rate)
+            return try_fleet(faster, self.num_replicas, num_requests=num_requests, value=rate, watch=watch)
+
+        found = highest_meeting(run, start=1.0 if start is None else start, probes=probes, on_left=watch.left)
+        above = [trial for trial in found.trials if found.answer is None or trial.value > found.answer]
+        nearest = next((trial for trial in above if not trial.met), None)
+        return found if nearest is None else _run_to_its_end(found, nearest, lambda: run(nearest.value, None))
+
+    def replay(self, setting: Setting, value: float) -> Trial:
+        """The fleet at `value` times the rate."""
+        return try_fleet(setting.at_rate(value), self.num_replicas, value=value)
+
+
+def _run_to_its_end(found: SearchResult, missed: Trial, replay: Callable[[], Trial]) -> SearchResult:
+    """The full replay in place of a run that ended early."""
+    if "stopped_after_requests" not in missed.figures:
+        return found
+    full = replay()
+    return attrs.evolve(found, trials=tuple(full if one is missed else one for one in found.trials))

@@ -1,0 +1,284 @@
+"""A trace in files: recognise the format, check every row, keep the window, count what was left out."""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import attrs
+
+from ...core.errors import InputError
+from .bad_rows import BadRow
+from .checks import RowChecks, suggest_block_size
+from .format import Row, TraceFormat, TraceSource
+from .registry import files_of, recognise
+from .text import HOW_TO_NAME_ONE, Tokenizer, open_tokenizer
+from .trace import UNITS_PER_SECOND, SkippedRows, TraceInfo, TraceRequest, Window
+from .window import check_window, requests_in_window
+
+# The options with which a trace is opened, checked by themselves and against the format that they are for.
+
+ON_BAD_ROW = ("refuse", "skip")
+
+
+@attrs.frozen
+class OpenOptions:
+    """What `open_trace` was given; None stands for an option that was not. Raises `InputError` for one out of range."""
+
+    timestamp_unit: str | None
+    trace_block_size: int | None
+    tokenizer: str | None
+    request_rate: float | None
+    seed: int | None
+    on_bad_row: str
+    skip_first: int
+    limit: int | None
+    rate_scale: float
+
+    def __attrs_post_init__(self) -> None:
+        if self.on_bad_row not in ON_BAD_ROW:
+            raise InputError(f"--on-bad-row is {self.on_bad_row!r}; it must be one of {', '.join(ON_BAD_ROW)}")
+        if self.trace_block_size is not None and self.trace_block_size < 1:
+            raise InputError(f"--trace-block-size is {self.trace_block_size}; it must be 1 token or more")
+        if self.timestamp_unit is not None and self.timestamp_unit not in UNITS_PER_SECOND:
+            raise InputError(f"--timestamp-unit is {self.timestamp_unit!r}; it is one of {', '.join(UNITS_PER_SECOND)}")
+        if self.request_rate is not None and not (math.isfinite(self.request_rate) and self.request_rate > 0):
+            raise InputError(f"--request-rate is {self.request_rate}; it must be a number of arrivals a second above 0")
+        check_window(self.skip_first, self.limit, self.rate_scale)
+
+    def check_against(self, trace_format: TraceFormat, path: Path) -> None:
+        """Refuse what has no effect on this format, and what is missing for it."""
+        title = trace_format.title
+        if self.trace_block_size is not None and not trace_format.block_size_is_settable:
+            raise InputError(
+                f"{path}: --trace-block-size {self.trace_block_size} was given, but {title} carries no hash ids for it "
+                "to apply to; leave the option out"
+            )
+        if self.timestamp_unit is not None and not trace_format.unit_is_settable:
+            raise InputError(
+                f"{path}: --timestamp-unit {self.timestamp_unit} has no effect: times of {title} are "
+                f"{trace_format.timestamp_unit}; leave the option out"
+            )
+        if self.tokenizer is None and trace_format.needs_tokenizer:
+            raise InputError(f"{path}: {title} holds text and no token counts; {HOW_TO_NAME_ONE}")
+        if self.tokenizer is not None and trace_format.text_block_size is None:
+            raise InputError(
+                f"{path}: --tokenizer {self.tokenizer} has no effect: {title} carries token counts; leave it out"
+            )
+        if self.request_rate is not None and trace_format.arrivals_unless_given is None:
+            raise InputError(
+                f"{path}: --request-rate {self.request_rate:g} has no effect: {title} records arrivals; use "
+                "--rate-scale to make them faster or slower"
+            )
+        if self.seed is not None and self.request_rate is None:
+            raise InputError(
+                f"--seed {self.seed} has no effect on a trace file"
+                + (" without --request-rate" if trace_format.arrivals_unless_given else "")
+                + "; leave it out"
+            )
+
+    def open_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer named, or None."""
+        return None if self.tokenizer is None else open_tokenizer(self.tokenizer)
+
+    def units_per_second(self, trace_format: TraceFormat) -> int:
+        """How many units of the rows' timestamps a second has."""
+        if self.timestamp_unit is None or trace_format.converts_units:
+            return trace_format.units_per_second
+        return UNITS_PER_SECOND[self.timestamp_unit]
+
+    def block_size(self, trace_format: TraceFormat, first_lines: Sequence[bytes]) -> tuple[int | None, str | None]:
+        """Tokens that one hash id stands for, and who says so."""
+        if self.trace_block_size is not None:
+            return self.trace_block_size, "given"
+        if trace_format.trace_block_size is not None:
+            return trace_format.trace_block_size, f"{trace_format.title}'s own"
+        stated = trace_format.block_size_in(first_lines)
+        if stated is not None:
+            return stated, "stated in the file"
+        if trace_format.text_block_size is not None and self.tokenizer is not None:
+            return trace_format.text_block_size, "chosen for text"
+        return None, None
+
+    def arrivals(self, trace_format: TraceFormat) -> str | None:
+        """What a reader must know of arrivals that the file does not record."""
+        if trace_format.arrivals_unless_given is None or self.request_rate is None:
+            return trace_format.arrivals_unless_given
+        return (
+            f"the file records no arrivals: {self.request_rate:g} a second come by a Poisson process, seed "
+            f"{self.seed or 0}"
+        )
+
+
+# How many rows are looked at to suggest a trace block size after one row contradicts the present one.
+ROWS_TO_FIT = 10_000
+
+
+def open_trace(
+    path: str | Path | Sequence[str | Path],
+    *,
+    format: str | None = None,
+    timestamp_unit: str | None = None,
+    trace_block_size: int | None = None,
+    tokenizer: str | None = None,
+    request_rate: float | None = None,
+    seed: int | None = None,
+    on_bad_row: str = "refuse",
+    skip_first: int = 0,
+    limit: int | None = None,
+    rate_scale: float = 1.0,
+) -> "TraceFile":
+    """Open a trace: a file, or several files or a folder where the format makes one trace of them.
+
+    Rows are read and checked when it is iterated. Raises `InputError` for a file or an option that cannot be used;
+    an option without effect on the format is refused.
+
+    Args:
+        path: where it is.
+        format: one of `FORMATS`, or None to go by the content.
+        timestamp_unit: s, ms, us or ns, where the format's own is not what the file has.
+        trace_block_size: tokens that a hash id stands for; the format's own unless given.
+        tokenizer: who counts tokens where the file holds text (see `open_tokenizer`).
+        request_rate: arrivals a second, by a Poisson process, where the file records no arrivals.
+        seed: of that process; 0 unless given.
+        on_bad_row: "refuse" (an error names file, line and field) or "skip" (left out and counted by reason).
+        skip_first: requests left out at the start.
+        limit: the most requests after those.
+        rate_scale: 2.0 halves the time between arrivals, and with it think times.
+    """
+    options = OpenOptions(
+        timestamp_unit, trace_block_size, tokenizer, request_rate, seed, on_bad_row, skip_first, limit, rate_scale
+    )
+    given = [Path(path)] if isinstance(path, str | Path) else [Path(each) for each in path]
+    if not given:
+        raise InputError("no trace file was given")
+    files, left_out = files_of(given)
+    trace_format, first_lines = recognise(files[0], format)
+    if len(files) > 1 and not trace_format.takes_many_files:
+        raise InputError(
+            f"{given[0]}: {trace_format.title} is one file a trace; {len(files):,} were given (several can be "
+            "mixed as workloads)"
+        )
+    options.check_against(trace_format, files[0])
+    return TraceFile(given, files, left_out, trace_format, first_lines, options)
+
+
+class TraceFile:
+    """A `Trace` read from files; see `open_trace`."""
+
+    def __init__(
+        self,
+        given: Sequence[Path],
+        files: Sequence[Path],
+        left_out: Sequence[str],
+        trace_format: TraceFormat,
+        first_lines: Sequence[bytes],
+        options: OpenOptions,
+    ) -> None:
+        self._files = tuple(files)
+        self._format = trace_format
+        self._options = options
+        self._tokenizer = options.open_tokenizer()
+        self._units_per_second = options.units_per_second(trace_format)
+        self._path = str(given[0]) if len(given) == 1 else f"{given[0]} and {len(given) - 1:,} more"
+        self._known = self._describe(given, left_out, first_lines)
+        self.info = self._fresh_info()
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        """The requests of the window. Raises `InputError` at the first bad row unless bad rows are skipped."""
+        self.info = info = self._fresh_info()
+        yield from requests_in_window(self._usable_rows(info), info, self._units_per_second)
+        self._refuse_an_empty_window(info)
+
+    def _usable_rows(self, info: TraceInfo) -> Iterator[Row]:
+        """Rows that pass every check; the others end the pass or are counted in `info`."""
+        rows = self._rows(info)
+        if not self._format.checks_its_rows:
+            limit = self._options.limit
+            num_wanted = math.inf if limit is None else self._options.skip_first + limit
+            rows = RowChecks(self._format, info, self._units_per_second).checked(rows, num_wanted)
+        for row in rows:
+            if isinstance(row, BadRow):
+                self._bad_row(info, row)
+            else:
+                yield row
+
+    def _rows(self, info: TraceInfo) -> Iterator[Row | BadRow]:
+        options = self._options
+        return self._format.read_rows(
+            TraceSource(
+                self._files,
+                info,
+                self._units_per_second,
+                options.timestamp_unit,
+                self._tokenizer,
+                options.request_rate,
+                options.seed or 0,
+            )
+        )
+
+    def _bad_row(self, info: TraceInfo, row: BadRow) -> None:
+        """Count it, or end the pass with the place, the fault and the way out."""
+        field = f" field '{row.field}'" if row.field else ""
+        message = f"{row.where or f'{self._path}:{row.place}'}:{field} {row.message}"
+        if self._options.on_bad_row == "refuse":
+            way_out = "Mend the row, or leave such rows out and count them with --on-bad-row skip."
+            if row.reason == "hash_ids_mismatch" and not self._format.full_blocks_only:
+                rows = (each for each in self._rows(self._fresh_info()) if not isinstance(each, BadRow))
+                lengths = ((each[2], len(each[4])) for each in rows if each[4] is not None)
+                way_out = f"{suggest_block_size(lengths, ROWS_TO_FIT)} {way_out}"
+            raise InputError(f"{message}. {way_out}")
+        if row.reason in info.rows_skipped:
+            info.rows_skipped[row.reason].num_rows += 1
+        else:
+            info.rows_skipped[row.reason] = SkippedRows(1, row.place, message)
+
+    def _refuse_an_empty_window(self, info: TraceInfo) -> None:
+        """A trace that was read to its end and gave nothing is an error, not an answer of zero."""
+        if info.num_requests:
+            return
+        if info.num_rows_read:
+            raise InputError(
+                f"{self._path}: --skip-first {self._options.skip_first:,} leaves nothing: the trace holds "
+                f"{info.num_rows_read:,} requests"
+            )
+        if info.rows_skipped:
+            first = next(iter(info.rows_skipped.values()))
+            raise InputError(
+                f"{self._path}: every one of its {info.num_rows_skipped:,} rows is bad; the first: "
+                f"{first.first_message}"
+            )
+        raise InputError(f"{self._path}: holds no requests")
+
+    def _describe(self, given: Sequence[Path], left_out: Sequence[str], first_lines: Sequence[bytes]) -> TraceInfo:
+        """What is known before any row is read."""
+        options, trace_format = self._options, self._format
+        block_size, source = options.block_size(trace_format, first_lines)
+        info = TraceInfo(
+            name=given[0].name if len(given) == 1 else f"{len(given):,} files",
+            path=self._path,
+            format=trace_format.name,
+            timestamp_unit=options.timestamp_unit or trace_format.timestamp_unit,
+            trace_block_size=block_size,
+            trace_block_size_source=source,
+            rate_scale=options.rate_scale,
+            window=Window(options.skip_first, options.limit),
+            full_blocks_only=trace_format.full_blocks_only,
+            links_turns=trace_format.links_turns(first_lines),
+            records_think_times=trace_format.records_think_times(first_lines),
+            arrivals=options.arrivals(trace_format),
+            tokenizer=None if self._tokenizer is None else self._tokenizer.name,
+        )
+        if left_out:
+            info.remark(f"files of the folder were not read: {', '.join(left_out)}", len(left_out))
+        return info
+
+    def _fresh_info(self) -> TraceInfo:
+        """A tally that nothing was counted in."""
+        known = self._known
+        return attrs.evolve(
+            known,
+            window=Window(self._options.skip_first, self._options.limit),
+            rows_skipped={},
+            unused_fields=set(),
+            remarks=dict(known.remarks),
+        )

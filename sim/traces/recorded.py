@@ -1,0 +1,181 @@
+"""The requests of a recorded run as a trace again: arrivals, lengths and prompts as they were, everything else free."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from ...backends.serving.engine.recorded_run import COMMAND
+from ...backends.sinks.log.keys import encode_key
+from ...backends.sinks.log.reader import LogReader
+from ...backends.sinks.log.rows import RequestArrived, RequestEnded, RunEnded
+from ...core.errors import InputError
+from .trace import SkippedRows, TraceInfo, TraceRequest, Turn, Window
+
+
+class LoggedTrace:
+    """A `Trace` of the requests that a log noted, in their order.
+
+    Attributes:
+        info: of the trace that was recorded; where the run did not end, counted from the requests in the log.
+    """
+
+    def __init__(self, reader: LogReader) -> None:
+        """Find out what the log recorded.
+
+        Raises:
+            InputError: it is not the log of a run on a trace.
+        """
+        self._reader = reader
+        header = reader.manifest.header
+        if "trace" not in header:
+            raise InputError(
+                f"{reader.directory} does not say which requests led to it: only the log of a run on a trace "
+                "(kvledger replay --log) can be run again"
+            )
+        self._at_start: dict[str, Any] = header["trace"]
+        ended = [each.note for each in reader.notes() if isinstance(each.note, RunEnded)]
+        self._at_end: dict[str, Any] | None = ended[-1].facts.get("trace") if ended else None
+        self.info: TraceInfo = restored_info(self._at_end or self._at_start)
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        """The requests, one at a time."""
+        self.info = info = restored_info(self._at_end or self._at_start)
+        for logged in self._reader.notes():
+            if isinstance(logged.note, RequestArrived):
+                row = row_of(logged.note)
+                if self._at_end is None:
+                    _count(info, row)
+                yield row
+
+
+def row_of(note: RequestArrived) -> TraceRequest:
+    """The row of a trace that was noted."""
+    hash_ids: Any = note.prompt_keys or (() if "hash_ids" in note.facts else None)
+    turn = note.facts.get("turn")
+    return TraceRequest(
+        arrival_s=note.arrival_s,
+        input_length=note.num_prompt_tokens,
+        output_length=note.num_output_tokens or 0,
+        hash_ids=hash_ids,
+        place=int(note.request_id),
+        turn=None if turn is None else Turn(**turn | {"waits_for": tuple(turn["waits_for"])}),
+        priority=note.facts.get("priority", 0),
+    )
+
+
+def restored_info(plain: dict[str, Any]) -> TraceInfo:
+    """The `TraceInfo` that `plain_info` wrote down."""
+    rows_skipped = {reason: SkippedRows(**each) for reason, each in plain["rows_skipped"].items()}
+    return TraceInfo(
+        **plain
+        | {
+            "window": Window(**plain["window"]),
+            "rows_skipped": rows_skipped,
+            "unused_fields": set(plain["unused_fields"]),
+            "remarks": dict(plain["remarks"]),
+        }
+    )
+
+
+def _count(info: TraceInfo, row: TraceRequest) -> None:
+    window = info.window
+    if not info.num_requests:
+        window.first_place = row.place
+    info.num_requests += 1
+    info.num_rows_read = window.skip_first + info.num_requests
+    info.input_tokens += row.input_length
+    info.output_tokens += row.output_length
+    info.num_requests_without_hash_ids += row.hash_ids is None
+    window.last_place = row.place
+    window.end_s = window.start_s + row.arrival_s * info.rate_scale
+
+
+# The requests of a live run as a trace: arrivals, lengths and prompts as they were, everything else free.
+
+ABORTED = "requests were aborted; they are taken with the output that they had produced"
+UNENDED = "requests have no end in the log; they are taken without output"
+ABOUT = (
+    "a live run: block ids stand for the prompts' block hashes; what a request generates is found again only where the "
+    "run's later prompts contain it"
+)
+
+
+def is_live(reader: LogReader) -> bool:
+    """Whether a log was written by a live engine."""
+    return reader.manifest.header.get("command") == COMMAND
+
+
+class LiveTrace:
+    """A `Trace` of the requests that a live engine noted, in the order of their arrival.
+
+    Attributes:
+        info: the tally of the latest pass.
+    """
+
+    def __init__(self, reader: LogReader) -> None:
+        """`reader` reads the log of a live run."""
+        self._reader = reader
+        self._block_size = reader.created.hash_block_size
+        self.info = self._new_info()
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        """The requests, one at a time; all that was noted of them is read first."""
+        self.info = info = self._new_info()
+        outputs = self._outputs()
+        numbers: dict[bytes, int] = {}
+        first_s = 0.0
+        arrived = [logged.note for logged in self._reader.notes() if isinstance(logged.note, RequestArrived)]
+        # The samples of a prompt reach the scheduler later than they arrived.
+        for place, note in enumerate(sorted(arrived, key=lambda note: note.arrival_s), start=1):
+            if place == 1:
+                first_s = info.window.start_s = note.arrival_s
+                info.window.first_place = 1
+            num_outputs, reason = next(outputs[note.request_id], (0, "none"))
+            if reason in ("abort", "error"):
+                info.remark(ABORTED)
+            elif reason == "none":
+                info.remark(UNENDED)
+            row = TraceRequest(
+                arrival_s=max(note.arrival_s - first_s, 0.0),
+                input_length=note.num_prompt_tokens,
+                output_length=num_outputs,
+                hash_ids=self._block_ids(note, numbers),
+                place=place,
+                priority=note.facts["priority"],
+            )
+            info.num_requests = info.num_rows_read = info.window.last_place = place
+            info.input_tokens += row.input_length
+            info.output_tokens += row.output_length
+            info.num_requests_without_hash_ids += row.hash_ids is None
+            info.window.end_s = note.arrival_s
+            yield row
+
+    def _outputs(self) -> dict[str, Iterator[tuple[int, str]]]:
+        """By request id, the output tokens and the reason of each end: an id may be used again afterwards."""
+        ends: dict[str, list[tuple[int, str]]] = {}
+        for logged in self._reader.notes():
+            note = logged.note
+            if isinstance(note, RequestArrived):
+                ends.setdefault(note.request_id, [])
+            elif isinstance(note, RequestEnded):
+                ends.setdefault(note.request_id, []).append((note.num_output_tokens, note.reason))
+        return {request_id: iter(each) for request_id, each in ends.items()}
+
+    def _block_ids(self, note: RequestArrived, numbers: dict[bytes, int]) -> tuple[int, ...] | None:
+        """Numbers for the keys of its full blocks; None for a prompt whose blocks may not be shared."""
+        if not note.prompt_keys and note.num_prompt_tokens >= self._block_size:
+            return None
+        return tuple([numbers.setdefault(encode_key(key), len(numbers)) for key in note.prompt_keys])
+
+    def _new_info(self) -> TraceInfo:
+        return TraceInfo(
+            name=self._reader.directory.name,
+            path=str(self._reader.directory),
+            format="log of a live run",
+            timestamp_unit="s",
+            trace_block_size=self._block_size,
+            trace_block_size_source="the run's hash blocks",
+            rate_scale=1.0,
+            window=Window(skip_first=0, limit=None),
+            full_blocks_only=True,
+            about=ABOUT,
+        )

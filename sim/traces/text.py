@@ -1,0 +1,128 @@
+"""Counting tokens in text: by the tokenizer that the user names, or by a stated estimate where one is asked for."""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import attrs
+
+from ...core.errors import InputError
+from .bad_rows import MAX_HASH_ID
+
+CHARACTERS_PER_TOKEN = re.compile(r"chars:([1-9]\d{0,2})")
+HOW_TO_NAME_ONE = (
+    "name one with --tokenizer: the path of a Hugging Face tokenizer.json (or of the folder that holds it), or "
+    "chars:4 for an estimate of one token every 4 characters"
+)
+
+
+class Tokenizer(Protocol):
+    """Splits text into tokens. Equal tokens are equal content; what they are does not matter here."""
+
+    @property
+    def name(self) -> str:
+        """What the report calls it."""
+        ...
+
+    def encode(self, text: str) -> Sequence[int] | Sequence[str]:
+        """The tokens of a text, without any that the tokenizer would add around it."""
+        ...
+
+
+@attrs.frozen
+class CharacterEstimate:
+    """Every `characters` characters are a token: no tokenizer at all, but the right order of magnitude for English."""
+
+    characters: int
+
+    @property
+    def name(self) -> str:
+        """Says that it is an estimate."""
+        return f"an estimate: one token every {self.characters} characters"
+
+    def encode(self, text: str) -> Sequence[str]:
+        """Pieces of the text; the last one may be shorter."""
+        return [text[i : i + self.characters] for i in range(0, len(text), self.characters)]
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json, read by the `tokenizers` package."""
+
+    def __init__(self, path: Path) -> None:
+        """Load it. Raises `InputError` where the package is missing or the file is no tokenizer."""
+        try:
+            from tokenizers import Tokenizer as FastTokenizer  # pyright: ignore[reportMissingImports] - optional
+        except ImportError:
+            raise InputError(
+                f"--tokenizer {path}: reading it takes the package `tokenizers`, which is not installed; install it "
+                "(pip install tokenizers), or ask for an estimate with --tokenizer chars:4"
+            ) from None
+        try:
+            self._tokenizer = FastTokenizer.from_file(str(path))
+        except Exception as error:  # the package raises bare Exception for whatever is wrong with the file
+            raise InputError(f"--tokenizer {path}: is not a Hugging Face tokenizer.json: {error}") from error
+        self.name = str(path)
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Token ids; no special tokens and no chat template are added."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """A tokenizer by the path of its file or folder, or the estimate `chars:N`; `InputError` for anything else."""
+    estimate = CHARACTERS_PER_TOKEN.fullmatch(name)
+    if estimate:
+        return CharacterEstimate(int(estimate.group(1)))
+    path = Path(name)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if not path.is_file():
+        raise InputError(f"--tokenizer is {name!r}, and there is no file {path}; {HOW_TO_NAME_ONE}")
+    return HuggingFaceTokenizer(path)
+
+
+# Block ids of prompts that are known as text: a chain of digests over their tokens, so that equal prefixes match.
+
+
+class TextBlocks:
+    """The tokens of a growing text and the ids of its blocks.
+
+    An id binds the tokens of its block, all before them, and the salt (as a cache salt does, it enters the first
+    block and the chain carries it; field report B03). The last block may be partial; its id then stands for exactly
+    these tokens, as in Mooncake's traces.
+    """
+
+    def __init__(self, block_size: int, salt: str | None = None) -> None:
+        self._block_size = block_size
+        self._chain = hashlib.blake2b(repr(salt).encode(), digest_size=16).digest()
+        self._full_ids: list[int] = []
+        self._tail: list[int | str] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self._full_ids) * self._block_size + len(self._tail)
+
+    def extend(self, tokens: Sequence[int] | Sequence[str]) -> None:
+        """Append tokens; blocks that become full get their final id."""
+        self._tail.extend(tokens)
+        num_full = len(self._tail) // self._block_size * self._block_size
+        for start in range(0, num_full, self._block_size):
+            self._chain = self._digest(self._tail[start : start + self._block_size])
+            self._full_ids.append(_id_of(self._chain))
+        del self._tail[:num_full]
+
+    def ids(self) -> tuple[int, ...]:
+        """An id for every block, `ceil(num_tokens / block_size)` of them."""
+        if not self._tail:
+            return tuple(self._full_ids)
+        return (*self._full_ids, _id_of(self._digest(self._tail)))
+
+    def _digest(self, tokens: list[int | str]) -> bytes:
+        return hashlib.blake2b(self._chain + repr(tokens).encode(), digest_size=16).digest()
+
+
+def _id_of(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "big") & MAX_HASH_ID

@@ -1,0 +1,166 @@
+"""A generated stream of requests as a `Trace`: what built-in, fitted and mixed workloads have in common."""
+
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+from itertools import takewhile
+from typing import Any, TypeVar
+
+import attrs
+
+from ...core.errors import InputError
+from ..traces import TraceInfo, TraceRequest, Window
+from ..traces.format import Row
+from ..traces.sessions import TurnRecord
+from ..traces.trace import UNITS_PER_SECOND
+from ..traces.window import check_window, requests_in_window
+
+# Many sessions at once: each is a generator of its own requests, and they are merged in order of arrival.
+
+# (arrival in seconds, input_length, output_length, hash_ids or None)
+SessionRequest = tuple[float, int, int, tuple[int, ...] | None]
+# The same, and what is known of the session.
+TurnRequest = tuple[float, int, int, tuple[int, ...] | None, TurnRecord | None]
+AnyRequest = TypeVar("AnyRequest", SessionRequest, TurnRequest)
+
+
+def merge_sessions(
+    starts: Iterator[float], open_session: Callable[[float], Iterator[AnyRequest]]
+) -> Iterator[AnyRequest]:
+    """Requests of all sessions in order of arrival; sessions open at `starts` (s, rising), memory is the open ones."""
+    waiting: list[tuple[float, int, AnyRequest, Iterator[AnyRequest]]] = []
+    for number, start in enumerate(starts):
+        while waiting and waiting[0][0] <= start:
+            yield from _serve_first(waiting)
+        _push_next(waiting, number, open_session(start))
+    while waiting:
+        yield from _serve_first(waiting)
+
+
+def _serve_first(
+    waiting: list[tuple[float, int, AnyRequest, Iterator[AnyRequest]]],
+) -> Iterator[AnyRequest]:
+    _, number, request, session = heappop(waiting)
+    _push_next(waiting, number, session)
+    yield request
+
+
+def _push_next(waiting: list, number: int, session: Iterator[AnyRequest]) -> None:
+    request = next(session, None)
+    if request is not None:
+        heappush(waiting, (request[0], number, request, session))
+
+
+class BlockIds:
+    """Hands out block ids that nobody else has, from 0."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def new(self, count: int) -> list[int]:
+        """The next `count` ids."""
+        first = self._next
+        self._next += count
+        return list(range(first, self._next))
+
+    def grown(self, ids: list[int], shared_tokens: int, num_tokens: int, block_size: int) -> list[int]:
+        """Ids of a prompt of `num_tokens` whose first `shared_tokens` are those of the prompt that has `ids`.
+
+        Only blocks that both prompts fill keep their id; a partial block's content depends on where it ends.
+        """
+        kept = min(shared_tokens, num_tokens) // block_size
+        return ids[:kept] + self.new(-(-num_tokens // block_size) - kept)
+
+
+@attrs.frozen
+class WorkloadModel:
+    """A generator and its parameters. `duration_s` is how long the stream lasts unless told otherwise.
+
+    `stated` is what the report says of the parameters, all of them unless given, and `about` a sentence; arrivals are
+    rounded to `timestamp_unit`. The other fields are those of `TraceInfo`.
+    """
+
+    name: str
+    resembles: str
+    parameters: Any
+    requests: Callable[[Any, int], Iterator[SessionRequest] | Iterator[TurnRequest]]
+    duration_s: float
+    trace_block_size: int | None
+    stated: dict[str, Any] | None = None
+    about: str | None = None
+    timestamp_unit: str = "ms"
+    format: str = "built-in workload"
+    full_blocks_only: bool = False
+    links_turns: bool = False
+    records_think_times: bool = False
+
+
+def open_stream(
+    model: WorkloadModel,
+    *,
+    seed: int = 0,
+    duration_s: float | None = None,
+    skip_first: int = 0,
+    limit: int | None = None,
+    rate_scale: float = 1.0,
+) -> "Workload":
+    """A `Trace` of a model; two with one seed are identical, in every process and on every Python version.
+
+    The stream ends after `duration_s` on its own clock (the model's unless given) or after `limit` requests, whichever
+    comes first. Raises `InputError` for an option out of range.
+    """
+    check_window(skip_first, limit, rate_scale)
+    if duration_s is None:
+        # Asked for a number of requests and no time, the stream runs until it has them.
+        duration_s = model.duration_s if limit is None else float("inf")
+    if not duration_s > 0:
+        raise InputError(f"the workload's duration is {duration_s} s; it must be above 0")
+    return Workload(model, seed, duration_s, Window(skip_first, limit), rate_scale)
+
+
+class Workload:
+    """A `Trace` that is generated as it is read; see `open_stream`."""
+
+    def __init__(self, model: WorkloadModel, seed: int, duration_s: float, window: Window, rate_scale: float) -> None:
+        self._model = model
+        self._seed = seed
+        self._duration_s = duration_s
+        self._window = window
+        self._rate_scale = rate_scale
+        self._units_per_second = UNITS_PER_SECOND[model.timestamp_unit]
+        self.info = self._empty_info()
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        """The requests of the window, the same ones in every pass."""
+        self.info = info = self._empty_info()
+        yield from requests_in_window(self._rows(), info, self._units_per_second)
+        if info.num_requests == 0:
+            raise InputError(
+                f"--skip-first {self._window.skip_first:,} leaves nothing: workload {self._model.name} holds "
+                f"{info.num_rows_read:,} requests in {self._duration_s:g} s"
+            )
+
+    def _rows(self) -> Iterator[Row]:
+        requests = self._model.requests(self._model.parameters, self._seed)
+        in_time = takewhile(lambda request: request[0] < self._duration_s, requests)
+        for place, (arrival_s, input_length, output_length, hash_ids, *turn) in enumerate(in_time, start=1):
+            when = round(arrival_s * self._units_per_second)
+            yield place, when, input_length, output_length, hash_ids, turn[0] if turn else None, 0
+
+    def _empty_info(self) -> TraceInfo:
+        model = self._model
+        stated = attrs.asdict(model.parameters) if model.stated is None else model.stated
+        return TraceInfo(
+            name=model.name,
+            path=None,
+            format=model.format,
+            timestamp_unit=model.timestamp_unit,
+            trace_block_size=model.trace_block_size,
+            trace_block_size_source=None if model.trace_block_size is None else "the workload's own",
+            rate_scale=self._rate_scale,
+            window=Window(self._window.skip_first, self._window.limit),
+            full_blocks_only=model.full_blocks_only,
+            links_turns=model.links_turns,
+            records_think_times=model.records_think_times,
+            about=model.about,
+            workload={"resembles": model.resembles, "seed": self._seed, "parameters": stated},
+        )
