@@ -1,56 +1,125 @@
-"""The command line: `kvledger <command>`. Each command lives in sim/commands/ and imports what is heavy as it runs."""
+"""The command line: `kvledger <command>`. Each command lives in sim/commands/ and is imported when it is asked for."""
 
+import ast
 import gc
 import importlib
 import os
 import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from ..core.errors import DoesNotFitError, KVLedgerError
+from ..core.registry import PLUGINS_VARIABLE
 
 EXIT_DOES_NOT_FIT = 1
 EXIT_BAD_INPUT = 2
 
-# name -> module in sim/commands that holds a function of the same name (dashes become underscores)
+# Commands in the order of the help text; each is a function of sim/commands/<name>.py, dashes being underscores there.
 COMMANDS: tuple[str, ...] = (
-    "study",
-    "plan",
-    "curve",
-    "replay",
-    "fleet",
-    "size",
-    "block-size",
-    "optimum",
-    "ab",
-    "compare",
-    "sweep",
-    "sampling",
-    "follow",
-    "serve",
+    *("study", "plan", "curve", "replay", "fleet", "size", "block-size", "optimum", "ab", "compare", "sweep"),
+    *("sampling", "follow", "serve"),
 )
-
-# name -> module in sim/commands whose `build_<name>_app` makes a group of sub-commands
+# Groups of sub-commands; each is made by `build_<name>_app` of its module.
 GROUPS: tuple[str, ...] = ("log",)
+GROUP_HELP = {"log": "Look into the event log of a run: show, verify, diff, at, stats, steps, convert, replay."}
+
+
+class _Commands(MutableMapping[str, Any]):
+    """Commands by name, imported when they are asked for."""
+
+    def __init__(self) -> None:
+        self._added: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._added:
+            if name not in COMMANDS + GROUPS:
+                raise KeyError(name)
+            self._added[name] = build_command(name)
+        return self._added[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._added[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._added[name]
+
+    def __iter__(self) -> Any:
+        return iter((*COMMANDS, *GROUPS))
+
+    def __len__(self) -> int:
+        return len(COMMANDS) + len(GROUPS)
+
+
+class _LazyGroup(TyperGroup):
+    """The application, which imports a command when it is asked for."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "commands": None})
+        self.commands = _Commands()
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the commands with the first sentence of their docstrings, read without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _summary(name)) for name in self.commands])
+
+
+def build_command(name: str) -> Any:
+    """The command or group called `name`."""
+    module = importlib.import_module(f".commands.{name.replace('-', '_')}", __package__)
+    if name in GROUPS:
+        return typer.main.get_command(getattr(module, f"build_{name}_app")())
+    from .commands.declare import PanelCommand
+
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(name, cls=PanelCommand)(getattr(module, name.replace("-", "_")))
+    return typer.main.get_command(app)
 
 
 def build_app() -> typer.Typer:
-    """The application with every command of `COMMANDS` and `GROUPS`; their modules import nothing heavy at the top."""
+    """The application with every command of `COMMANDS` and `GROUPS`."""
     app = typer.Typer(
         name="kvledger",
         help="The KV-cache memory of LLM serving as a ledger: plan it, replay real traffic on it, compare, decide.",
+        cls=_LazyGroup,
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
     )
-    for name in COMMANDS:
-        module = importlib.import_module(f".commands.{name.replace('-', '_')}", __package__)
-        app.command(name)(getattr(module, name.replace("-", "_")))
-    for name in GROUPS:
-        module = importlib.import_module(f".commands.{name}", __package__)
-        app.add_typer(getattr(module, f"build_{name}_app")(), name=name)
+    app.callback()(_global_options)
     return app
+
+
+def _global_options(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--plugin",
+            metavar="FILE",
+            help="Python file that registers policies, trace formats, latency models, routers or architectures; "
+            "repeatable, and before the command.",
+        ),
+    ] = None,
+) -> None:
+    for file in plugin or ():
+        others = [path for path in os.environ.get(PLUGINS_VARIABLE, "").split(os.pathsep) if path]
+        if file not in others:  # worker processes inherit it
+            os.environ[PLUGINS_VARIABLE] = os.pathsep.join([*others, file])
+
+
+def _summary(name: str) -> str:
+    if name in GROUP_HELP:
+        return GROUP_HELP[name]
+    path = Path(__file__).parent / "commands" / f"{name.replace('-', '_')}.py"
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    text = ast.get_docstring(functions[name.replace("-", "_")]) or ""
+    return text.partition("\n\n")[0].replace("\n", " ")
 
 
 def main() -> None:
@@ -58,9 +127,11 @@ def main() -> None:
     # A run makes many small objects and next to no cycles; the default threshold would look for them a thousand times.
     gc.set_threshold(100_000, 20, 20)
     try:
-        build_app()()
+        build_app()(prog_name="kvledger")
     except KVLedgerError as error:
-        print(f"kvledger: {error}", file=sys.stderr)
+        from .search.jobs import reason
+
+        print(f"kvledger: {reason(error)}", file=sys.stderr)
         sys.exit(EXIT_DOES_NOT_FIT if isinstance(error, DoesNotFitError) else EXIT_BAD_INPUT)
     except BrokenPipeError:  # `kvledger ... | head`: the reader went away, which is no fault
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

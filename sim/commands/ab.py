@@ -1,49 +1,53 @@
 """`kvledger ab`: two configurations side by side, with what differs explained."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from .fleet import NOT_OF_A_FLEET
-from .replay import replay
-from .shared_options import takes_options_of
-
-# Files of one run have no place in a comparison of two.
-NOT_OF_TWO = tuple(name for name in NOT_OF_A_FLEET if name not in ("closed_loop", "n"))
+from ..scenario.options import OptionSet
+from ..scenario.scenario import Scenario
+from ..search.jobs import REPLAY
+from .declare import Json, command
 
 
-@takes_options_of(replay, leave_out=NOT_OF_TWO)
+@command(scenario=OptionSet.of(Scenario, REPLAY))
 def ab(
+    scenario: Scenario,
     b: Annotated[
-        list[str] | None, typer.Option("--b", help="NAME=VALUE: what B has otherwise; give it several times.")
+        list[str] | None,
+        typer.Option("--b", help="NAME=VALUE: an option that B changes; repeatable.", rich_help_panel="Search"),
     ] = None,
     a: Annotated[
-        list[str] | None, typer.Option("--a", help="NAME=VALUE: what A has otherwise; unless given, the options here.")
+        list[str] | None,
+        typer.Option(
+            "--a",
+            help="NAME=VALUE: an option that A changes; repeatable. Unless given: the options here.",
+            rich_help_panel="Search",
+        ),
     ] = None,
     command: Annotated[
-        str, typer.Option(help="What to run: replay, or fleet with its options in --a and --b.")
+        str,
+        typer.Option(help="What to run: replay, or fleet with its options in --a and --b.", rich_help_panel="Search"),
     ] = "replay",
-    **given: Any,
+    json: Json = False,
 ) -> None:
-    """Run one trace under two configurations: every figure side by side, what differs, and where it comes from.
+    """Run one trace under two configurations: every figure side by side, what differs, and why.
 
     Example: kvledger ab --workload conversation --model llama-3.1-8b --gpu H100 --b kv-cache-dtype=fp8
     """
     from ..report.comparisons import print_ab
     from ..report.console import print_json
-    from ..scenario.given_options import option_texts, parse_change
-    from ..search.ab import AbQuestion, ab_document
+    from ..search.ab import AbQuestion, ab_document, parse_change
 
     document = ab_document(
         AbQuestion(
             command=command,
-            files=tuple(given["trace"] or ()),
-            options=option_texts(given, replay),
+            scenario=scenario,
             a=dict(parse_change(text, "--a") for text in a or ()),
             b=dict(parse_change(text, "--b") for text in b or ()),
         )
     )
-    if given["json"]:
+    if json:
         print_json(document)
     else:
         print_ab(document)

@@ -1,48 +1,53 @@
 """`kvledger block-size`: the best block size for a trace on given hardware."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from .fleet import NOT_OF_A_FLEET
-from .replay import replay
-from .shared_options import takes_options_of
+from ..scenario.options import OptionSet
+from ..scenario.scenario import Scenario
+from ..search.jobs import BLOCK_SIZE
+from .declare import Jobs, Json, Keep, command
 
-NOT_OF_SEVERAL_SIZES = (*(name for name in NOT_OF_A_FLEET if name not in ("closed_loop", "n")), "block_size")
 
-
-@takes_options_of(replay, leave_out=NOT_OF_SEVERAL_SIZES)
+@command(scenario=OptionSet.of(Scenario, BLOCK_SIZE))
 def block_size(
+    scenario: Scenario,
     block_sizes: Annotated[
-        str, typer.Option(help="Tokens of a block to try. A pool given in blocks is of blocks of the first.")
+        str,
+        typer.Option(
+            help="Tokens per block to try. A pool given in blocks has blocks of the first size.",
+            rich_help_panel="Search",
+            metavar="TOKENS,...",
+        ),
     ] = "16,32,64,128,256",
     tolerance: Annotated[
-        float, typer.Option(help="How much worse than the best figure of any size, as a share, is not noticeable.")
+        float,
+        typer.Option(help="Share by which a figure may be worse than the best of all sizes.", rich_help_panel="Search"),
     ] = 0.01,
-    jobs: Annotated[int, typer.Option(help="Processes.")] = 1,
-    keep: Annotated[str | None, typer.Option(help="Folder of finished runs, which are not run again.")] = None,
-    **given: Any,
+    jobs: Jobs = 1,
+    keep: Keep = None,
+    json: Json = False,
 ) -> None:
-    """Replay a trace at several block sizes: the largest whose hit rate, latencies and output are as good as the best.
+    """Find the largest block size whose hit rate, latencies and output are as good as the best.
 
     Example: kvledger block-size --workload conversation --model llama-3.1-8b --gpu H100
     """
     from ..report.comparisons import print_block_sizes
-    from ..report.console import print_json
-    from ..scenario.given_options import option_texts
+    from ..report.console import print_json, progress
     from ..search.block_size import BlockSizeQuestion, block_size_document, parse_block_sizes
 
-    document = block_size_document(
-        BlockSizeQuestion(
-            files=tuple(given["trace"] or ()),
-            options=option_texts(given, replay),
-            block_sizes=parse_block_sizes(block_sizes),
-            tolerance=tolerance,
-            num_workers=jobs,
-            kept_in=keep,
-        )
+    question = BlockSizeQuestion(
+        scenario=scenario,
+        block_sizes=parse_block_sizes(block_sizes),
+        tolerance=tolerance,
+        num_workers=jobs,
+        kept_in=keep,
     )
-    if given["json"]:
+    bar, task = progress("Block sizes", total=len(question.block_sizes))
+    with bar:
+        document = block_size_document(question, on_row=lambda row: bar.advance(task))
+    if json:
         print_json(document)
     else:
         print_block_sizes(document)

@@ -6,11 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..scenario.options import OptionSet
+from ..scenario.scenario import Scenario
+from ..search.jobs import RERUN
+from .declare import Changes, Json, PanelCommand, command
+
 if TYPE_CHECKING:
     from ...backends.sinks.log.reader import LogReader
 
 Directory = Annotated[str, typer.Argument(metavar="LOG", help="Directory of an event log.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
 
 def build_log_app() -> typer.Typer:
@@ -20,22 +24,21 @@ def build_log_app() -> typer.Typer:
         no_args_is_help=True,
         rich_markup_mode=None,
     )
-    for command in (show, verify, diff, at, stats, steps, convert):
-        app.command(command.__name__)(_with_log_libraries(command))
-    pass_on = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command("replay", context_settings=pass_on)(_with_log_libraries(replay))
+    for function in (show, verify, diff, at, stats, steps, convert):
+        app.command(function.__name__)(_with_log_libraries(function))
+    app.command("replay", cls=PanelCommand)(_with_log_libraries(replay))
     return app
 
 
-def _with_log_libraries(command: Callable[..., None]) -> Callable[..., None]:
+def _with_log_libraries(function: Callable[..., None]) -> Callable[..., None]:
     """The command, which says what to install where logs cannot be read, before it imports what reads them."""
 
-    @functools.wraps(command)
+    @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
         from ..traces.event_log import need_log_libraries
 
         need_log_libraries()
-        command(*args, **kwargs)
+        function(*args, **kwargs)
 
     return run
 
@@ -250,7 +253,13 @@ def convert(
         print(f"{output}: {count:,} {'requests' if to == 'trace' else 'batches' if to == 'kv-events' else 'rows'}")
 
 
-def replay(context: typer.Context, log: Directory, json: Json = False) -> None:
+@command(changes=OptionSet.of(Scenario, RERUN))
+def replay(
+    context: typer.Context,
+    log: Directory,
+    changes: Changes,
+    json: Json = False,
+) -> None:
     """Run a recorded run again: the same report, or with options of `kvledger replay` given, what they would change.
 
     Fixed are arrivals, lengths, prompt blocks, priorities and turns; everything else follows the options. A live run
@@ -259,15 +268,22 @@ def replay(context: typer.Context, log: Directory, json: Json = False) -> None:
 
     Example: kvledger log replay run.log --num-gpu-blocks-override 2000 --eviction s3fifo
     """
-    from ..logs.replay import run_again
+    import sys
+
+    from ..exports.run_exports import ExportOptions
+    from ..logs.replay import recorded_scenario, what_changed
     from ..traces.event_log import open_event_log
     from ..traces.recorded import is_live
+    from .replay import run_replay
 
     reader = open_event_log(log)
-    if is_live(reader) and not context.args:
+    if is_live(reader) and not changes:
         _decide_again(reader, log, json)
-    else:
-        run_again(reader, context.args, json)
+        return
+    recorded = recorded_scenario(reader)
+    if changes and not is_live(reader):
+        print(f"kvledger: {what_changed(recorded, changes)}", file=sys.stderr)
+    run_replay(recorded.evolve(**changes), ExportOptions(), json=json)
 
 
 def _decide_again(reader: "LogReader", log: str, json: bool) -> None:

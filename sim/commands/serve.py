@@ -1,118 +1,368 @@
 """`kvledger serve`: an OpenAI-compatible server on the live engine."""
 
-from typing import Annotated
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated, Any
 
+import attrs
 import typer
 
+from ...core.errors import InputError
+from ..scenario.options import ENGINE, HARDWARE, MODEL, OUTPUT, OptionSet, option, options
+from ..scenario.scenario import Scenario
+from .declare import Log, LogFlush, command
 
+if TYPE_CHECKING:
+    from ...backends.serving.engine.live_engine import LiveEngine
+    from ...backends.serving.engine.options import EngineOptions
+    from ...backends.serving.engine.recording import LiveRecording
+    from ...backends.serving.http.limits import RequestLimits
+    from ...backends.serving.http.process import ServingProcess
+    from ...backends.serving.model.sizing import SizedEngine
+    from ...backends.sinks.log.flush_policy import FlushPolicy
+
+# Requests that may be in the middle of their body or of their answer beside those that the engine holds.
+OPEN_BESIDE_ENGINE = 64
+LOOPBACK = ("127.", "localhost", "::1")
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_MAX_NUM_SEQS = 256
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+CLIENTS = "Clients"
+# Fields of a scenario that a live engine takes; whole numbers that are not given have the defaults above.
+OF_THE_ENGINE = (
+    *("block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization"),
+    *("enforce_eager", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching"),
+    *("enable_chunked_prefill", "scheduling_policy", "tensor_parallel_size", "pipeline_parallel_size"),
+    "data_parallel_size",
+)
+
+
+@options
+class ServeOptions:
+    """The model, its clients, and the engine's options that only a live server has."""
+
+    served_model_name: tuple[str, ...] = option(
+        (), CLIENTS, "Name that clients use for the model; its folder's name unless given. Repeatable."
+    )
+    host: str = option("127.0.0.1", CLIENTS, "Address to listen on; 0.0.0.0 accepts other machines.")
+    chat_template: str | None = option(
+        None, MODEL, "File with a chat template that replaces the tokenizer's.", metavar="FILE"
+    )
+    device: str = option("auto", HARDWARE, "Device: auto (a GPU if there is one), cpu, cuda or cuda:1.")
+    dtype: str = option("auto", MODEL, "Element type of the weights: auto, float32, bfloat16 or float16.")
+    isolate_api_keys: bool = option(True, CLIENTS, "Clients with different API keys share no cached prefixes.")
+    cudagraph_capture_sizes: str | None = option(
+        None,
+        ENGINE,
+        "Batch sizes of the decode steps to capture as CUDA graphs (1,2,4,8). Unless given: up to --max-num-seqs.",
+        metavar="N,...",
+    )
+    attention_packages: bool = option(
+        False,
+        ENGINE,
+        "Let FlashAttention and FlashInfer compute attention where they are installed and fit.",
+        "--attention-packages",
+    )
+    seed: int = option(0, ENGINE, "Sampling seed for requests without one.", metavar="SEED")
+    max_request_bytes: int = option(
+        4 << 20,
+        CLIENTS,
+        "Largest request body (4MiB); else status 413.",
+        unit="bytes",
+        metavar="BYTES",
+    )
+    body_timeout: float = option(30.0, CLIENTS, "Seconds that a client may take to send a body.")
+    stall_timeout: float = option(60.0, CLIENTS, "Seconds without any data after which a connection is closed.")
+    drain_timeout: float = option(
+        30.0, CLIENTS, "Seconds that requests may go on after the first Ctrl+C before they are aborted."
+    )
+    uvicorn_log_level: str = option("info", OUTPUT, "Log level: critical, error, warning, info, debug or trace.")
+    disable_uvicorn_access_log: bool = option(
+        False, OUTPUT, "Print no line for each request.", "--disable-uvicorn-access-log"
+    )
+
+
+@command(scenario=OptionSet.of(Scenario, OF_THE_ENGINE), asked=OptionSet.of(ServeOptions))
 def serve(
+    scenario: Scenario,
+    asked: ServeOptions,
     model: Annotated[
-        str, typer.Option(help="Folder of a model as transformers saves it, or a GGUF file; nothing is downloaded.")
+        str,
+        typer.Option(
+            help="Folder of a model as transformers saves it, or a GGUF file; nothing is downloaded.",
+            rich_help_panel=MODEL,
+        ),
     ],
-    served_model_name: Annotated[
-        list[str] | None, typer.Option(help="What clients call the model; its folder's name unless given. Repeatable.")
-    ] = None,
-    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 lets other machines in.")] = ("127.0.0.1"),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.", rich_help_panel=CLIENTS)
+    ] = 8000,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
             envvar="KVLEDGER_API_KEY",
             show_envvar=True,
-            help="Clients must send one of these; nobody is asked unless given. Repeatable.",
+            help="Key that clients must send, one of these. Unless given, no key is needed. Repeatable.",
+            rich_help_panel=CLIENTS,
         ),
     ] = None,
-    isolate_api_keys: Annotated[
-        bool, typer.Option(help="Clients with different API keys share no cached prefixes.")
-    ] = True,
-    chat_template: Annotated[str | None, typer.Option(help="File with another template than the tokenizer's.")] = None,
-    device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:1.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16 or float16.")] = "auto",
-    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto (the model's), fp8, ...")] = "auto",
-    kv_cache_memory_bytes: Annotated[
-        str | None, typer.Option(help="Size of the pool (512MiB or bytes). On a CPU this or the next one is needed.")
-    ] = None,
-    num_gpu_blocks_override: Annotated[int | None, typer.Option(help="Blocks of the pool, whatever would fit.")] = None,
-    gpu_memory_utilization: Annotated[
-        float | None, typer.Option(help="Fraction of a GPU's TOTAL memory; 0.9 unless given.")
-    ] = None,
-    enforce_eager: Annotated[
-        bool, typer.Option("--enforce-eager", help="Capture no decode step in a CUDA graph.")
-    ] = False,
-    cudagraph_capture_sizes: Annotated[
-        str | None,
-        typer.Option(
-            help="Requests of the decode steps that are captured on a GPU (1,2,4,8); up to max-num-seqs unless given."
-        ),
-    ] = None,
-    attention_packages: Annotated[
-        bool,
-        typer.Option(
-            "--attention-packages",
-            help="Let FlashAttention and FlashInfer compute attention where they are installed and fit.",
-        ),
-    ] = False,
-    max_model_len: Annotated[
-        str | None,
-        typer.Option(
-            help="Longest request (8192, 32K), auto or -1 for the longest that fits; the model's unless given."
-        ),
-    ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Requests of one step.")] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = 2048,
-    enable_prefix_caching: Annotated[bool, typer.Option(help="Keep finished requests' blocks findable.")] = True,
-    enable_chunked_prefill: Annotated[bool, typer.Option(help="Split prompts over steps.")] = True,
-    scheduling_policy: Annotated[str, typer.Option(help="fcfs, or priority (lowest value first).")] = "fcfs",
-    seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
-    tensor_parallel_size: Annotated[
-        int, typer.Option("--tensor-parallel-size", "-tp", help="1: a live engine runs on one device.")
-    ] = 1,
-    pipeline_parallel_size: Annotated[
-        int, typer.Option("--pipeline-parallel-size", "-pp", help="1: a live engine runs on one device.")
-    ] = 1,
-    data_parallel_size: Annotated[
-        int, typer.Option("--data-parallel-size", "-dp", help="1: start a server for each.")
-    ] = 1,
     max_queued_requests: Annotated[
-        int, typer.Option(min=1, help="Requests that may wait for their first step; more are answered with 429.")
+        int,
+        typer.Option(
+            min=1,
+            help="Requests that may wait for their first step; more are answered with 429.",
+            rich_help_panel=CLIENTS,
+        ),
     ] = 1024,
     max_open_requests: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Requests whose answer is not sent yet; max-num-seqs + max-queued-requests + 64 unless given."
+            min=1,
+            help="Requests whose answer is not sent yet. Unless given: max-num-seqs + max-queued-requests + 64.",
+            rich_help_panel=CLIENTS,
         ),
     ] = None,
-    max_request_bytes: Annotated[str, typer.Option(help="Largest body (4MiB or bytes); more is answered with 413.")] = (
-        "4MiB"
-    ),
-    body_timeout: Annotated[float, typer.Option(help="Seconds that a client may take to send a body.")] = 30.0,
-    stall_timeout: Annotated[
-        float, typer.Option(help="Seconds without any movement after which a connection is cut.")
-    ] = 60.0,
-    drain_timeout: Annotated[
-        float, typer.Option(help="Seconds that requests may go on after the first Ctrl+C; then they are aborted.")
-    ] = 30.0,
-    log: Annotated[
-        str | None, typer.Option(help="Record every commit in this folder: see kvledger log and kvledger log replay.")
-    ] = None,
-    log_flush: Annotated[
-        str | None, typer.Option(help="When the log reaches the disk: commit, 100commits or 50ms; 50ms unless given.")
-    ] = None,
-    uvicorn_log_level: Annotated[str, typer.Option(help="critical, error, warning, info, debug or trace.")] = "info",
-    disable_uvicorn_access_log: Annotated[
-        bool, typer.Option("--disable-uvicorn-access-log", help="Do not print a line for each request.")
-    ] = False,
+    log: Log = None,
+    log_flush: LogFlush = None,
 ) -> None:
     """Serve a model over OpenAI's completions and chat API, on the pool and the scheduler that kvledger simulates.
 
     Example: kvledger serve --model ./SmolLM2-135M-Instruct.Q4_1.gguf --kv-cache-memory-bytes 512MiB
     """
-    given = dict(locals())
-
-    from ..scenario.serve_run import ServeOptions, run_serve
-
-    given["served_model_name"] = tuple(served_model_name or ())
-    given["api_key"] = tuple(api_key or ())
-    if not run_serve(ServeOptions(**given)):
+    server = _Server(
+        scenario=scenario,
+        asked=asked,
+        model=model,
+        port=port,
+        api_key=tuple(api_key or ()),
+        max_queued_requests=max_queued_requests,
+        max_open_requests=max_open_requests,
+        log=log,
+        log_flush=log_flush,
+    )
+    if not server.run():
         raise typer.Exit(1)
+
+
+@attrs.frozen(kw_only=True)
+class _Server:
+    """Everything that the command was given."""
+
+    scenario: Scenario
+    asked: ServeOptions
+    model: str
+    port: int
+    api_key: tuple[str, ...] = attrs.field(repr=False)
+    max_queued_requests: int
+    max_open_requests: int | None
+    log: str | None
+    log_flush: str | None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.scenario.block_size or DEFAULT_BLOCK_SIZE
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Requests that run at the same time."""
+        return self.scenario.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens that one step computes at most."""
+        return self.scenario.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
+
+    def run(self) -> bool:
+        """Serve until told to end; False if the engine failed.
+
+        Raises:
+            InputError: an option that cannot be served with, or a package that is missing.
+            DoesNotFitError: no block fits into the memory that was given.
+        """
+        _check(self)
+        _quieten_progress()
+        from ...backends.serving.http.process import listening_socket
+
+        with ExitStack() as opened:
+            # Before the model is loaded, so that a port that is taken is known at once.
+            listener = opened.enter_context(listening_socket(self.asked.host, self.port))
+            port = listener.getsockname()[1]
+            process = _prepared(self, opened, on_started=lambda: _say_where(self, port))
+            process.run(sockets=[listener])
+        return _say_how_it_ended(self, process.engine)
+
+
+def _check(server: _Server) -> None:
+    if server.log is None and server.log_flush is not None:
+        raise InputError(f"--log-flush {server.log_flush} has no effect without --log; leave it out")
+    for package in ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(package) is None:
+            raise InputError(f"serving needs {package}: pip install 'kvledger[serve]'")
+    if server.log is not None:
+        from ..traces.event_log import need_log_libraries
+
+        need_log_libraries()
+
+
+def _prepared(server: _Server, opened: ExitStack, on_started: Callable[[], None]) -> "ServingProcess":
+    """Everything up to the first request. What can be refused without the model is refused before it is loaded."""
+    from ...backends.serving.engine.live_engine import LiveEngine
+    from ...backends.serving.http.metrics import ServingMetrics
+    from ...backends.serving.http.process import ProcessSettings, ServingProcess
+    from ...backends.serving.http.prompt_encoder import PromptEncoder
+    from ...backends.serving.http.server import OpenAIServer, ServerSettings
+    from ...backends.serving.model.loading import load_model
+    from ...backends.serving.model.sizing import size_engine
+    from ...backends.sinks.log.flush_policy import FlushPolicy
+
+    engine_options, limits = _engine_options(server), _limits(server)
+    flush = FlushPolicy.parse(server.log_flush or "50ms")
+    process_settings = ProcessSettings(
+        drain_timeout_s=server.asked.drain_timeout,
+        stall_timeout_s=server.asked.stall_timeout,
+        log_level=server.asked.uvicorn_log_level,
+        access_log=not server.asked.disable_uvicorn_access_log,
+    )
+    device = _device(server.asked.device)
+    _say(f"Loading {server.model} on {device}")
+    sized = size_engine(
+        lambda: load_model(
+            server.model, device=device, dtype=server.asked.dtype, chat_template=server.asked.chat_template
+        ),
+        engine_options,
+        device=device,
+    )
+    for line in sized.lines():
+        _say(line)
+    loaded = sized.loaded
+    settings = ServerSettings(
+        model_names=server.asked.served_model_name or (loaded.name,),
+        limits=limits,
+        max_queued_requests=server.max_queued_requests,
+        isolates_api_keys=server.asked.isolate_api_keys,
+    )
+    metrics = ServingMetrics(settings.model_names[0], sized.allocator.max_model_len)
+    engine = LiveEngine(
+        sized.runner,
+        allocator=sized.allocator,
+        scheduler=sized.scheduler,
+        tokenizer=loaded.tokenizer,
+        eos_token_ids=loaded.eos_token_ids,
+        observers=[metrics.step],
+        recording=_recording(server, flush, sized),
+        max_queued_requests=server.max_queued_requests,
+        seed=server.asked.seed,
+        on_request_ended=metrics.ended,
+    )
+    opened.callback(engine.shutdown, drain=False)  # harmless where the process has done it
+    metrics.watch(engine)
+    encoder = PromptEncoder.beside(loaded.tokenizer, sized.runner.vocab_size)
+    return ServingProcess(OpenAIServer(engine, encoder, metrics, settings), process_settings, on_started)
+
+
+def _engine_options(server: _Server) -> "EngineOptions":
+    from ...backends.serving.engine.options import EngineOptions
+
+    return EngineOptions(
+        max_num_seqs=server.max_num_seqs,
+        max_num_batched_tokens=server.max_num_batched_tokens,
+        max_model_len=server.scenario.max_model_len,
+        block_size=server.block_size,
+        kv_cache_dtype=server.scenario.kv_cache_dtype,
+        kv_cache_memory_bytes=server.scenario.kv_cache_memory_bytes,
+        num_gpu_blocks_override=server.scenario.num_gpu_blocks_override,
+        gpu_memory_utilization=server.scenario.gpu_memory_utilization,
+        enforce_eager=server.scenario.enforce_eager,
+        cudagraph_capture_sizes=_capture_sizes(server.asked.cudagraph_capture_sizes),
+        attention_packages=server.asked.attention_packages,
+        enable_prefix_caching=server.scenario.enable_prefix_caching,
+        enable_chunked_prefill=server.scenario.enable_chunked_prefill,
+        policy=server.scenario.scheduling_policy,
+        tensor_parallel_size=server.scenario.tensor_parallel_size,
+        pipeline_parallel_size=server.scenario.pipeline_parallel_size,
+        data_parallel_size=server.scenario.data_parallel_size,
+    )
+
+
+def _capture_sizes(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise InputError(
+            f"--cudagraph-capture-sizes {text!r}: give numbers of requests with commas between them, such as 1,2,4,8"
+        ) from None
+
+
+def _limits(server: _Server) -> "RequestLimits":
+    from ...backends.serving.http.limits import RequestLimits
+
+    in_engine = server.max_num_seqs + server.max_queued_requests
+    return RequestLimits(
+        max_request_bytes=server.asked.max_request_bytes,
+        body_timeout_s=server.asked.body_timeout,
+        max_open_requests=server.max_open_requests or in_engine + OPEN_BESIDE_ENGINE,
+        api_keys=server.api_key,
+    )
+
+
+def _recording(server: _Server, flush: "FlushPolicy", sized: "SizedEngine[Any]") -> "LiveRecording | None":
+    if server.log is None:
+        return None
+    from ...backends.serving.engine.recording import LiveRecording
+
+    graphs = sized.runner.graphs
+    facts = {"model": server.model, "cudagraph_capture_sizes": [] if graphs is None else list(graphs.sizes)}
+    return LiveRecording.create(
+        server.log, flush=flush, allocator=sized.allocator, scheduler=sized.scheduler, facts=facts
+    )
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _quieten_progress() -> None:
+    """Bars of loading belong on a terminal. The library that draws them reads this once, when it is imported."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _say_where(server: _Server, port: int) -> None:
+    host = f"[{server.asked.host}]" if ":" in server.asked.host else server.asked.host
+    if not server.asked.host.startswith(LOOPBACK) and not server.api_key:
+        _say(f"WARNING: {server.asked.host} can be reached from elsewhere, and no --api-key is asked for")
+    if server.api_key:
+        shares = "no cached prefixes" if server.asked.isolate_api_keys else "cached prefixes"
+        _say(f"API keys: {len(server.api_key)}; clients with different ones share {shares}")
+    size = "4MiB" if server.asked.max_request_bytes == 4 << 20 else str(server.asked.max_request_bytes)
+    _say(
+        f"Bounds: {server.max_num_seqs:,} requests run, {server.max_queued_requests:,} wait (then 429); bodies of "
+        f"{size} (then 413)"
+    )
+    _say(f"Serving on http://{host}:{port}/v1 (Ctrl+C to end)")
+
+
+def _say_how_it_ended(server: _Server, engine: "LiveEngine") -> bool:
+    stats, pool = engine.stats.scheduler, engine.allocator.pool
+    _say(
+        f"Ended: {stats.num_finished:,} requests finished, {stats.num_aborted:,} aborted, {stats.num_rejected:,} too "
+        f"long; {pool.num_held_blocks:,} of {pool.num_usable_blocks:,} blocks held"
+    )
+    if server.log is not None:
+        _say(f"Log: {server.log} (kvledger log verify {server.log})")
+    if engine.failure is not None:
+        print(f"kvledger: the engine failed: {type(engine.failure).__name__}: {engine.failure}", file=sys.stderr)
+    return engine.failure is None

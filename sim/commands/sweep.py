@@ -5,38 +5,67 @@ from typing import Annotated, Any
 
 import typer
 
+from .declare import Jobs, Json, Keep
+
 
 def sweep(
-    trace: Annotated[list[str] | None, typer.Argument(help="Trace files, as the command takes them.")] = None,
+    trace: Annotated[
+        list[str] | None, typer.Argument(metavar="TRACE", help="Trace files, as the command takes them.")
+    ] = None,
     command: Annotated[
-        str, typer.Option(help="What to run: replay, fleet, size, optimum, curve, compare or plan.")
+        str,
+        typer.Option(
+            help="What to run: replay, fleet, size, optimum, curve, compare or plan.", rich_help_panel="Search"
+        ),
     ] = "replay",
     axes: Annotated[
         list[str] | None,
-        typer.Option("--grid", help="NAME=V1,V2,... or NAME=0..9: an option of the command; give it several times."),
+        typer.Option(
+            "--grid",
+            help="NAME=V1,V2,... or NAME=0..9: values of an option of the command; repeatable.",
+            rich_help_panel="Search",
+        ),
     ] = None,
     fixed: Annotated[
-        list[str] | None, typer.Option("--set", help="NAME=VALUE, the same for every point; NAME=yes for a switch.")
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="NAME=VALUE, the same for every point; NAME=yes for a switch; repeatable.",
+            rich_help_panel="Search",
+        ),
     ] = None,
-    minimize: Annotated[str | None, typer.Option(help="The best row has the smallest such figure: ttft_s.p99")] = None,
-    maximize: Annotated[str | None, typer.Option(help="The best row has the largest: prefix_cache.hit_rate")] = None,
-    require: Annotated[list[str] | None, typer.Option(help="Only rows that meet it can be best: ttft_s.p99<=2")] = None,
+    minimize: Annotated[
+        str | None, typer.Option(help="Best row: the smallest figure, such as ttft_s.p99.", rich_help_panel="Search")
+    ] = None,
+    maximize: Annotated[
+        str | None,
+        typer.Option(help="Best row: the largest figure, such as prefix_cache.hit_rate.", rich_help_panel="Search"),
+    ] = None,
+    require: Annotated[
+        list[str] | None,
+        typer.Option(help="Condition on the best row, such as ttft_s.p99<=2; repeatable.", rich_help_panel="Search"),
+    ] = None,
     show: Annotated[
-        str | None, typer.Option(help="Figures of the table, comma-separated; those of the other options unless given.")
+        str | None,
+        typer.Option(
+            help="Figures of the table, comma-separated. Unless given: those of the other options.",
+            rich_help_panel="Output",
+        ),
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Processes; with --cluster, tasks at the same time.")] = 1,
-    keep: Annotated[
-        str | None, typer.Option(help="Folder of finished points: an interrupted sweep goes on where it stopped.")
-    ] = None,
-    cluster: Annotated[bool, typer.Option("--cluster", help="Run on Ray instead of processes here.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
+    jobs: Jobs = 1,
+    keep: Keep = None,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Run on Ray instead of processes here.", rich_help_panel="Search")
+    ] = False,
+    json: Json = False,
 ) -> None:
     """Run a command over a grid: a row for each point, in the order of the grid, and the best of them.
 
     Example: kvledger sweep --set workload=code --grid num-gpu-blocks-override=2000,4000 --grid max-num-seqs=64,128
     """
-    from ..report.console import print_json
-    from ..report.sweep import Sweep, SweepQuestion, print_sweep
+    from ..report.console import print_json, progress
+    from ..report.sweep import print_sweep
+    from ..search.sweep import Sweep, SweepQuestion
 
     question = SweepQuestion(
         command=command,
@@ -52,7 +81,7 @@ def sweep(
     )
     run = Sweep(question)
 
-    def tell() -> dict[str, Any]:
+    def report() -> dict[str, Any]:
         document = run.document()
         if json:
             print_json(document)
@@ -60,15 +89,17 @@ def sweep(
             print_sweep(document, None if show is None else show.split(","))
         return document
 
+    bar, task = progress("Points", total=run.num_points)
     try:
-        run.run()
+        with bar:
+            run.run(lambda row: bar.advance(task))
     except KeyboardInterrupt:
         if run.rows:
-            tell()
+            report()
             again = "give --keep FOLDER to go on from them" if keep is None else "the same command goes on"
             print(f"kvledger: the rows above were done before the interrupt; {again}", file=sys.stderr)
         raise
-    document = tell()
+    document = report()
     if not any("result" in row for row in document["rows"]):
         from ...core.errors import InputError
 

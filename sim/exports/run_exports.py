@@ -6,8 +6,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import attrs
-
 from ...core.allocator.config import AllocatorConfig
 from ...core.errors import InputError
 from ..engine.listener import RunListener
@@ -15,6 +13,7 @@ from ..engine.metrics import RequestRecord
 from ..engine.replay import ReplayReport
 from ..engine.vllm_metrics import cache_config_labels, series_labels
 from ..fleet.fleet import EngineName
+from ..scenario.options import OUTPUT, option, options
 from .engine_trace import EngineTrace, TraceEventFile
 from .prometheus import EngineMetrics, OpenMetricsSeries, check_prometheus_client, prometheus_text, write_openmetrics
 from .tables import (
@@ -29,19 +28,34 @@ from .tables import (
 )
 
 
-@attrs.frozen(kw_only=True)
+@options
 class ExportOptions:
-    """The files asked for, as typed; None where an option was not given.
+    """The files that a run leaves; None where one was not asked for."""
 
-    `openmetrics_start` is when the run is to have started in `openmetrics_out`, in seconds since 1970.
-    """
-
-    requests_out: str | None = None
-    series_out: str | None = None
-    prometheus_out: str | None = None
-    openmetrics_out: str | None = None
-    openmetrics_start: int | None = None
-    perfetto_out: str | None = None
+    requests_out: str | None = option(
+        None, OUTPUT, "Write a row for each finished request to FILE.csv, .jsonl or .parquet.", metavar="FILE"
+    )
+    series_out: str | None = option(
+        None,
+        OUTPUT,
+        "Write KV cache usage, running and waiting requests over time to FILE.csv, .jsonl or .parquet.",
+        metavar="FILE",
+    )
+    prometheus_out: str | None = option(
+        None, OUTPUT, "Write the final state as Prometheus text under vLLM's metric names.", metavar="FILE"
+    )
+    openmetrics_out: str | None = option(
+        None,
+        OUTPUT,
+        "Write the same every 15 s of the run, as OpenMetrics that Prometheus imports as history.",
+        metavar="FILE",
+    )
+    openmetrics_start: int | None = option(
+        None, OUTPUT, "Start time of that run in seconds since 1970.", metavar="SECONDS"
+    )
+    perfetto_out: str | None = option(
+        None, OUTPUT, "Write engine steps and requests for ui.perfetto.dev to FILE.json or .json.gz.", metavar="FILE"
+    )
 
 
 class RunExports(AbstractContextManager["RunExports"]):
@@ -67,7 +81,7 @@ class RunExports(AbstractContextManager["RunExports"]):
 
     def __init__(
         self,
-        options: ExportOptions,
+        files: ExportOptions,
         allocator: AllocatorConfig,
         facts: Mapping[str, Any],
         inputs: Iterable[str] = (),
@@ -76,7 +90,7 @@ class RunExports(AbstractContextManager["RunExports"]):
         """Open every file.
 
         Args:
-            options: the files.
+            files: what to write where.
             allocator: the pool of the run.
             facts: what is known of the pool's model, if it has one.
             inputs: files that are read meanwhile and must not be written over.
@@ -103,7 +117,7 @@ class RunExports(AbstractContextManager["RunExports"]):
         ]
         self._taken = {Path(name).resolve(): "read by this run" for name in inputs}
         try:
-            self._open_all(options)
+            self._open_all(files)
         except InputError:
             self._discard()
             raise
@@ -160,41 +174,41 @@ class RunExports(AbstractContextManager["RunExports"]):
         """Discard what was not published."""
         self._discard()
 
-    def _open_all(self, options: ExportOptions) -> None:
-        self._open_tables(options)
-        if options.prometheus_out is not None:
+    def _open_all(self, files: ExportOptions) -> None:
+        self._open_tables(files)
+        if files.prometheus_out is not None:
             check_prometheus_client("--prometheus-out")
-            self._prometheus = self._file("--prometheus-out", options.prometheus_out)
-        if (options.openmetrics_out is None) != (options.openmetrics_start is None):
+            self._prometheus = self._file("--prometheus-out", files.prometheus_out)
+        if (files.openmetrics_out is None) != (files.openmetrics_start is None):
             raise InputError(
                 "--openmetrics-out and --openmetrics-start go together: samples need a time. Give when the run is to "
                 "have started, in seconds since 1970; Prometheus drops what is older than its retention"
             )
-        if options.openmetrics_out is not None and options.openmetrics_start is not None:
-            self._openmetrics_file = self._file("--openmetrics-out", options.openmetrics_out)
+        if files.openmetrics_out is not None and files.openmetrics_start is not None:
+            self._openmetrics_file = self._file("--openmetrics-out", files.openmetrics_out)
             for labels, config, listeners in zip(self._labels, self._cache_config, self._listeners, strict=True):
-                series = OpenMetricsSeries(options.openmetrics_start, labels, config)
+                series = OpenMetricsSeries(files.openmetrics_start, labels, config)
                 self._openmetrics.append(series)
                 listeners.append(series)
-        if options.perfetto_out is not None:
-            self._trace_file = TraceEventFile(self._file("--perfetto-out", options.perfetto_out))
+        if files.perfetto_out is not None:
+            self._trace_file = TraceEventFile(self._file("--perfetto-out", files.perfetto_out))
             for index, listeners in enumerate(self._listeners):
                 name = str(self._engines[index]) if self._engines else ""
                 trace = EngineTrace(self._trace_file, index, name)
                 self._traces.append(trace)
                 listeners.append(trace)
 
-    def _open_tables(self, options: ExportOptions) -> None:
+    def _open_tables(self, files: ExportOptions) -> None:
         first = ENGINE_COLUMN if self._engines else {}
-        if options.requests_out is not None:
-            requests = RequestTable(self._table("--requests-out", options.requests_out, {**first, **REQUEST_COLUMNS}))
+        if files.requests_out is not None:
+            requests = RequestTable(self._table("--requests-out", files.requests_out, {**first, **REQUEST_COLUMNS}))
             if self._engines:
                 names = [str(name) for name in self._engines]
                 self.on_finished_on = lambda index, record: requests.add_of_engine(names[index], record)
             else:
                 self.on_finished = requests.add
-        if options.series_out is not None:
-            table = self._table("--series-out", options.series_out, {**first, **SERIES_COLUMNS})
+        if files.series_out is not None:
+            table = self._table("--series-out", files.series_out, {**first, **SERIES_COLUMNS})
             for index, listeners in enumerate(self._listeners):
                 listeners.append(SeriesTable(table, str(self._engines[index]) if self._engines else None))
 

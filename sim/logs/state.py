@@ -3,6 +3,7 @@
 from typing import Any
 
 from ...core.ledger.state import LedgerState
+from ..figures import percent
 
 NEXT_SHOWN = 16
 
@@ -43,7 +44,7 @@ def state_as_dict(state: LedgerState) -> dict[str, Any]:
 
 def print_state(commit: int, state: dict[str, Any]) -> None:
     """The tables of `kvledger log at` (`state` is what `state_as_dict` returned)."""
-    from ..report.console import console, percent, table
+    from ..report.console import console, table
 
     out = console()
     usage = percent(state["kv_cache_usage"])

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .console import console, percent, table
-from .curve import millions
-from .replay import seconds, shown
+from ..figures import millions, percent, seconds, shown
+from .console import console, table
 
 
 def print_ab(document: Mapping[str, Any]) -> None:

@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-GIB = 1 << 30
-MIB = 1 << 20
-
 
 def print_json(payload: Any) -> None:
     """One JSON document on standard output, keys in the order given; NaN is refused rather than printed."""
@@ -74,11 +71,25 @@ def progress(description: str, total: float | None = None) -> "tuple[Progress | 
     return bar, bar.add_task(description, total=total)
 
 
-def gib(num_bytes: float) -> str:
-    """`1073741824` -> `1.00 GiB`."""
-    return f"{num_bytes / GIB:,.2f} GiB"
+class PartsProgress:
+    """A study's progress on a terminal's standard error, part by part; silence elsewhere."""
 
+    def __init__(self) -> None:
+        self._bar, self._task = progress("")
 
-def percent(share: float, digits: int = 2) -> str:
-    """`0.25` -> `25.00 %`."""
-    return f"{share * 100:.{digits}f} %"
+    def __enter__(self) -> "PartsProgress":
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *reason: Any) -> None:
+        self._bar.__exit__(*reason)
+
+    def update(self, text: str, completed: int, total: int | None) -> None:
+        """Show what is being done and how far it is."""
+        self._bar.update(self._task, description=text, completed=completed, total=total)
+
+    def part_ended(self, part: str, reason: str | None) -> None:
+        """Print one line for a part: done, or why it was left out."""
+        if not self._bar.disable:
+            said = "done" if reason is None else f"left out, {reason}"
+            console(stderr=True).print(f"{part}: {said}", markup=False)

@@ -1,18 +1,15 @@
 """The capacity curve on a terminal: one table, what it means, and what to try next."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from ..cache.capacity_curve import ASSUMPTIONS, CapacityCurve
 from ..cache.lru_curve import CachePoint
 from ..cache.reuse import reuse_distances, reuse_times, working_sets
-from ..traces import Trace, TraceInfo, TraceRequest
-from .console import GIB, console, percent, table
+from ..figures import duration, memory, millions, percent
+from ..scenario.curve import CurveResult
+from .console import console, table
 
 # Reuse on a terminal: by block size, by distance and time, and how much is in use at once.
-
-TIB = GIB << 10
-MINUTE_S = 60
-HOUR_S = 3_600
 
 
 def print_reuse(curve: CapacityCurve, bytes_per_block: int | None) -> None:
@@ -67,46 +64,9 @@ def _sentences(curve: CapacityCurve, bytes_per_block: int | None) -> Iterator[st
         )
 
 
-def duration(seconds: float) -> str:
-    """`90.0` -> `1.5 min`."""
-    if seconds >= HOUR_S:
-        return f"{seconds / HOUR_S:,.1f} h"
-    return f"{seconds / MINUTE_S:,.1f} min" if seconds >= MINUTE_S else f"{seconds:,.1f} s"
-
-
-def memory(num_bytes: int) -> str:
-    """`67108864000` -> `62.5 GiB`; one decimal, so that a column of them stays narrow."""
-    return f"{num_bytes / TIB:,.1f} TiB" if num_bytes >= 1_000 * GIB else f"{num_bytes / GIB:,.1f} GiB"
-
-
-def millions(count: int) -> str:
-    """`144793823` -> `144.8 M`."""
-    if count >= 1_000_000_000:
-        return f"{count / 1e9:,.1f} G"
-    return f"{count / 1e6:,.1f} M" if count >= 1_000_000 else f"{count:,}"
-
-
-class CountedTrace:
-    """A trace that reports how many requests were read, every thousandth time."""
-
-    def __init__(self, trace: Trace, on_count: Callable[[int], None]) -> None:
-        self._trace = trace
-        self._on_count = on_count
-
-    @property
-    def info(self) -> TraceInfo:
-        """The trace's own."""
-        return self._trace.info
-
-    def __iter__(self) -> Iterator[TraceRequest]:
-        for count, request in enumerate(self._trace):
-            if count % 1_000 == 0:
-                self._on_count(count)
-            yield request
-
-
-def print_curve(curve: CapacityCurve, bytes_per_block: int | None) -> None:
+def print_curve(result: CurveResult) -> None:
     """Print to standard output."""
+    curve, bytes_per_block = result.curve, result.bytes_per_block
     from rich.markup import escape
 
     out = console()

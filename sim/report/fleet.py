@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from ..figures import percent, seconds
 from ..fleet.fleet import EngineName
-from .console import console, percent, table
-from .replay import print_assumptions, print_outcome, seconds
+from .console import console, table
+from .replay import print_assumptions, print_outcome
 
 
 def print_fleet(document: dict[str, Any]) -> None:

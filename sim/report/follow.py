@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .console import percent
+from ..figures import percent
 
 LINE_HEADER = (
     f"{'time':>14}  {'blocks':>9}  {'filled':>7}  {'stored/s':>9}  {'removed/s':>9}  {'requests':>9}  {'hits':>7}  "

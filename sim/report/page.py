@@ -11,12 +11,11 @@ from typing import Any
 
 import attrs
 
-from ..study.answer import Figure, Sentence, at_path
+from ..figures import at_path, gib, memory, millions, percent, seconds, shown
+from ..study.answer import Figure, Sentence
 from ..study.sentences import answer_sentences
-from .console import gib, percent
-from .curve import memory, millions
 from .plots import PLOT_TEXTS, row_colour, study_plots
-from .replay import LATENCIES, seconds, shown
+from .replay import LATENCIES
 
 # Pieces of HTML: everything that is shown passes `escape`, and every figure carries its value and where it stands.
 

@@ -1,182 +1,318 @@
-"""What `kvledger plan` prints with --json, and the formulas of --explain."""
+"""`kvledger plan` for a person: the ledger as a table and a bar, the pool, users by length, values to paste."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from ...core.deployment.diagnosis import Diagnosis
-from ...core.deployment.plan import DeploymentPlan, StagePlan
-from ...core.deployment.remedies import FittingValues, fitting_values
-from ...core.deployment.startup_log import log_lines
-from ...core.errors import DoesNotFitError
-from ...core.memory.budget import MemoryShortfallError
-from ...core.memory.ledger import LedgerRow, RowRole
-from ...core.planner.report import CapacityRow, explain_plan, plan_as_dict
-from ...core.planner.verdict import PlanRefusedError
-from ..scenario.plan_question import PlanQuestion
+from ...core.deployment.plan import DeploymentPlan
+from ...core.deployment.remedies import fitting_values
+from ...core.deployment.startup_log import PoolExplanation, log_lines
+from ...core.memory.ledger import LedgerRow, RowRole, RowSource
+from ...core.planner.report import CapacityRow
+from ...core.quantities import GIB, MIB, format_bytes, format_gib
+from ..figures import percent
+from ..scenario.deployment import PlanQuestion
+from ..scenario.plan import PlanResult, explanation, totals
+from .console import console, table
+
+# What each part of the bar looks like without colour, and with it.
+_FILLS = {
+    "weights": ("█", "blue"),
+    "libraries and workspace": ("▓", "magenta"),
+    "activations and graphs": ("▒", "yellow"),
+    "KV cache": ("=", "green"),
+    "left over in the budget": ("-", "green"),
+    "in use by others": ("x", "red"),
+    "outside the budget": ("·", "white"),
+}
+_BETWEEN = "   "  # entries of the legend
 
 
-def plan_payload(
-    question: PlanQuestion,
-    plan: DeploymentPlan,
-    capacity: Sequence[CapacityRow],
-    diagnoses: Sequence[Diagnosis],
-    warnings: Sequence[str],
-) -> dict[str, Any]:
-    """The JSON document: the ledger of the stage that decides the pool, the pool, and everything beside them."""
+def print_plan(result: PlanResult, *, explain: bool) -> None:
+    """Print everything, most wanted first."""
+    question, plan = result.question, result.plan
+    out = console()
+    out.print(_headline(question, plan), style="bold", markup=False)
+    out.print(_answer(plan), markup=False)
+    out.print()
+    _print_ledger(out, plan)
+    _print_pool(out, plan)
+    if plan.fits:
+        _print_capacity(out, plan, result.capacity)
+        _print_values(out, plan)
+    for diagnosis in result.diagnoses:
+        _print_diagnosis(out, diagnosis)
+    _print_list(out, "Warnings", result.warnings)
+    _print_list(out, "Assumed, since not given", question.assumptions)
+    _print_list(out, "In the words of a server's log", log_lines(plan))
+    if explain:
+        out.print("\n[bold]Formulas, with the numbers substituted[/bold]")
+        for line in explanation(plan):
+            out.print(line, markup=False, soft_wrap=True)
+
+
+def _headline(question: PlanQuestion, plan: DeploymentPlan) -> str:
     deployment = plan.deployment
-    pool = plan_as_dict(plan.pool)
-    low, high = plan.blocks_range
-    return {
-        "model": deployment.geometry.name,
-        "architecture": deployment.geometry.architecture,
-        "device": {
-            "name": question.device_name,
-            "total_bytes": deployment.total_bytes,
-            "free_bytes": deployment.free_bytes,
-            "requested_bytes": plan.bottleneck_stage.ledger.budget.requested_bytes,
-            "utilization": deployment.utilization,
-            "semantics": str(deployment.semantics),
-        },
-        "ledger": [row_as_dict(row, deployment.total_bytes) for row in plan.rows(plan.bottleneck_stage)],
-        "available_bytes": plan.bottleneck_stage.ledger.available_bytes,
-        **pool,
-        "num_gpu_blocks": plan.num_blocks,
-        "kv_cache_tokens": max(pool["kv_cache_tokens"], 0),
-        "max_concurrency": max(pool["max_concurrency"], 0),
-        "num_gpu_blocks_range": [low, high],
-        "stages": [_stage_as_dict(plan, stage) for stage in plan.stages],
-        "totals": totals(plan),
-        "capacity": [_capacity_as_dict(plan, row) for row in capacity],
-        "suggestions": suggestions_as_dict(fitting_values(plan)),
-        "log_lines": list(log_lines(plan)),
-        "diagnoses": [diagnosis_as_dict(diagnosis) for diagnosis in diagnoses],
-        "assumptions": list(question.assumptions),
-        "warnings": list(warnings),
-        "fits": plan.fits,
-        "refusal": None if plan.refusal is None else refusal_as_dict(plan.refusal),
-    }
+    sizes = [
+        f"{name} {size}"
+        for name, size in (
+            ("TP", deployment.tensor_parallel_size),
+            ("PP", deployment.pipeline_parallel_size),
+            ("DP", deployment.data_parallel_size),
+            ("DCP", deployment.decode_context_parallel_size),
+        )
+        if size > 1
+    ]
+    layout = f" ({', '.join(sizes)})" if sizes else ""
+    verdict = "fits" if plan.fits else "does not fit"
+    gpus = f"{deployment.num_gpus} x {question.device_name}{layout}, {format_gib(deployment.total_bytes)} each"
+    return f"{deployment.geometry.name} on {gpus}: {verdict}"
 
 
-def row_as_dict(row: LedgerRow, total_bytes: int) -> dict[str, Any]:
-    """One row of the ledger."""
-    return {
-        "name": row.name,
-        "bytes": row.num_bytes,
-        "source": str(row.source),
-        "share": row.num_bytes / total_bytes,
-        "role": str(row.role),
-        "low_bytes": row.low_bytes,
-        "high_bytes": row.high_bytes,
-        "formula": row.formula,
-    }
+def _answer(plan: DeploymentPlan) -> str:
+    """The one sentence that most people came for."""
+    pool = plan.pool
+    if not plan.fits:
+        return f"One request of {pool.max_model_len:,} tokens cannot be served; see why below."
+    users = max(pool.num_usable_blocks, 0) // pool.blocks_per_request
+    return (
+        f"{plan.num_blocks:,} blocks = {pool.kv_cache_size_tokens:,} tokens of KV cache, enough for {users:,}"
+        f" {'request' if users == 1 else 'requests'} of {pool.max_model_len:,} tokens"
+        f" at once{' per engine' if plan.deployment.data_parallel_size > 1 else ''}."
+    )
 
 
-def _stage_as_dict(plan: DeploymentPlan, stage: StagePlan) -> dict[str, Any]:
-    return {
-        "stage": stage.stage,
-        "layers": [stage.layers.start, stage.layers.stop - 1],
-        "ranks": list(stage.ranks),
-        "available_bytes": stage.ledger.available_bytes,
-        "ledger": [row_as_dict(row, plan.deployment.total_bytes) for row in plan.rows(stage)],
-    }
-
-
-def totals(plan: DeploymentPlan) -> dict[str, Any]:
-    """What all GPUs hold together: bytes multiply with every kind of parallelism, tokens with data parallelism only."""
-    deployment = plan.deployment
-    engine_bytes = sum(max(rank.bytes_used, 0) for rank in plan.pool.ranks)
-    tokens = max(plan.pool.kv_cache_size_tokens, 0)
-    return {
-        "gpus": deployment.num_gpus,
-        "kv_cache_bytes": engine_bytes * deployment.data_parallel_size,
-        "kv_cache_tokens": tokens * deployment.data_parallel_size,
-        "max_concurrency": max(plan.pool.max_concurrency, 0) * deployment.data_parallel_size,
-        "engines": deployment.data_parallel_size,
-    }
-
-
-def _capacity_as_dict(plan: DeploymentPlan, row: CapacityRow) -> dict[str, Any]:
-    """Users of one length, over all data-parallel engines; blocks and bytes are of one user on the tightest rank."""
-    engines = plan.deployment.data_parallel_size
-    return {
-        "context_tokens": row.context_tokens,
-        "blocks_per_user": row.peak_blocks,
-        "bytes_per_user": row.peak_blocks * plan.bytes_per_block,
-        "floor_bytes_per_user": row.floor_bytes,
-        "users": max(row.users, 0) * engines,
-        "decode_users": max(row.decode_users, 0) * engines,
-        "floor_users": max(row.floor_users, 0) * engines,
-        "exceeds_max_model_len": row.exceeds_max_model_len,
-    }
-
-
-def suggestions_as_dict(values: FittingValues) -> dict[str, Any]:
-    """Values to paste, and vLLM's own beside them."""
-    return {
-        "kv_cache_memory_bytes_for_this_pool": values.same_pool.num_bytes,
-        "largest_fitting": {
-            "to_requested_limit_bytes": values.to_requested_limit.num_bytes,
-            "to_requested_limit_blocks": values.to_requested_limit.num_blocks,
-            "to_gpu_limit_bytes": values.to_gpu_limit.num_bytes,
-            "to_gpu_limit_blocks": values.to_gpu_limit.num_blocks,
-            "max_model_len": values.max_model_len,
-            "gpu_memory_utilization": values.gpu_memory_utilization,
-        },
-        "suggested_vllm": {
-            "to_requested_limit_bytes": values.suggested_vllm.to_requested_limit_bytes,
-            "to_gpu_limit_bytes": values.suggested_vllm.to_gpu_limit_bytes,
-        },
-    }
-
-
-def diagnosis_as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
-    """A diagnosis with its remedies."""
-    return {
-        "complaint": diagnosis.complaint,
-        "row": diagnosis.row,
-        "bytes": diagnosis.row_bytes,
-        "findings": list(diagnosis.findings),
-        "remedies": [
-            {"option": remedy.option, "value": remedy.value, "num_blocks": remedy.num_blocks, "cost": remedy.cost}
-            for remedy in diagnosis.remedies
-        ],
-    }
-
-
-def refusal_as_dict(refusal: DoesNotFitError) -> dict[str, Any]:
-    """Why not, with the numbers."""
-    out: dict[str, Any] = {"message": str(refusal)}
-    if isinstance(refusal, MemoryShortfallError | PlanRefusedError):
-        out |= {
-            "condition": str(refusal.condition),
-            "needed_bytes": refusal.needed_bytes,
-            "available_bytes": refusal.available_bytes,
-            "shortfall_bytes": refusal.shortfall_bytes,
-            "largest": refusal.largest,
-        }
-    return out
-
-
-def explanation(plan: DeploymentPlan) -> tuple[str, ...]:
-    """Every formula with its numbers: what layers store, the ledger row by row, the pool, one request."""
-    deployment = plan.deployment
+def _print_ledger(out: Any, plan: DeploymentPlan) -> None:
     stage = plan.bottleneck_stage
-    budget = stage.ledger.budget
-    lines = ["what one token stores, over the whole model:"]
-    lines += [f"  {line}" for line in deployment.geometry.bytes_per_token_formula(deployment.cache_dtype)]
-    lines.append(f"the ledger of rank {stage.ranks.start} (stage {stage.stage}):")
-    for row in plan.rows(stage):
-        span = "" if row.low_bytes == row.high_bytes else f"; within {row.low_bytes:,} to {row.high_bytes:,} B"
-        lines.append(f"  {row.name} = {row.num_bytes:,} B ({row.source}): {row.formula}{span}")
-        if row.role is RowRole.GRAPHS and not deployment.reserve_graph_memory:
-            lines.append("    not set aside when the pool is sized")
-    if stage.unreserved_graphs is not None:
-        graphs = stage.unreserved_graphs
-        lines.append(f"  {graphs.name} = {graphs.num_bytes:,} B ({graphs.source}), not set aside: {graphs.formula}")
-    if deployment.kv_cache_memory_bytes is not None:
-        lines.append(f"  available = {deployment.kv_cache_memory_bytes:,} B, pinned")
+    rows = plan.rows(stage)
+    total = plan.deployment.total_bytes
+    where = "one GPU" if plan.deployment.num_gpus == 1 else f"each GPU of stage {stage.stage} (the tightest)"
+    if len(plan.stages) == 1 and plan.deployment.num_gpus > 1:
+        where = "each GPU"
+    shown = table(
+        f"Where the memory of {where} goes",
+        ["", "GiB", "share", "source", "range, GiB"],
+        [
+            (row.name, f"{row.num_bytes / GIB:,.2f}", percent(row.num_bytes / total, 1), str(row.source), _span(row))
+            for row in rows
+        ],
+        left=(0, 3),
+    )
+    shown.add_section()
+    shown.add_row("total", f"{total / GIB:,.2f}", percent(1, 1), "", "")
+    out.print(shown)
+    out.print(ledger_bar(rows, total, min(out.width, 120) - 2))
+
+
+def _span(row: LedgerRow) -> str:
+    if row.source is not RowSource.ESTIMATE or row.low_bytes == row.high_bytes:
+        return ""
+    return f"{row.low_bytes / GIB:,.2f} to {row.high_bytes / GIB:,.2f}"
+
+
+def bar_segments(rows: Sequence[LedgerRow]) -> dict[str, int]:
+    """Bytes of each part of the bar, in the order of the ledger."""
+    segments = dict.fromkeys(_FILLS, 0)
+    for row in rows:
+        segments[_segment(row)] += max(row.num_bytes, 0)
+    return segments
+
+
+def _segment(row: LedgerRow) -> str:
+    if row.name in ("weights", "weights held externally"):
+        return "weights"
+    if row.role is RowRole.RESIDENT:
+        return "libraries and workspace"
+    if row.role in (RowRole.TRANSIENT, RowRole.GRAPHS):
+        return "activations and graphs"
+    if row.role is RowRole.POOL:
+        return "KV cache" if row.name == "KV cache blocks" else "left over in the budget"
+    return "in use by others" if row.name == "in use before start" else "outside the budget"
+
+
+def ledger_bar(rows: Sequence[LedgerRow], total_bytes: int, width: int) -> Any:
+    """A bar of `width` characters and its legend; what would take less than a tenth of a character is left out."""
+    from rich.text import Text
+
+    segments = bar_segments(rows)
+    whole = max(total_bytes, sum(segments.values()))
+    segments = {name: size for name, size in segments.items() if size * width * 10 > whole}
+    cells = {name: max(round(size / whole * width), 1) for name, size in segments.items()}
+    widest = max(cells, key=lambda name: cells[name])
+    cells[widest] += width - sum(cells.values())
+    bar, legend, line_length = Text(), Text(), 0
+    for name, count in cells.items():
+        fill, colour = _FILLS[name]
+        bar.append(fill * count, style=colour)
+        entry = f"{fill} {name} {segments[name] / GIB:,.2f}"
+        if line_length:
+            fits = line_length + len(_BETWEEN) + len(entry) <= width
+            legend.append(_BETWEEN if fits else "\n")
+            line_length = line_length + len(_BETWEEN) if fits else 0
+        legend.append(entry, style=colour)
+        line_length += len(entry)
+    return Text("\n").join([bar, legend, Text()])
+
+
+def _print_pool(out: Any, plan: DeploymentPlan) -> None:
+    pool, deployment = plan.pool, plan.deployment
+    block_size, _ = deployment.resolved_block_size()
+    low, high = plan.blocks_range
+    span = f"  ({low:,} to {high:,} over the ranges above)" if low != high else ""
+    rank = " on the tightest rank" if len(pool.ranks) > 1 else ""
+    lines = [
+        ("num_gpu_blocks", f"{plan.num_blocks:,} blocks of {block_size} tokens{span}"),
+        ("bytes per block", f"{format_bytes(plan.bytes_per_block)}{rank}: {_groups(plan)}"),
+        ("KV cache size", f"{max(pool.kv_cache_size_tokens, 0):,} tokens"),
+        ("maximum concurrency", f"{max(pool.max_concurrency, 0):.2f}x at {pool.max_model_len:,} tokens per request"),
+    ]
+    all_gpus = totals(plan)
+    if all_gpus["gpus"] > 1:
+        lines.append(("all GPUs together", _totals_sentence(plan, all_gpus)))
+    width = max(len(name) for name, _ in lines)
+    out.print("[bold]KV cache[/bold]")
+    for name, text in lines:
+        _print_hanging(out, f"  {name:<{width}}  ", text)
+    out.print()
+    _print_ranks(out, plan)
+
+
+def _groups(plan: DeploymentPlan) -> str:
+    """`10 full and 52 sliding caches in 7 groups of up to 10`."""
+    groups = plan.pool.groups
+    counts: dict[str, int] = {}
+    for group in groups:
+        for spec in group.layer_specs:
+            counts[spec.kind] = counts.get(spec.kind, 0) + 1
+    kinds = " and ".join(f"{count} {kind}" for kind, count in counts.items())
+    widest = max(len(group.layer_names) for group in groups)
+    return f"{kinds} caches in {len(groups)} groups of up to {widest}" if len(groups) > 1 else f"{kinds} caches"
+
+
+def _print_hanging(out: Any, head: str, text: str) -> None:
+    """A line whose continuation lines start below the text, not below the head."""
+    from rich.padding import Padding
+    from rich.table import Table
+
+    grid = Table.grid(padding=0)
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    from rich.text import Text
+
+    grid.add_row(Text(head), Text(text))
+    out.print(Padding(grid, 0))
+
+
+def _totals_sentence(plan: DeploymentPlan, all_gpus: dict[str, Any]) -> str:
+    held = f"{format_gib(all_gpus['kv_cache_bytes'])} of KV cache hold {all_gpus['kv_cache_tokens']:,} tokens"
+    deployment = plan.deployment
+    reasons: list[str] = []
+    if deployment.tensor_parallel_size > 1:
+        reasons.append("TP multiplies bytes, not tokens: each rank holds its heads of every block")
+    if deployment.pipeline_parallel_size > 1:
+        reasons.append("PP multiplies bytes, not tokens: each stage holds its layers of every block")
+    if deployment.data_parallel_size > 1:
+        reasons.append(f"DP multiplies both: {deployment.data_parallel_size} engines of their own")
+    return f"{held} ({'; '.join(reasons)})" if reasons else held
+
+
+def _print_ranks(out: Any, plan: DeploymentPlan) -> None:
+    """One row a stage, since its tensor-parallel ranks are alike; nothing where there is one stage."""
+    if len(plan.stages) == 1:
+        return
+    rows: list[tuple[str, ...]] = []
+    for stage in plan.stages:
+        rank = plan.pool.ranks[stage.ranks.start]
+        names = f"{stage.ranks.start}-{stage.ranks.stop - 1}" if len(stage.ranks) > 1 else f"{stage.ranks.start}"
+        rows.append(
+            (
+                f"{names} *" if rank.is_bottleneck else names,
+                f"{stage.layers.start}-{stage.layers.stop - 1}",
+                f"{rank.available_bytes / GIB:,.2f}",
+                f"{rank.bytes_per_block / MIB:,.3f}",
+                f"{max(rank.num_blocks_alone, 0):,}",
+                f"{max(rank.bytes_used, 0) / GIB:,.2f}",
+                f"{rank.idle_bytes / GIB:,.2f}",
+            )
+        )
+    out.print("[bold]The pool is what the tightest rank (*) holds[/bold]")
+    columns = ["ranks", "layers", "KV GiB", "MiB a block", "blocks alone", "used GiB", "idle GiB"]
+    out.print(table(None, columns, rows))
+
+
+def _print_capacity(out: Any, plan: DeploymentPlan, capacity: Sequence[CapacityRow]) -> None:
+    """The safe figure; where windows or states make it differ, also users who all decode, and users by bytes alone."""
+    engines = plan.deployment.data_parallel_size
+    differs = any(row.decode_users != row.users for row in capacity)
+    rows: list[list[str]] = []
+    for row in capacity:
+        users = (row.users, row.decode_users, row.floor_users) if differs else (row.users,)
+        figures = ["too long" if row.exceeds_max_model_len else f"{count * engines:,}" for count in users]
+        size = f"{row.peak_blocks * plan.bytes_per_block / GIB:,.3f}"
+        rows.append([f"{row.context_tokens:,}", f"{row.peak_blocks:,}", size, *figures])
+    columns = ["context, tokens", "blocks each", "GiB each", "users"]
+    if differs:
+        columns += ["all decoding", "by bytes alone"]
+    out.print("[bold]Users at once, if all are at this length (KV capacity only)[/bold]")
+    out.print(table(None, columns, rows, left=()))
+
+
+def _print_values(out: Any, plan: DeploymentPlan) -> None:
+    values = fitting_values(plan)
+    vllm = values.suggested_vllm
+    rows = [
+        ("this pool again", f"{values.same_pool.num_bytes}", f"{values.same_pool.num_blocks:,}"),
+        (
+            "largest within the request",
+            f"{values.to_requested_limit.num_bytes}",
+            f"{values.to_requested_limit.num_blocks:,}",
+        ),
+        ("largest on this GPU", f"{values.to_gpu_limit.num_bytes}", f"{values.to_gpu_limit.num_blocks:,}"),
+        (
+            "vLLM's suggestion, request",
+            f"{vllm.to_requested_limit_bytes}",
+            f"{vllm.to_requested_limit_bytes // values.same_pool.bytes_per_block:,}",
+        ),
+        (
+            "vLLM's suggestion, GPU",
+            f"{vllm.to_gpu_limit_bytes}",
+            f"{vllm.to_gpu_limit_bytes // values.same_pool.bytes_per_block:,}",
+        ),
+    ]
+    out.print(table("To pin the pool", ["", "--kv-cache-memory-bytes", "blocks"], rows))
+
+
+def _print_diagnosis(out: Any, diagnosis: Diagnosis) -> None:
+    from rich.text import Text
+
+    out.print(Text(f"Why: {diagnosis.complaint}", style="bold"))
+    for finding in diagnosis.findings:
+        _print_hanging(out, "  - ", finding)
+    if diagnosis.remedies:
+        out.print(Text("What would do, each alone and as small as works", style="bold"))
+        for remedy in diagnosis.remedies:
+            _print_hanging(out, "  - ", str(remedy))
     else:
-        lines.append(f"  available = {budget.formula(stage.ledger.non_kv_rows)} = {stage.ledger.available_bytes:,} B")
-    lines.append("the pool:")
-    lines += [f"  {line}" for line in explain_plan(plan.pool)]
-    return tuple(lines)
+        out.print(Text("No single option that can be tried here is enough.", style="bold"))
+    out.print()
+
+
+def _print_list(out: Any, title: str, lines: Sequence[str]) -> None:
+    from rich.text import Text
+
+    if not lines:
+        return
+    out.print(Text(title, style="bold"))
+    for line in lines:
+        _print_hanging(out, "  - ", line)
+    out.print()
+
+
+def print_mix(mix: str, users: int) -> None:
+    """Users of a mix of lengths."""
+    console().print(f"Users at once of the mix {mix}: {users:,}", markup=False)
+
+
+def print_explanation(found: PoolExplanation) -> None:
+    """What two lines of a log stand for."""
+    _print_list(console(), "What these two lines say", found.sentences())

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from .console import GIB
+from ..figures import GIB
 from .replay import LATENCIES
 
 LEGEND_ABOVE = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}

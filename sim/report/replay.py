@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ..traces.trace import TraceInfo
-from .console import console, percent, table
+from ..figures import percent, seconds, shown
+from .console import console, table
 
 LATENCIES = (
     ("ttft_s", "TTFT"),
@@ -11,35 +11,6 @@ LATENCIES = (
     ("tpot_s", "TPOT"),
     ("e2e_s", "E2E"),
 )
-
-
-def trace_as_dict(info: TraceInfo, trace_block_size: int | None) -> dict[str, Any]:
-    """What was replayed, for `--json`: name, units, window, and what was left out."""
-    window = info.window
-    return {
-        "name": info.name,
-        "format": info.format,
-        "timestamp_unit": info.timestamp_unit,
-        "trace_block_size": trace_block_size,
-        "trace_block_size_source": info.trace_block_size_source,
-        "full_blocks_only": info.full_blocks_only,
-        "tokenizer": info.tokenizer,
-        "rate_scale": info.rate_scale,
-        "window": {
-            "skip_first": window.skip_first,
-            "limit": window.limit,
-            "first_place": window.first_place,
-            "last_place": window.last_place,
-            "start_s": window.start_s,
-            "end_s": window.end_s,
-        },
-        "num_requests": info.num_requests,
-        "input_tokens": info.input_tokens,
-        "output_tokens": info.output_tokens,
-        "claims_reuse": info.claims_reuse,
-        "rows_skipped": {reason: rows.num_rows for reason, rows in info.rows_skipped.items()},
-        "notes": info.notes(),
-    }
 
 
 def print_replay(report: dict[str, Any]) -> None:
@@ -106,27 +77,3 @@ def _latency_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def _assumption_rows(assumptions: dict[str, Any]) -> list[tuple[str, str]]:
     return [(name, shown(value)) for name, value in assumptions.items()]
-
-
-def shown(value: Any) -> str:
-    """A value as a person reads it."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:,.6g}"
-    if isinstance(value, list):
-        return ", ".join(shown(item) for item in value)
-    if isinstance(value, dict):
-        return ", ".join(f"{key}: {shown(item)}" for key, item in value.items())
-    return str(value)
-
-
-def seconds(value: float | None) -> str:
-    """`0.0123` -> `12.3 ms`; `None` -> `-` (no sample)."""
-    if value is None:
-        return "-"
-    return f"{value * 1e3:,.1f} ms" if value < 1 else f"{value:,.2f} s"

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from ..figures import percent, seconds, shown
 from ..search.size_search import SizeWatch
 from ..search.slo_search import Trial
-from .console import console, percent, table
-from .replay import seconds, shown
+from .console import console, table
 
 
 def print_size(document: Mapping[str, Any]) -> None:

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from .console import console, percent, table
-from .curve import memory, millions
-from .replay import LATENCIES, seconds
+from ..figures import memory, millions, percent, seconds
+from .console import console, table
+from .replay import LATENCIES
 
 SHARES = ("token_pct", "reservation_pct", "internal_pct", "external_pct")
 

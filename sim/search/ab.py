@@ -1,20 +1,18 @@
 """Two configurations on one trace, side by side: every figure, what differs, and what the difference comes from."""
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import attrs
 
-from ...core.errors import InputError
-from ..report.console import percent
-from ..report.curve import millions
-from ..report.replay import seconds, shown
-from ..scenario.given_options import changed, point_of
-from ..study.answer import at_path
-from .sweep import run_point
+from ...core.errors import InputError, KVLedgerError
+from ..figures import at_path, millions, percent, seconds, shown
+from ..scenario.fleet import FleetOptions, replay_fleet_scenario
+from ..scenario.options import OptionSet, read_texts, texts_of
+from ..scenario.replay import replay_scenario
+from ..scenario.results import Table
+from ..scenario.scenario import Scenario
+from .jobs import FLEET, REPLAY, reason
 
 # What the difference between two runs comes from, in sentences; each is told only where its figures differ.
 
@@ -168,29 +166,56 @@ ROW_COLUMNS = ("ttft_s", "queue_time_s")
 
 @attrs.frozen(kw_only=True)
 class AbQuestion:
-    """Two sets of changes to the same options.
+    """Two sets of changes to the same scenario.
 
     Attributes:
         command: `replay` or `fleet`.
-        files: of the trace.
-        options: that both share, as text.
-        a: what A changes; nothing: the options as they are.
-        b: what B changes.
-        kept_in: folder of finished runs.
+        scenario: what both share.
+        a: options that A changes, as text; `default` takes one away. Nothing: the scenario as it is.
+        b: options that B changes.
     """
 
     command: str
-    files: tuple[str, ...]
-    options: dict[str, str]
+    scenario: Scenario
     a: dict[str, str]
     b: dict[str, str]
-    kept_in: str | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.command not in COMMANDS:
             raise InputError(f"--command is {self.command!r}; it is one of {', '.join(COMMANDS)}")
-        if changed(self.options, self.a) == changed(self.options, self.b):
+        if self.options(self.a) == self.options(self.b):
             raise InputError("A and B are the same: give --b NAME=VALUE for what B has otherwise")
+
+    def options(self, changes: dict[str, str]) -> dict[str, str]:
+        """The scenario's options with some of them changed, as text."""
+        merged = {**texts_of(self.scenario), **changes}
+        return {name: text for name, text in merged.items() if text != "default"}
+
+
+def parse_change(text: str, option: str) -> tuple[str, str]:
+    """`kv-cache-dtype=fp8` -> its name and value.
+
+    Raises:
+        InputError: anything else.
+    """
+    name, separator, value = text.partition("=")
+    name = name.strip().lstrip("-")
+    if not name or not separator or not value.strip():
+        raise InputError(f"{option} is {text!r}; it must look like kv-cache-dtype=fp8 (NAME=default takes it away)")
+    return name, value.strip()
+
+
+@attrs.frozen(kw_only=True)
+class Side:
+    """One of the two runs: its options as text, its document, and its finished requests (none of a fleet)."""
+
+    options: dict[str, str]
+    result: dict[str, Any]
+    requests: Table
+
+    def as_dict(self) -> dict[str, Any]:
+        """Options and document."""
+        return {"options": self.options, "result": self.result}
 
 
 def ab_document(question: AbQuestion) -> dict[str, Any]:
@@ -199,46 +224,38 @@ def ab_document(question: AbQuestion) -> dict[str, Any]:
     Raises:
         InputError: a run that cannot be made, with its reason.
     """
-    sides = {name: _run(question, name, changes) for name, changes in (("a", question.a), ("b", question.b))}
-    first, second = sides["a"]["result"], sides["b"]["result"]
+    a, b = _run(question, "A", question.a), _run(question, "B", question.b)
     document: dict[str, Any] = {
         "command": question.command,
-        "trace": first["trace"],
-        "same": {name: text for name, text in sides["a"]["options"].items() if sides["b"]["options"].get(name) == text},
-        "options_that_differ": _differing(sides["a"]["options"], sides["b"]["options"]),
-        "assumptions_that_differ": _differing(first["assumptions"], second["assumptions"]),
-        "figures": [_figure(path, name, is_more_better, first, second) for path, name, is_more_better in FIGURES],
-        "pairs": _pairs(sides["a"], sides["b"]),
+        "trace": a.result["trace"],
+        "same": {name: text for name, text in a.options.items() if b.options.get(name) == text},
+        "options_that_differ": _differing(a.options, b.options),
+        "assumptions_that_differ": _differing(a.result["assumptions"], b.result["assumptions"]),
+        "figures": [_figure(path, name, is_more_better, a.result, b.result) for path, name, is_more_better in FIGURES],
+        "pairs": _pairs(a, b),
         "explanation": [],
-        "a": {key: sides["a"][key] for key in ("options", "result")},
-        "b": {key: sides["b"][key] for key in ("options", "result")},
+        "a": a.as_dict(),
+        "b": b.as_dict(),
     }
     document["explanation"] = explanation(document)
     return document
 
 
-def _run(question: AbQuestion, name: str, changes: dict[str, str]) -> dict[str, Any]:
-    options = changed(question.options, changes)
-    if question.command != "replay":
-        return {**_row(question, name, options), "rows": None}
-    with TemporaryDirectory() as folder:
-        rows = Path(folder) / "requests.jsonl"
-        row = _row(question, name, (*options, ("requests-out", str(rows))))
-        row["options"].pop("requests-out")
-        return {**row, "rows": [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]}
-
-
-def _row(question: AbQuestion, name: str, options: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    # A run whose rows are needed cannot come from a kept document.
-    kept_in = question.kept_in if question.command != "replay" else None
-    row = run_point(point_of(question.command, question.files, options), kept_in)
-    if "error" in row:
-        raise InputError(f"{name.upper()} ({_told(dict(options))}) has no result: {row['error']}")
-    return row
-
-
-def _told(options: dict[str, str]) -> str:
-    return ", ".join(f"{name} {text}" for name, text in options.items() if name != "requests-out")
+def _run(question: AbQuestion, name: str, changes: dict[str, str]) -> Side:
+    options = question.options(changes)
+    sets = [OptionSet.of(Scenario, REPLAY)]
+    if question.command == "fleet":
+        sets = [OptionSet.of(Scenario, (*FLEET, "data_parallel_size")), OptionSet.of(FleetOptions)]
+    try:
+        scenario, *fleet = read_texts(sets, options, question.command)
+        scenario = scenario.evolve(trace=question.scenario.trace)
+        run = replay_fleet_scenario(scenario, *fleet) if fleet else replay_scenario(scenario, keep_requests=True)
+    except KVLedgerError as error:
+        said = ", ".join(f"{option} {text}" for option, text in options.items())
+        raise InputError(f"{name} ({said}) has no result: {type(error).__name__}: {reason(error)}") from error
+    result = run.to_dict()
+    result.pop("timing")  # the machine's clock has no place in a comparison
+    return Side(options=options, result=result, requests=run.requests)
 
 
 def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
@@ -264,15 +281,13 @@ def _figure(path: str, name: str, is_more_better: bool | None, a: dict[str, Any]
     }
 
 
-def _pairs(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any] | None:
-    """The same requests in both runs: how many got their first token sooner, and what became of queueing.
+def _pairs(a: Side, b: Side) -> dict[str, Any] | None:
+    """The same requests in both runs: how many got their first token sooner, and how queueing changed.
 
-    None for a fleet, which tells no requests, and where no request finished in both.
+    None for a fleet, which keeps no requests, and where no request finished in both.
     """
-    if a["rows"] is None or b["rows"] is None:
-        return None
-    others = {row["request_id"]: row for row in b["rows"]}
-    pairs = [(row, others[row["request_id"]]) for row in a["rows"] if row["request_id"] in others]
+    others = {row["request_id"]: row for row in b.requests}
+    pairs = [(row, others[row["request_id"]]) for row in a.requests if row["request_id"] in others]
     if not pairs:
         return None
     count = len(pairs)
@@ -288,7 +303,7 @@ def _pairs(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _mean_running(side: dict[str, Any]) -> float:
+def _mean_running(side: Side) -> float:
     """Requests between their first admission and their last token, averaged over the simulated time."""
-    span_s = side["result"]["simulated_seconds"]
-    return sum(row["e2e_s"] - row["queue_time_s"] for row in side["rows"]) / span_s if span_s else 0.0
+    span_s = side.result["simulated_seconds"]
+    return sum(row["e2e_s"] - row["queue_time_s"] for row in side.requests) / span_s if span_s else 0.0

@@ -5,16 +5,16 @@ fewer keys to hash and events to send, which no latency model here charges. So t
 within a tolerance, as good as the best of any size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
 
 from ...core.errors import InputError
-from ..report.console import progress
-from ..scenario.given_options import changed, point_of
-from ..study.answer import at_path
-from .sweep import run_sweep
+from ..figures import at_path
+from ..scenario.options import texts_of
+from ..scenario.scenario import Scenario
+from .sweep import Point, content_of, run_sweep
 
 # Path in the replay's document, what it is called, whether more is better.
 JUDGED: tuple[tuple[str, str, bool], ...] = (
@@ -33,16 +33,14 @@ class BlockSizeQuestion:
     """Which sizes to try, on what.
 
     Attributes:
-        files: of the trace.
-        options: of the replay, as text, without a block size.
+        scenario: what is replayed, without a block size.
         block_sizes: in tokens.
         tolerance: how much worse than the best figure, as a share of it, is not noticeable.
         num_workers: processes.
         kept_in: folder of finished runs.
     """
 
-    files: tuple[str, ...]
-    options: dict[str, str]
+    scenario: Scenario
     block_sizes: tuple[int, ...]
     tolerance: float
     num_workers: int = 1
@@ -66,27 +64,29 @@ def parse_block_sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def block_size_document(question: BlockSizeQuestion) -> dict[str, Any]:
-    """A row a size, and the answer. A size that the model or the trace does not allow has an `error`.
+def block_size_document(
+    question: BlockSizeQuestion, on_row: Callable[[dict[str, Any]], None] = lambda row: None
+) -> dict[str, Any]:
+    """A row for each size, and the answer. A size that the model or the trace does not allow has an `error`.
+
+    `on_row` is called with each row of the sweep as it is done.
 
     Raises:
         InputError: no size has a result.
     """
-    points = [point_of("replay", question.files, _options(question, size)) for size in question.block_sizes]
-    bar, task = progress("Block sizes", total=len(points))
-    with bar:
-        results = run_sweep(
-            points,
-            num_workers=question.num_workers,
-            kept_in=question.kept_in,
-            on_row=lambda row: bar.advance(task),
-        )
+    files = question.scenario.trace
+    content = content_of(files)
+    points = [
+        Point(command="replay", files=files, options=_options(question, size), content=content)
+        for size in question.block_sizes
+    ]
+    results = run_sweep(points, num_workers=question.num_workers, kept_in=question.kept_in, on_row=on_row)
     rows = [_row(size, result) for size, result in zip(question.block_sizes, results, strict=True)]
     done = [row for row in rows if "error" not in row]
     if not done:
         raise InputError(f"no block size has a result; {rows[0]['block_size']}: {rows[0]['error']}")
     answer = judged(done, question.tolerance)
-    given_blocks = question.options.get(OVERRIDE)
+    given_blocks = question.scenario.num_gpu_blocks_override
     pool = f"{given_blocks} blocks of {question.block_sizes[0]} tokens, and as many tokens at each size"
     return {
         "trace": next(result["result"]["trace"] for result in results if "result" in result),
@@ -100,11 +100,11 @@ def block_size_document(question: BlockSizeQuestion) -> dict[str, Any]:
 
 def _options(question: BlockSizeQuestion, size: int) -> tuple[tuple[str, str], ...]:
     """A pool that is given in blocks has as many tokens at every size: its blocks are of the smallest one."""
-    blocks = question.options.get(OVERRIDE)
-    changes = {"block-size": str(size)}
+    blocks = question.scenario.num_gpu_blocks_override
+    options = {**texts_of(question.scenario), "block-size": str(size)}
     if blocks is not None:
-        changes[OVERRIDE] = str(int(blocks) * question.block_sizes[0] // size)
-    return changed(question.options, changes)
+        options[OVERRIDE] = str(blocks * question.block_sizes[0] // size)
+    return tuple(options.items())
 
 
 def _row(size: int, result: dict[str, Any]) -> dict[str, Any]:

@@ -8,14 +8,23 @@ import attrs
 from ...core.errors import InputError
 from ...core.types import LatencyModel, StepLoad
 from ..cache.capacity_curve import ASSUMPTIONS, CapacityCurve, capacity_curve
-from ..report.console import percent
-from ..report.curve import duration, millions
-from ..scenario.engine_options import EngineOptions
-from ..traces import Trace
+from ..figures import duration, millions, percent
+from ..scenario.engine import engine_of
+from ..scenario.options import SEARCH, option, options
+from ..scenario.results import Table
+from ..scenario.scenario import Scenario
+from ..scenario.traffic import open_traffic
 
 POLICIES = ("lru", "fifo", "s3fifo", "sieve", "optimum")
 HOURS_A_MONTH = 730
 HOUR_S = 3_600
+
+
+@options
+class OptimumOptions:
+    """What else the answer is given in."""
+
+    price_per_gpu_hour: float | None = option(None, SEARCH, "Price of a GPU hour: gives the answer in money.")
 
 
 @attrs.frozen(kw_only=True)
@@ -67,8 +76,12 @@ class Worth:
         """From the first request to the last."""
         return float(self.curve.prompts.arrivals_s[-1] - self.curve.prompts.arrivals_s[0])
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+    def to_frame(self) -> Any:
+        """A data frame with a row for each policy."""
+        return Table.of_rows(self.to_dict()["policies"]).to_frame()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document of `kvledger optimum --json`."""
         curve = self.curve
         rows = {name: points[0] for name, points in curve.policies.items()}
         same = self.lru_blocks_for_the_same
@@ -135,13 +148,15 @@ class Worth:
         )
 
 
-def optimum_worth(trace: Trace, engine: EngineOptions, price_per_gpu_hour: float | None) -> Worth:
-    """Compare policies at the engine's pool.
+def optimum_worth(scenario: Scenario, asked: OptimumOptions | None = None) -> Worth:
+    """Compare eviction policies on a scenario's traffic at the pool of its engine.
 
     Raises:
         InputError: a price without a model, a trace that claims no reuse, a pool smaller than a block of the trace, or
             a model whose blocks are not all of one kind.
     """
+    price_per_gpu_hour = None if asked is None else asked.price_per_gpu_hour
+    trace, engine = open_traffic(scenario), engine_of(scenario)
     groups, config = engine.parts.allocator.groups, engine.parts.allocator
     if price_per_gpu_hour is not None and not (0 < price_per_gpu_hour < float("inf") and engine.pool.plan is not None):
         raise InputError(

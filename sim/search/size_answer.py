@@ -14,7 +14,7 @@ SHARE_OF_THOSE_WHO_CAN = 0.99
 
 def answer_of(question: SizeQuestion, best: Mapping[str, Any], trace: Mapping[str, Any]) -> dict[str, Any]:
     """The answer of the best shape."""
-    gpu = question.given["gpu"]
+    gpu = question.scenario.gpu
     out: dict[str, Any] = {
         "sentence": "",
         "gpu": gpu,
@@ -59,7 +59,7 @@ def misses(figures: Mapping[str, Mapping[str, Any]]) -> str:
     return ",".join(parts)
 
 
-def of_those_who_can(slo: Slo, shapes: Sequence[Mapping[str, Any]]) -> Slo | None:
+def slo_of_feasible_requests(slo: Slo, shapes: Sequence[Mapping[str, Any]]) -> Slo | None:
     """The same limits for nearly as many requests as an idle engine serves in time; None where that is not the reason.
 
     It is asked where every shape that has a pool misses the SLO even on an idle engine.
@@ -98,7 +98,7 @@ def answer_trial(best: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _engine(question: SizeQuestion, best: Mapping[str, Any]) -> str:
-    gpu = question.given["gpu"]
+    gpu = question.scenario.gpu
     return f"{best['gpus_per_replica']} x {gpu}" if gpu else "one engine"
 
 
@@ -107,7 +107,7 @@ def _replicas(number: int) -> str:
 
 
 def _fleet_sentence(question: SizeQuestion, best: Mapping[str, Any]) -> str:
-    gpu, replicas = question.given["gpu"], best["replicas"]
+    gpu, replicas = question.scenario.gpu, best["replicas"]
     total = f"{best['gpus']:,} x {gpu}: " if gpu else ""
     keep = "keeps" if replicas == 1 else "each keep"
     return f"{total}{_replicas(replicas)} of {_engine(question, best)} {keep} {promises(question.slo)}"
@@ -144,7 +144,7 @@ def _requests_per_s(rate_scale: float, trace: Mapping[str, Any]) -> float | None
 
 def _cost(question: SizeQuestion, best: Mapping[str, Any]) -> dict[str, float] | None:
     """In the money that the price is in; None without a price."""
-    price = question.price_per_gpu_hour
+    price = question.asked.price_per_gpu_hour
     if price is None:
         return None
     per_hour = price * best["gpus"]

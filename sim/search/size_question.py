@@ -1,4 +1,4 @@
-"""What `kvledger size` was asked."""
+"""What `kvledger size` is asked: an SLO, the shapes to try, and how to search."""
 
 from pathlib import Path
 from typing import Any
@@ -6,83 +6,117 @@ from typing import Any
 import attrs
 
 from ...core.errors import InputError
-from ..scenario.engine_options import EngineOptions, open_source
+from ..scenario.engine import Engine
+from ..scenario.fleet import RoutingOptions
+from ..scenario.options import FLEET, SEARCH, option, options
+from ..scenario.scenario import (
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+    DEFAULT_UTILIZATION,
+    Scenario,
+)
+from ..scenario.traffic import open_traffic
+from .jobs import SIZE
 from .sizing import FleetSearch, RateSearch, Search, Setting
 from .slo import Slo
 from .slo_search import KeptTrials
 from .sweep import content_of
 
 SIZES_UNLESS_GIVEN = (1, 2, 4, 8)
-# Of the options, these do not change what a run computes.
-NOT_OF_A_RUN = ("json", "seed", "trace", "tensor_parallel_size")
+# What kept runs were named by when these options had values of their own instead of "not given".
+_NAMED_DEFAULTS = {
+    "gpu_memory_utilization": DEFAULT_UTILIZATION,
+    "max_num_seqs": DEFAULT_MAX_NUM_SEQS,
+    "max_num_batched_tokens": DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    "async_scheduling": False,
+}
+
+
+@options
+class SizeOptions(RoutingOptions):
+    """What must be kept, which fleets are tried, and how the search runs."""
+
+    slo_ttft_p99: float | None = option(None, SEARCH, "99th percentile of TTFT in seconds.")
+    slo_tpot_p99: float | None = option(None, SEARCH, "99th percentile of TPOT in seconds.")
+    slo_goodput: float | None = option(None, SEARCH, "Share of requests that keep --slo-ttft and --slo-tpot.")
+    slo_ttft: float | None = option(None, SEARCH, "TTFT of a single request in seconds, for the goodput.")
+    slo_tpot: float | None = option(None, SEARCH, "TPOT of a single request in seconds, for the goodput.")
+    tensor_parallel_sizes: str | None = option(
+        None, SEARCH, "GPUs of a replica to try, such as 2,4,8. Unless given: 1,2,4,8 with --model.", metavar="N,..."
+    )
+    replicas: int | None = option(
+        None, FLEET, "Find the highest request rate of this many replicas instead.", metavar="N"
+    )
+    max_replicas: int = option(64, SEARCH, "Largest fleet to try.", metavar="N")
+    seeds: int | None = option(
+        None, SEARCH, "Number of seeds of a workload; 1 unless given. The worst one counts.", metavar="N"
+    )
+    probes: int = option(
+        1, SEARCH, "Further runs on either side of the answer, to check that more replicas are better.", metavar="N"
+    )
+    tornado: bool = option(False, SEARCH, "Show how the answer moves with each assumption.", "--tornado")
+    jobs: int = option(1, SEARCH, "Processes for the tornado.", metavar="N")
+    keep: str | None = option(
+        None, SEARCH, "Folder of finished runs: an interrupted search goes on where it stopped.", metavar="FOLDER"
+    )
+    price_per_gpu_hour: float | None = option(None, SEARCH, "Price of a GPU hour: gives the answer in money.")
 
 
 @attrs.frozen(kw_only=True)
 class SizeQuestion:
-    """What `kvledger size` was asked; `given` holds the options of `kvledger replay`.
+    """A scenario and what must be kept on it, checked.
 
     Attributes:
-        given: option -> value as typed.
+        scenario: traffic and engine; its tensor-parallel size is one of `sizes`.
+        asked: the options.
         slo: what must be kept.
-        tensor_parallel_sizes: as typed; None: those of `SIZES_UNLESS_GIVEN` for a model.
-        data_parallel_size: ranks of a replica.
-        routing: name of the router.
-        routing_load_weight: of prefix-aware routing.
-        event_delay_s: from an engine's commit to the router's knowing of it.
-        num_replicas: a fleet that is given, whose highest rate is asked for; None: how many replicas?
-        max_replicas: where to give up.
-        num_seeds: seeds of a workload; None: one.
-        num_probes: further runs on either side of the answer.
-        with_tornado: whether to ask what would change the answer.
-        num_workers: processes for the tornado.
-        kept_in: folder of finished runs.
-        price_per_gpu_hour: money, in whatever currency.
     """
 
-    given: dict[str, Any]
+    scenario: Scenario
+    asked: SizeOptions
     slo: Slo
-    tensor_parallel_sizes: str | None
-    data_parallel_size: int
-    routing: str
-    routing_load_weight: float | None
-    event_delay_s: float
-    num_replicas: int | None
-    max_replicas: int
-    num_seeds: int | None
-    num_probes: int
-    with_tornado: bool
-    num_workers: int
-    kept_in: str | None
-    price_per_gpu_hour: float | None
+
+    @classmethod
+    def of(cls, scenario: Scenario, asked: SizeOptions) -> "SizeQuestion":
+        """The question that options describe.
+
+        Raises:
+            InputError: an option is missing, wrong or has no effect.
+        """
+        slo = Slo(
+            ttft_p99_s=asked.slo_ttft_p99,
+            tpot_p99_s=asked.slo_tpot_p99,
+            goodput_share=asked.slo_goodput,
+            ttft_s=asked.slo_ttft,
+            tpot_s=asked.slo_tpot,
+        )
+        return cls(scenario=scenario, asked=asked, slo=slo)
 
     def __attrs_post_init__(self) -> None:
-        least = {
-            "max-replicas": (self.max_replicas, 1),
-            "replicas": (self.num_replicas, 1),
-            "probes": (self.num_probes, 0),
-            "jobs": (self.num_workers, 1),
-        }
-        for option, (value, bound) in least.items():
+        asked = self.asked
+        least = {"max-replicas": (asked.max_replicas, 1), "replicas": (asked.replicas, 1)}
+        least |= {"probes": (asked.probes, 0), "jobs": (asked.jobs, 1)}
+        for name, (value, bound) in least.items():
             if value is not None and value < bound:
-                raise InputError(f"--{option} is {value}; it must be at least {bound}")
-        is_drawn = self.given["workload"] is not None or self.given["fit"] is not None
-        if self.num_seeds is not None and (self.num_seeds < 1 or not is_drawn):
+                raise InputError(f"--{name} is {value}; it must be at least {bound}")
+        is_drawn = self.scenario.workload is not None or self.scenario.fit is not None
+        if asked.seeds is not None and (asked.seeds < 1 or not is_drawn):
             raise InputError(
-                f"--seeds {self.num_seeds} has no effect: it must be 1 or more, and only a --workload or a --fit is "
-                "drawn anew"
+                f"--seeds {asked.seeds} has no effect: it must be 1 or more, and only a --workload or a --fit is drawn "
+                "from a seed"
             )
-        if self.num_workers > 1 and not self.with_tornado:
-            raise InputError(f"--jobs {self.num_workers} has no effect without --tornado; leave it out")
-        price = self.price_per_gpu_hour
-        if price is not None and not (0 < price < float("inf") and self.given["gpu"]):
+        if asked.jobs > 1 and not asked.tornado:
+            raise InputError(f"--jobs {asked.jobs} has no effect without --tornado; leave it out")
+        price = asked.price_per_gpu_hour
+        if price is not None and not (0 < price < float("inf") and self.scenario.gpu):
             raise InputError(f"--price-per-gpu-hour is {price}; it must be above 0, and needs --model and --gpu")
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """GPUs of a replica to try."""
-        text = self.tensor_parallel_sizes
+        text = self.asked.tensor_parallel_sizes
         if text is None:
-            return SIZES_UNLESS_GIVEN if self.given["model"] else (1,)
+            return SIZES_UNLESS_GIVEN if self.scenario.model else (1,)
         try:
             sizes = tuple(sorted({int(word) for word in text.split(",")}))
         except ValueError:
@@ -94,47 +128,52 @@ class SizeQuestion:
     @property
     def seeds(self) -> tuple[int | None, ...]:
         """Seeds of the workload; None where the options name none."""
-        if self.num_seeds is None:
+        if self.asked.seeds is None:
             return (None,)
-        first = self.given["seed"] or 0
-        return tuple(range(first, first + self.num_seeds))
+        first = self.scenario.seed or 0
+        return tuple(range(first, first + self.asked.seeds))
 
     def gpus_per_replica(self, size: int) -> int:
         """GPUs of a replica with a tensor-parallel size."""
-        return size * self.given["pipeline_parallel_size"] * self.data_parallel_size
+        return size * self.scenario.pipeline_parallel_size * self.scenario.data_parallel_size
 
     def search(self, most: int) -> Search:
         """What is looked for; `most` replicas at most."""
-        if self.num_replicas is None:
+        if self.asked.replicas is None:
             return FleetSearch(most=most)
-        return RateSearch(num_replicas=self.num_replicas)
+        return RateSearch(num_replicas=self.asked.replicas)
 
-    def setting(self, engine: EngineOptions, size: int, seed: int | None) -> Setting:
+    def setting(self, engine: Engine, size: int, seed: int | None) -> Setting:
         """One shape of engine under one seed."""
-        kept = KeptTrials(None if self.kept_in is None else Path(self.kept_in))
+        asked = self.asked
         return Setting(
-            open_trace=lambda: open_source(self.given, seed),
+            open_trace=lambda: open_traffic(self.scenario, seed),
             parts=engine.parts,
             slo=self.slo,
-            routing=self.routing,
-            routing_load_weight=self.routing_load_weight,
-            data_parallel_size=self.data_parallel_size,
-            event_delay_s=self.event_delay_s,
-            named={} if self.kept_in is None else self._named(size, seed),
-            kept=kept,
+            routing=asked.routing,
+            routing_load_weight=asked.routing_load_weight,
+            data_parallel_size=self.scenario.data_parallel_size,
+            event_delay_s=asked.event_delay_s,
+            named={} if asked.keep is None else self._named(size, seed),
+            kept=KeptTrials(None if asked.keep is None else Path(asked.keep)),
         )
 
     def _named(self, size: int, seed: int | None) -> dict[str, Any]:
-        """Everything that a run depends on, in plain values."""
-        files = [*(self.given["trace"] or ()), *(self.given[name] for name in ("fit", "latency_table"))]
-        model = self.given["model"]
-        files += [model] if model is not None and Path(model).is_file() else []
+        """Everything that a run depends on, in plain values: the name of a kept run."""
+        scenario, asked = self.scenario, self.asked
+        files = [*scenario.trace, scenario.fit, scenario.latency_table]
+        files += [scenario.model] if scenario.model is not None and Path(scenario.model).is_file() else []
+        values = {name: getattr(scenario, name) for name in SIZE if name not in ("seed", "trace")}
+        for name, default in _NAMED_DEFAULTS.items():
+            values[name] = default if values[name] is None else values[name]
+        if scenario.kv_cache_memory_bytes is not None:
+            values["kv_cache_memory_bytes"] = str(scenario.kv_cache_memory_bytes)
         return {
-            "options": {name: value for name, value in self.given.items() if name not in NOT_OF_A_RUN},
+            "options": values,
             "content": content_of(name for name in files if name is not None),
-            "seed": self.given["seed"] if seed is None else seed,
+            "seed": scenario.seed if seed is None else seed,
             "tensor_parallel_size": size,
             "slo": self.slo.as_dict(),
-            "data_parallel_size": self.data_parallel_size,
-            "routing": [self.routing, self.routing_load_weight, self.event_delay_s],
+            "data_parallel_size": scenario.data_parallel_size,
+            "routing": [asked.routing, asked.routing_load_weight, asked.event_delay_s],
         }

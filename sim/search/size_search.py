@@ -6,11 +6,14 @@ from typing import Any
 import attrs
 
 from ...core.errors import DoesNotFitError, InputError
-from ..report.replay import trace_as_dict
-from ..scenario.engine_options import EngineOptions, open_source, read_engine
+from ..scenario.engine import Engine, engine_of
+from ..scenario.results import trace_as_dict
+from ..scenario.scenario import Scenario
+from ..scenario.traffic import open_traffic
 from .idle_engine import idle_bound
-from .size_answer import answer_of, assumptions_of_answer, misses, of_those_who_can, promises
-from .size_question import SizeQuestion
+from .jobs import reason
+from .size_answer import answer_of, assumptions_of_answer, misses, promises, slo_of_feasible_requests
+from .size_question import SizeOptions, SizeQuestion
 from .sizing import SearchWatch, Setting
 from .slo_search import SearchResult, Trial, confidence_interval, search_result
 from .tornado import assumptions_of, most_important, ranked, tornado
@@ -52,8 +55,18 @@ class SizeWatch(SearchWatch):
 class SizeStudy:
     """The search over every shape. `document` holds what is done by the time that it is asked for."""
 
-    def __init__(self, question: SizeQuestion, watch: SizeWatch | None = None) -> None:
-        self._question = question
+    def __init__(self, scenario: Scenario, asked: SizeOptions, watch: SizeWatch | None = None) -> None:
+        """Check the question.
+
+        Args:
+            scenario: traffic and engine.
+            asked: the SLO and how to search.
+            watch: told how the search proceeds.
+
+        Raises:
+            InputError: an option is missing, wrong or has no effect.
+        """
+        self._question = question = SizeQuestion.of(scenario, asked)
         self._watch = watch or SizeWatch()
         self._shapes: list[dict[str, Any]] = []
         self._settings: dict[tuple[int, int | None], Setting] = {}
@@ -80,10 +93,10 @@ class SizeStudy:
         for size in self._question.sizes:
             self._search_shape(size)
         best = self._best()
-        if best is not None and self._question.with_tornado:
+        if best is not None and self._question.asked.tornado:
             self._ask_what_matters(best)
-        if best is None and self._question.num_replicas is None:
-            self._ask_of_those_who_can()
+        if best is None and self._question.asked.replicas is None:
+            self._search_feasible_requests()
         self._reason = None
 
     def document(self) -> dict[str, Any]:
@@ -114,24 +127,24 @@ class SizeStudy:
     def _most_replicas(self, gpus: int) -> int:
         """A shape that needs more GPUs than the best one so far is no answer: it is not searched any further."""
         best = self._best() if self._name == "replicas" else None
-        most = self._question.max_replicas
+        most = self._question.asked.max_replicas
         return most if best is None else min(most, best["gpus"] // gpus)
 
     def _search_shape(self, size: int) -> None:
         question = self._question
         gpus = question.gpus_per_replica(size)
-        row = _empty_row(size, gpus, self._name, question.num_replicas)
+        row = _empty_row(size, gpus, self._name, question.asked.replicas)
         most = self._most_replicas(gpus)
         if most < 1:
             row["reason"] = "one replica needs more GPUs than a smaller shape's whole fleet"
             self._shapes.append(row)
             return
         try:
-            engine = read_engine({**question.given, "tensor_parallel_size": size})
+            engine = engine_of(question.scenario.evolve(tensor_parallel_size=size))
         except (DoesNotFitError, InputError) as error:
-            if question.given["model"] is None:
+            if question.scenario.model is None:
                 raise
-            row["reason"] = str(error)
+            row["reason"] = reason(error)
             self._shapes.append(row)
             return
         row["num_gpu_blocks"], row["assumptions"] = engine.pool.allocator.num_blocks, engine.pool.facts
@@ -139,7 +152,7 @@ class SizeStudy:
         self._watch.shape(f"tensor parallel size {size}")
         self._search_seeds(row, engine, most)
 
-    def _search_seeds(self, row: dict[str, Any], engine: EngineOptions, most: int) -> None:
+    def _search_seeds(self, row: dict[str, Any], engine: Engine, most: int) -> None:
         """Every seed must keep the SLO: the answer is the worst one's."""
         question, search = self._question, self._question.search(most)
         answers: list[float] = []
@@ -158,11 +171,11 @@ class SizeStudy:
                 row,
                 seed,
                 lambda watch, s=setting: search.find(
-                    s, start=answers[-1] if answers else None, probes=question.num_probes, watch=watch
+                    s, start=answers[-1] if answers else None, probes=question.asked.probes, watch=watch
                 ),
             )
             if found.answer is None:
-                row["reason"] = _why_none(found, most, self._name, is_bounded=most < question.max_replicas)
+                row["reason"] = _why_none(found, most, self._name, is_bounded=most < question.asked.max_replicas)
                 return
             answers.append(found.answer if self._name == "rate_scale" else int(found.answer))
         row[self._name] = min(answers) if self._name == "rate_scale" else max(answers)
@@ -195,31 +208,34 @@ class SizeStudy:
         seed = next(one["seed"] for one in best["searches"] if one[self._name] == answer)
         setting = self._settings[size, seed]
         assumptions = assumptions_of(setting)
-        search = self._question.search(self._question.max_replicas)
+        search = self._question.search(self._question.asked.max_replicas)
         self._watch.tornado(0, len(assumptions))
 
         def on_row(row: dict[str, Any]) -> None:
             self._rows.append(row)
             self._watch.tornado(len(self._rows), len(assumptions))
 
-        workers = self._question.num_workers
+        workers = self._question.asked.jobs
         tornado(setting, search, search.replay(setting, answer), assumptions, num_workers=workers, on_row=on_row)
 
-    def _ask_of_those_who_can(self) -> None:
+    def _search_feasible_requests(self) -> None:
         """Where no fleet keeps the SLO because some requests are too long: how many keep it for the others."""
-        relaxed = of_those_who_can(self._question.slo, self._shapes)
+        relaxed = slo_of_feasible_requests(self._question.slo, self._shapes)
         if relaxed is not None:
-            question = attrs.evolve(self._question, slo=relaxed, with_tornado=False, num_workers=1)
-            self._instead = SizeStudy(question, self._watch)
+            question = self._question
+            changed = {"slo_ttft_p99": relaxed.ttft_p99_s, "slo_tpot_p99": relaxed.tpot_p99_s}
+            changed |= {"slo_goodput": relaxed.goodput_share, "slo_ttft": relaxed.ttft_s, "slo_tpot": relaxed.tpot_s}
+            asked = attrs.evolve(question.asked, tornado=False, jobs=1, **changed)
+            self._instead = SizeStudy(question.scenario, asked, self._watch)
             self._instead.run()
 
 
 def _read_trace(question: SizeQuestion) -> dict[str, Any]:
     """What the trace is; a first reading also finds its bad rows before hours are spent on it."""
-    source = open_source(question.given)
+    source = open_traffic(question.scenario)
     for _ in source:
         pass
-    return trace_as_dict(source.info, source.info.trace_block_size)
+    return trace_as_dict(source.info)
 
 
 def _empty_row(size: int, gpus: int, name: str, num_replicas: int | None) -> dict[str, Any]:

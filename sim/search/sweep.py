@@ -1,12 +1,10 @@
 """A grid of runs of any command, in any number of processes: resumable, in one order, to the last byte the same."""
 
 import hashlib
-import io
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,12 @@ from typing import Any
 import attrs
 
 from ...core.errors import InputError, KVLedgerError
-from ..study.answer import at_path
+from ..figures import at_path
+from .jobs import job, reason
 
-SWEEPABLE = ("replay", "fleet", "curve", "compare", "plan", "size", "optimum")
 # Figures that depend on the machine's clock have no place in a row.
 NOT_REPRODUCIBLE = ("timing",)
 POINT_FORMAT = 1
-INTERRUPTED = 130
 PORTION_OF_A_WORKER = 8
 _REQUIREMENT = re.compile(r"^\s*([\w.]+)\s*(<=|>=)\s*([-+.\deE]+)\s*$")
 
@@ -42,14 +39,6 @@ class Point:
         """Names the point by what it computes."""
         said = json.dumps([POINT_FORMAT, self.command, self.content, sorted(self.options)])
         return hashlib.sha256(said.encode()).hexdigest()[:32]
-
-    @property
-    def argv(self) -> list[str]:
-        """The command line of the point."""
-        words = [self.command, *self.files]
-        for name, value in self.options:
-            words += _switch(name, value)
-        return [*words, "--json"]
 
 
 def grid(axes: Mapping[str, Sequence[str]]) -> Iterator[tuple[tuple[str, str], ...]]:
@@ -104,9 +93,9 @@ def run_point(point: Point, kept_in: str | None) -> dict[str, Any]:
         result = json.loads(kept.read_text(encoding="utf-8"))
         return {"options": dict(point.options), "result": result}
     try:
-        result = _document(point.argv)
+        result = job(point.command).document(dict(point.options), point.files)
     except KVLedgerError as error:
-        return {"options": dict(point.options), "error": f"{type(error).__name__}: {error}"}
+        return {"options": dict(point.options), "error": f"{type(error).__name__}: {reason(error)}"}
     for name in NOT_REPRODUCIBLE:
         result.pop(name, None)
     if kept is not None:
@@ -180,36 +169,6 @@ def best_row(rows: Sequence[dict[str, Any]], path: str, maximize: bool, required
     return min(known, key=lambda index: (sign * figures[index], index), default=None)
 
 
-def _document(argv: Sequence[str]) -> dict[str, Any]:
-    """Run one command line in this process; its JSON document."""
-    import typer
-
-    from ..cli import build_app
-
-    out, complaints = io.StringIO(), io.StringIO()
-    command = typer.main.get_command(build_app())
-    try:
-        with redirect_stdout(out), redirect_stderr(complaints):
-            code = command.main(args=list(argv), prog_name="kvledger", standalone_mode=False)
-            if code == INTERRUPTED:  # typer makes an exit code of it
-                raise KeyboardInterrupt
-    except SystemExit as error:
-        if error.code not in (None, 0) and not out.getvalue():
-            raise InputError(complaints.getvalue().strip() or f"exit {error.code}") from None
-    except KVLedgerError:
-        raise
-    except Exception as error:
-        raise InputError(str(error)) from error
-    return json.loads(out.getvalue())
-
-
-def _switch(name: str, value: str) -> list[str]:
-    """An option as on the command line; `yes` and `no` stand for switches that are given or negated."""
-    if value == "yes":
-        return [f"--{name}"]
-    return [f"--no-{name}"] if value == "no" else [f"--{name}", value]
-
-
 def _ray_backend() -> str:
     try:
         from ray.util.joblib import register_ray
@@ -238,3 +197,119 @@ def _figure(result: dict[str, Any], path: str) -> Any:
         return at_path(result, path)
     except (KeyError, IndexError, ValueError, TypeError):
         raise InputError(f"there is no figure {path!r} in the result; it has {', '.join(result)}") from None
+
+
+@attrs.frozen(kw_only=True)
+class SweepQuestion:
+    """What `kvledger sweep` was asked, as typed."""
+
+    command: str
+    files: tuple[str, ...]
+    axes: tuple[str, ...]
+    fixed: tuple[str, ...]
+    minimize: str | None = None
+    maximize: str | None = None
+    require: tuple[str, ...] = ()
+    num_workers: int = 1
+    kept_in: str | None = None
+    cluster: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        job(self.command)  # refuses an unknown one
+        if self.minimize is not None and self.maximize is not None:
+            raise InputError("give --minimize or --maximize, not both: there is one best row")
+        if self.require and self.minimize is None and self.maximize is None:
+            raise InputError("--require needs --minimize or --maximize: which of the rows that meet it is best?")
+
+    def points(self) -> list[Point]:
+        """Every point, in the order of the grid.
+
+        Raises:
+            InputError: no axis, an option named twice, or a file that cannot be read.
+        """
+        if not self.axes:
+            raise InputError("a sweep needs --grid NAME=V1,V2,... at least once")
+        axes: dict[str, tuple[str, ...]] = {}
+        fixed = [self._fixed(text) for text in self.fixed]
+        for name, values in map(parse_axis, self.axes):
+            if name in axes or name in dict(fixed):
+                raise InputError(f"--grid {name} is given twice, or as --set as well")
+            axes[name] = values
+        content = content_of(self.files)
+        return [
+            Point(command=self.command, files=self.files, options=(*fixed, *varied), content=content)
+            for varied in grid(axes)
+        ]
+
+    def _fixed(self, text: str) -> tuple[str, str]:
+        name, separator, value = text.partition("=")
+        if not name or not separator or not value:
+            raise InputError(f"--set is {text!r}; it must look like block-size=64")
+        return name.strip().lstrip("-"), value
+
+
+class Sweep:
+    """One run of all points. `document` may be asked for at any moment: it holds the rows that are done by then."""
+
+    def __init__(self, question: SweepQuestion) -> None:
+        self._question = question
+        self._points = question.points()
+        self.rows: list[dict[str, Any]] = []
+
+    @property
+    def num_points(self) -> int:
+        """How many points the grid has."""
+        return len(self._points)
+
+    def run(self, on_row: Callable[[dict[str, Any]], None] = lambda row: None) -> None:
+        """Run every point; `on_row` is called with each row as it is done.
+
+        Raises:
+            KeyboardInterrupt: passed through; the rows done by then are in `document`.
+        """
+        question = self._question
+
+        def keep(row: dict[str, Any]) -> None:
+            self.rows.append(row)
+            on_row(row)
+
+        run_sweep(
+            self._points,
+            num_workers=question.num_workers,
+            kept_in=question.kept_in,
+            cluster=question.cluster,
+            on_row=keep,
+        )
+
+    def document(self) -> dict[str, Any]:
+        """`command`, `grid`, `rows` in the order of the grid, and `best`.
+
+        It does not say how many workers there were, nor when: it is the same, byte for byte, for all of them.
+        """
+        return _document(self._question, self.rows, len(self._points))
+
+
+def _document(question: SweepQuestion, rows: list[dict[str, Any]], num_points: int) -> dict[str, Any]:
+    figure = question.minimize or question.maximize
+    index = None if figure is None else best_row(rows, figure, question.maximize is not None, question.require)
+    return {
+        "command": question.command,
+        "trace": list(question.files),
+        "grid": {name: list(values) for name, values in map(parse_axis, question.axes)},
+        "num_failed": sum("error" in row for row in rows),
+        "num_not_done": num_points - len(rows),
+        "rows": rows,
+        "best": None if figure is None else _best(rows, index, question, figure),
+    }
+
+
+def _best(rows: list[dict[str, Any]], index: int | None, question: SweepQuestion, figure: str) -> dict[str, Any]:
+    asked = {
+        "figure": figure,
+        "of": "smallest" if question.minimize else "largest",
+        "require": list(question.require),
+    }
+    if index is None:
+        return {**asked, "index": None, "options": None, "value": None}
+    row = rows[index]
+    return {**asked, "index": index, "options": row["options"], "value": at_path(row["result"], figure)}

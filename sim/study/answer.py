@@ -68,11 +68,3 @@ def answer_as_dict(sentences: list[Sentence]) -> dict[str, Any]:
             name: attrs.asdict(figure, filter=lambda field, _: field.name != "name") for name, figure in figures.items()
         },
     }
-
-
-def at_path(document: dict[str, Any], path: str) -> Any:
-    """`replay.ttft_s.p99` -> that figure; list items by index."""
-    value: Any = document
-    for key in path.split("."):
-        value = value[int(key)] if isinstance(value, list) else value[key]
-    return value

@@ -1,44 +1,37 @@
 """The four parts of a study: each runs one of the package's jobs and gives the JSON of the command of its name."""
 
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
 import attrs
 import numpy as np
 
-from ...core.deployment.diagnosis import Diagnosis, free_memory_but_startup_fails, one_request_does_not_fit
-from ...core.deployment.plan import DeploymentPlan, plan_deployment
+from ...core.deployment.plan import DeploymentPlan
 from ...core.errors import InputError
-from ...core.memory.budget import MemoryCondition
-from ...core.planner.report import capacity_mix
-from ..baselines.baselines import compare_allocators
 from ..cache.capacity_curve import CapacityCurve, capacity_curve
 from ..engine.metrics import RequestRecord
-from ..engine.replay import replay
-from ..engine.vllm_metrics import HistogramCounts, Snapshot
-from ..latency.devices import Device
-from ..report.compare import compare_payload, compare_sentences
-from ..report.console import progress
-from ..report.curve import CountedTrace
-from ..report.plan import plan_payload
-from ..report.replay import trace_as_dict
-from ..scenario.compare_setup import read_lengths, token_bytes
-from ..scenario.model_bytes import bytes_per_block
-from ..scenario.plan_question import PlanQuestion
+from ..fleet.fleet import EngineParts
+from ..latency.devices import find_device
+from ..scenario.compare import Sourced, compare_on, compare_sentences, read_lengths, token_bytes
+from ..scenario.curve import CountedTrace, CurveOptions, bytes_per_block, parse_capacities
+from ..scenario.deployment import PlanQuestion, read_question
+from ..scenario.engine import Engine, Pool, allocator_of_plan, roofline_of_plan, scheduler_of
+from ..scenario.plan import plan_scenario
+from ..scenario.replay import latency_distributions, replay_scenario
+from ..scenario.scenario import Scenario
+from ..scenario.traffic import open_traffic
 from ..traces import Trace
-from .engine import engine_of_plan
 
+# Called with what is being done, how far it is, and the total where it is known.
+Progress = Callable[[str, int, int | None], None]
+
+EXAMPLE = {"model": "llama-3.1-8b", "gpu": "H100"}
 POLICIES = ("lru", "optimum")
 # Sizes of the curve in pools of the deployment, so that a point reads as so many of them.
 POOLS = (0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
 PAGED_WATERMARK = 0.01  # share of its blocks that the paper's vLLM kept free at admission
 LINE_POINTS = 64
-HISTOGRAMS = {
-    "ttft_s": "vllm:time_to_first_token_seconds",
-    "itl_s": "vllm:inter_token_latency_seconds",
-    "tpot_s": "vllm:request_time_per_output_token_seconds",
-    "e2e_s": "vllm:e2e_request_latency_seconds",
-}
 
 
 @attrs.frozen(kw_only=True)
@@ -46,28 +39,62 @@ class StudyQuestion:
     """What a study is about.
 
     Attributes:
-        trace: the requests; every part reads them anew.
-        model: as it was given, a built-in name or the path of a config.json.
-        kv_cache_dtype: of keys and values; `auto` is the model's.
+        scenario: traffic, model, hardware and engine.
+        curve: sizes of the curve; none: multiples of the deployment's pool.
+        trace: the requests; every part reads them again.
         plan_question: the deployment, with what was assumed about it.
-        device: datasheet figures of each GPU.
-        weights_dtype: a quantisation scheme, a dtype, or `auto`: what the model's config says.
-        capacities: sizes of the curve in blocks of the trace; None: multiples of the deployment's pool.
-        command: the command line that reproduces the study.
-        title: `heading` and `subtitle` of the report.
-        given: the options, by name, as they were given.
     """
 
+    scenario: Scenario
+    curve: CurveOptions
     trace: Trace
-    model: str
-    kv_cache_dtype: str
     plan_question: PlanQuestion
-    device: Device
-    weights_dtype: str
-    capacities: tuple[int, ...] | None
-    command: str
-    title: dict[str, str]
-    given: dict[str, Any]
+
+    @classmethod
+    def of(cls, scenario: Scenario, curve: CurveOptions) -> "StudyQuestion":
+        """The question that options describe. Where no deployment is named at all, a well-known one stands in.
+
+        Raises:
+            InputError: something is missing, unknown or contradictory.
+        """
+        trace = open_traffic(scenario)
+        note: tuple[str, ...] = ()
+        missing = [name for name in EXAMPLE if getattr(scenario, name) is None]
+        if missing and len(missing) < len(EXAMPLE):
+            there = next(name for name in EXAMPLE if name not in missing)
+            raise InputError(
+                f"--{there} {getattr(scenario, there)} is given and --{missing[0]} is not: a study needs both, such as "
+                f"--model {EXAMPLE['model']} --gpu {EXAMPLE['gpu']}"
+            )
+        if missing:
+            scenario = scenario.evolve(**EXAMPLE)
+            note = (
+                f"EXAMPLE: no deployment was named, so this study is about {EXAMPLE['model']} on one {EXAMPLE['gpu']}; "
+                "name yours with --model and --gpu",
+            )
+        question = read_question(scenario)
+        question = attrs.evolve(question, assumptions=(*note, *question.assumptions))
+        if curve.capacities is not None:
+            parse_capacities(curve.capacities)
+        return cls(scenario=scenario, curve=curve, trace=trace, plan_question=question)
+
+    @property
+    def title(self) -> dict[str, str]:
+        """`heading` and `subtitle` of the report."""
+        info, deployment = self.trace.info, self.plan_question.deployment
+        source = f"the {info.name} workload" if info.workload else info.name
+        parallel = {
+            "tensor-parallel": deployment.tensor_parallel_size,
+            "pipeline-parallel": deployment.pipeline_parallel_size,
+        }
+        sizes = [f"{size} {name}" for name, size in parallel.items() if size > 1]
+        gpus = f"{deployment.num_gpus} x {self.plan_question.device_name}"
+        layout = f" ({', '.join(sizes)})" if sizes else ""
+        origin = f", seed {info.workload['seed']}, resembles {info.workload['resembles']}" if info.workload else ""
+        return {
+            "heading": f"{deployment.geometry.name} on {gpus}{layout}, serving {source}",
+            "subtitle": f"KV-cache study of {info.name} ({info.format}{origin})",
+        }
 
 
 def usable_tokens(plan: DeploymentPlan) -> int:
@@ -78,44 +105,35 @@ def usable_tokens(plan: DeploymentPlan) -> int:
 
 def plan_part(question: StudyQuestion) -> tuple[DeploymentPlan, dict[str, Any]]:
     """The plan and the JSON of `kvledger plan`."""
-    deployment = question.plan_question.deployment
-    plan = plan_deployment(deployment)
-    diagnoses: list[Diagnosis] = []
-    if plan.startup_refusal is not None and plan.startup_refusal.condition is MemoryCondition.FREE_BELOW_REQUESTED:
-        diagnoses = [free_memory_but_startup_fails(deployment)]
-    elif plan.refusal is not None:
-        diagnoses = [one_request_does_not_fit(plan)]
-    capacity = capacity_mix(plan.pool).rows
-    return plan, plan_payload(question.plan_question, plan, capacity, diagnoses, plan.warnings)
+    found = attrs.evolve(plan_scenario(question.scenario), question=question.plan_question)
+    return found.plan, found.to_dict()
 
 
-def curve_part(question: StudyQuestion, plan: DeploymentPlan | None) -> tuple[CapacityCurve, dict[str, Any]]:
+def curve_part(
+    question: StudyQuestion, plan: DeploymentPlan | None, progress: Progress
+) -> tuple[CapacityCurve, dict[str, Any]]:
     """The curve, and the JSON of `kvledger curve` with three more keys.
 
-    `at_pool`: one point a policy at the plan's capacity, None without a pool. `at_90_percent`: the LRU point that
-    serves 90 % of the ceiling. `lru_line`: LRU at sizes close to each other, up to its ceiling.
+    `at_pool`: one point for each policy at the plan's capacity, None without a pool. `at_90_percent`: the LRU point
+    that serves 90 % of the ceiling. `lru_line`: LRU at sizes close to each other, up to its ceiling.
     """
     trace, deployment = question.trace, question.plan_question.deployment
     block_size = trace.info.trace_block_size or deployment.resolved_block_size()[0]
     pool_blocks = usable_tokens(plan) // block_size if plan is not None and plan.fits else 0
-    capacities = _capacities(question.capacities, pool_blocks)
-    bar, task = progress("curve: reading the trace")
-    with bar:
-        replays = count(1)
-
-        def on_point(name: str, num_blocks: int) -> None:
-            total = None if capacities is None else len(capacities)
-            bar.update(task, description=f"curve: {name} replayed", completed=next(replays), total=total)
-
-        curve = capacity_curve(
-            CountedTrace(trace, lambda num_requests: bar.update(task, completed=num_requests)),
-            capacities=capacities,
-            policies=POLICIES,
-            block_size=block_size,
-            on_point=on_point,
-        )
+    capacities = _capacities(question.curve, pool_blocks)
+    replays = count(1)
+    progress("curve: reading the trace", 0, None)
+    curve = capacity_curve(
+        CountedTrace(trace, lambda num_requests: progress("curve: reading the trace", num_requests, None)),
+        capacities=capacities,
+        policies=POLICIES,
+        block_size=block_size,
+        on_point=lambda name, _: progress(
+            f"curve: {name} replayed", next(replays), None if capacities is None else len(capacities)
+        ),
+    )
     try:
-        size_bytes = bytes_per_block(question.model, question.kv_cache_dtype, block_size)
+        size_bytes = bytes_per_block(str(question.scenario.model), question.scenario.kv_cache_dtype, block_size)
     except InputError:  # some layers keep a window or a state: blocks are no fixed number of bytes
         size_bytes = None
     payload = curve.as_dict(size_bytes)
@@ -132,7 +150,8 @@ def curve_part(question: StudyQuestion, plan: DeploymentPlan | None) -> tuple[Ca
     return curve, payload
 
 
-def _capacities(given: tuple[int, ...] | None, pool_blocks: int) -> list[int] | None:
+def _capacities(asked: CurveOptions, pool_blocks: int) -> list[int] | None:
+    given = None if asked.capacities is None else parse_capacities(asked.capacities)
     if given is None and not pool_blocks:
         return None
     sizes = {int(pool_blocks * pools) for pools in POOLS} if given is None else {*given, pool_blocks}
@@ -147,82 +166,64 @@ def _line_sizes(curve: CapacityCurve) -> list[int]:
     return sorted(set(sizes.astype(int).tolist()))
 
 
-def compare_part(question: StudyQuestion, plan: DeploymentPlan) -> dict[str, Any]:
+def compare_part(question: StudyQuestion, plan: DeploymentPlan, progress: Progress) -> dict[str, Any]:
     """The JSON of `kvledger compare` with `sentences`: five allocators on the pool's memory.
 
     Raises:
         InputError: not every token of the model takes the same memory.
         DoesNotFitError: no allocator serves a single request.
     """
-    dtype = None if question.kv_cache_dtype == "auto" else question.kv_cache_dtype
-    tokens = token_bytes(question.model, dtype)
-    deployment, num_slots = plan.deployment, plan.pool.kv_cache_size_tokens
-    block_size, _ = deployment.resolved_block_size()
-    lengths = read_lengths(question.trace)
-    usages = compare_allocators(
-        lengths,
-        num_slots=num_slots,
-        max_model_len=plan.pool.max_model_len,
-        block_size=block_size,
-        max_num_seqs=deployment.max_num_seqs,
+    scenario = question.scenario
+    dtype = None if scenario.kv_cache_dtype == "auto" else scenario.kv_cache_dtype
+    result = compare_on(
+        question.trace,
+        read_lengths(question.trace, lambda count: progress("compare: reading the trace", count, None)),
+        slots=Sourced(plan.pool.kv_cache_size_tokens, "the plan's kv_cache_tokens"),
+        longest=Sourced(plan.pool.max_model_len, "the plan's"),
+        tokens=token_bytes(scenario.model, dtype),
+        block_size=plan.deployment.resolved_block_size()[0],
+        max_num_seqs=plan.deployment.max_num_seqs,
         watermark=PAGED_WATERMARK,
-        kv_bytes_per_token=None if tokens is None else tokens.kv_bytes_per_token,
     )
-    info = question.trace.info
-    setup = {
-        "trace": info.as_dict(),
-        "window": info.window_as_dict(),
-        "num_slots": num_slots,
-        "num_slots_source": "the plan's kv_cache_tokens",
-        "kv_bytes_per_token": None if tokens is None else tokens.kv_bytes_per_token,
-        "max_model_len": plan.pool.max_model_len,
-        "max_model_len_source": "the plan's",
-        "block_size": block_size,
-        "max_num_seqs": deployment.max_num_seqs,
-        "watermark": PAGED_WATERMARK,
-    }
-    return {**compare_payload(usages, setup), "sentences": compare_sentences(usages, setup)}
+    return {**result.to_dict(), "sentences": compare_sentences(result.usages, result.setup)}
 
 
-def replay_part(question: StudyQuestion, plan: DeploymentPlan, num_requests: int | None) -> dict[str, Any]:
+def replay_part(
+    question: StudyQuestion, plan: DeploymentPlan, num_requests: int | None, progress: Progress
+) -> dict[str, Any]:
     """The JSON of `kvledger replay` with two more keys.
 
     `last_arrival_s`: of a finished request, in simulated time. `distributions`: of the latencies, see
     `latency_distributions`.
     """
-    trace, engine = question.trace, engine_of_plan(plan, question.device, question.weights_dtype)
     last_arrival_s = 0.0
 
     def on_finished(record: RequestRecord) -> None:
         nonlocal last_arrival_s
         last_arrival_s = max(last_arrival_s, record.arrival_s)
 
-    bar, task = progress("replay: requests submitted", total=num_requests)
-    with bar:
-        report = replay(
-            trace,
-            allocator=engine.allocator,
-            scheduler=engine.scheduler,
-            latency=engine.latency,
-            trace_block_size=trace.info.trace_block_size,
-            on_finished=on_finished,
-            on_progress=lambda count: bar.update(task, completed=count),
-        )
-    report.assumptions = {**engine.facts, **report.assumptions}
-    document = {"trace": trace_as_dict(trace.info, trace.info.trace_block_size), **report.to_json()}
-    return {**document, "last_arrival_s": last_arrival_s, "distributions": latency_distributions(report.snapshot or {})}
+    result = replay_scenario(
+        question.scenario,
+        engine=engine_on_plan(question.scenario, plan),
+        trace=question.trace,
+        on_finished=on_finished,
+        on_progress=lambda count: progress("replay: requests submitted", count, num_requests),
+    )
+    distributions = latency_distributions(result.report.snapshot or {})
+    return {**result.to_dict(), "last_arrival_s": last_arrival_s, "distributions": distributions}
 
 
-def latency_distributions(snapshot: Snapshot) -> dict[str, dict[str, list[float]]]:
-    """By latency: `up_to_s`, boundaries in seconds, and `share`, the part of all samples within each."""
-    out: dict[str, dict[str, list[float]]] = {}
-    for name, metric in HISTOGRAMS.items():
-        counts: HistogramCounts | None = snapshot.get(metric)
-        if counts is None or not counts.buckets[-1][1]:
-            continue
-        *finite, (_, num_samples) = counts.buckets
-        out[name] = {
-            "up_to_s": [boundary for boundary, _ in finite],
-            "share": [within / num_samples for _, within in finite],
-        }
-    return out
+def engine_on_plan(scenario: Scenario, plan: DeploymentPlan) -> Engine:
+    """The engine that serves on a plan's pool, with a roofline's step times."""
+    device = find_device(str(scenario.gpu))
+    pool = Pool(
+        allocator=allocator_of_plan(plan, scenario),
+        plan=plan,
+        device=device,
+        facts={"pool": "as planned (plan)", "engines": 1},
+    )
+    latency = roofline_of_plan(plan, device, scenario.quantization or "auto")
+    return Engine(
+        pool=pool,
+        parts=EngineParts(allocator=pool.allocator, scheduler=scheduler_of(scenario), latency=latency),
+    )

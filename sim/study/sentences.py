@@ -5,10 +5,8 @@ wins.
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..report.console import gib, percent
-from ..report.curve import memory, millions
-from ..report.replay import seconds
-from .answer import Figure, Sentence, at_path
+from ..figures import at_path, gib, memory, millions, percent, seconds
+from .answer import Figure, Sentence
 
 NINETY = "90%"
 

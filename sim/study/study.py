@@ -11,11 +11,13 @@ from typing import Any
 from ...core.deployment.plan import DeploymentPlan
 from ...core.errors import DoesNotFitError, InputError
 from ..cache.capacity_curve import CapacityCurve
-from ..report.curve import millions
+from ..figures import millions
+from ..scenario.curve import CurveOptions
+from ..scenario.scenario import Scenario
 from .answer import answer_as_dict
 from .derived import derived_figures
-from .next import next_steps
-from .parts import StudyQuestion, compare_part, curve_part, plan_part, replay_part
+from .next import command_line, next_steps
+from .parts import Progress, StudyQuestion, compare_part, curve_part, plan_part, replay_part
 from .sentences import answer_sentences
 from .what_if import what_if
 
@@ -26,8 +28,19 @@ INTERRUPTED = "interrupted before it was done"
 class Study:
     """One run of all parts. `document` may be asked for at any moment: it holds what is done by then."""
 
-    def __init__(self, question: StudyQuestion) -> None:
-        self._question = question
+    def __init__(self, scenario: Scenario, curve: CurveOptions | None = None, progress: Progress | None = None) -> None:
+        """Check the question.
+
+        Args:
+            scenario: traffic, model, hardware and engine.
+            curve: sizes of the curve.
+            progress: told how each part proceeds.
+
+        Raises:
+            InputError: something is missing, unknown or contradictory.
+        """
+        self._question = StudyQuestion.of(scenario, curve or CurveOptions())
+        self._progress: Progress = progress or (lambda text, completed, total: None)
         self._plan: DeploymentPlan | None = None
         self._curve: CapacityCurve | None = None
         self._parts: dict[str, dict[str, Any]] = {}
@@ -70,7 +83,7 @@ class Study:
         derived = derived_figures(self._parts, plan)
         document: dict[str, Any] = {
             "title": question.title | _window(self._parts.get("curve")),
-            "command": question.command,
+            "command": command_line("study", question.scenario, question.curve),
             "answer": None,
             "derived": derived,
             "plan": self._parts.get("plan"),
@@ -82,7 +95,7 @@ class Study:
             "not_done": dict(self.not_done),
             "timing": {**self._timing, "total_seconds": sum(part["wall_seconds"] for part in self._timing.values())},
         }
-        document["next"] = next_steps(question.given, document)
+        document["next"] = next_steps(question.scenario, question.curve, document)
         document["answer"] = answer_as_dict(answer_sentences(document))
         return document
 
@@ -92,7 +105,7 @@ class Study:
         if part == "plan":
             self._plan, self._parts[part] = plan_part(question)
         elif part == "curve":
-            self._curve, payload = curve_part(question, self._plan)
+            self._curve, payload = curve_part(question, self._plan, self._progress)
             self._keep(part, payload)
         elif self._plan is None or not self._plan.fits:
             return "the deployment does not fit, so there is no pool to run on"
@@ -105,9 +118,9 @@ class Study:
 
     def _on_pool(self, part: str, plan: DeploymentPlan) -> dict[str, Any]:
         if part == "compare":
-            return compare_part(self._question, plan)
+            return compare_part(self._question, plan, self._progress)
         num_requests = None if self._curve is None else self._curve.info.num_requests
-        return replay_part(self._question, plan, num_requests)
+        return replay_part(self._question, plan, num_requests, self._progress)
 
     def _keep(self, part: str, payload: dict[str, Any]) -> None:
         """The clock's figures stand apart, so that all others are the same from run to run."""

@@ -1,0 +1,69 @@
+"""Figures as people read them: shares, amounts of memory, counts, durations; and where a figure is in a document."""
+
+from typing import Any
+
+GIB = 1 << 30
+TIB = GIB << 10
+MINUTE_S = 60
+HOUR_S = 3_600
+
+
+def gib(num_bytes: float) -> str:
+    """`1073741824` -> `1.00 GiB`."""
+    return f"{num_bytes / GIB:,.2f} GiB"
+
+
+def memory(num_bytes: int) -> str:
+    """`67108864000` -> `62.5 GiB`; one decimal, so that a column of them stays narrow."""
+    return f"{num_bytes / TIB:,.1f} TiB" if num_bytes >= 1_000 * GIB else f"{num_bytes / GIB:,.1f} GiB"
+
+
+def percent(share: float, digits: int = 2) -> str:
+    """`0.25` -> `25.00 %`."""
+    return f"{share * 100:.{digits}f} %"
+
+
+def millions(count: int) -> str:
+    """`144793823` -> `144.8 M`."""
+    if count >= 1_000_000_000:
+        return f"{count / 1e9:,.1f} G"
+    return f"{count / 1e6:,.1f} M" if count >= 1_000_000 else f"{count:,}"
+
+
+def duration(seconds: float) -> str:
+    """`90.0` -> `1.5 min`."""
+    if seconds >= HOUR_S:
+        return f"{seconds / HOUR_S:,.1f} h"
+    return f"{seconds / MINUTE_S:,.1f} min" if seconds >= MINUTE_S else f"{seconds:,.1f} s"
+
+
+def seconds(value: float | None) -> str:
+    """`0.0123` -> `12.3 ms`; `None` -> `-` (no sample)."""
+    if value is None:
+        return "-"
+    return f"{value * 1e3:,.1f} ms" if value < 1 else f"{value:,.2f} s"
+
+
+def shown(value: Any) -> str:
+    """A value of a JSON document as a person reads it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.6g}"
+    if isinstance(value, list):
+        return ", ".join(shown(item) for item in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {shown(item)}" for key, item in value.items())
+    return str(value)
+
+
+def at_path(document: dict[str, Any], path: str) -> Any:
+    """`replay.ttft_s.p99` -> that figure of a document; list items by index."""
+    value: Any = document
+    for key in path.split("."):
+        value = value[int(key)] if isinstance(value, list) else value[key]
+    return value

@@ -1,0 +1,323 @@
+"""Compare allocators on a scenario's traffic: memory wasted by static, power-of-two, oracle, growing and paged ones."""
+
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+
+from ...core.errors import DoesNotFitError, InputError
+from ...core.models.geometry import load_geometry
+from ...core.quantities import format_bytes
+from ..baselines.baselines import AllocatorUsage, compare_allocators
+from ..figures import gib, percent
+from ..traces import Trace
+from .options import ENGINE, HARDWARE, option, options
+from .results import Table
+from .scenario import Scenario
+from .traffic import open_traffic
+
+DEFAULT_BLOCK_SIZE = 16
+
+
+@options
+class CompareOptions:
+    """What the allocators share."""
+
+    kv_cache_tokens: int | None = option(None, HARDWARE, "KV cache memory in token slots.", metavar="TOKENS")
+    watermark: float = option(0.01, ENGINE, "Share of its blocks that the paged allocator keeps free at admission.")
+
+
+@attrs.frozen(kw_only=True)
+class CompareResult:
+    """Five allocators on the same requests and the same memory.
+
+    Attributes:
+        usages: of each allocator.
+        setup: what they share: trace, memory, longest request, block size, each with its source.
+    """
+
+    usages: list[AllocatorUsage]
+    setup: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document of `kvledger compare --json`."""
+        allocators = [usage.as_dict() for usage in self.usages]
+        return {**self.setup, "allocators": allocators, "assumptions": assumptions(self.usages, self.setup)}
+
+    def to_frame(self) -> Any:
+        """A data frame with a row for each allocator."""
+        return Table.of_rows([usage.as_dict() for usage in self.usages]).to_frame()
+
+
+def compare_scenario(
+    scenario: Scenario,
+    asked: CompareOptions | None = None,
+    *,
+    on_progress: Callable[[int], None] = lambda count: None,
+) -> CompareResult:
+    """Run the scenario's requests through every allocator.
+
+    Raises:
+        InputError: an option is missing or wrong.
+        DoesNotFitError: no allocator serves a single request.
+    """
+    asked = asked or CompareOptions()
+    block_size = scenario.block_size or DEFAULT_BLOCK_SIZE
+    tokens = token_bytes(scenario.model, None if scenario.kv_cache_dtype == "auto" else scenario.kv_cache_dtype)
+    memory = kv_memory(
+        tokens, asked.kv_cache_tokens, scenario.num_gpu_blocks_override, scenario.kv_cache_memory_bytes, block_size
+    )
+    source = open_traffic(scenario)
+    lengths = read_lengths(source, on_progress)
+    return compare_on(
+        source,
+        lengths,
+        slots=memory,
+        longest=longest_request(scenario.max_model_len, tokens, lengths),
+        tokens=tokens,
+        block_size=block_size,
+        max_num_seqs=scenario.max_num_seqs,
+        watermark=asked.watermark,
+    )
+
+
+def compare_on(
+    trace: Trace,
+    lengths: "Lengths",
+    *,
+    slots: "Sourced",
+    longest: "Sourced",
+    tokens: "TokenBytes | None",
+    block_size: int,
+    max_num_seqs: int | None,
+    watermark: float,
+) -> CompareResult:
+    """Run requests of known lengths through every allocator; token slots and longest request with their sources."""
+    kv_bytes_per_token = None if tokens is None else tokens.kv_bytes_per_token
+    usages = compare_allocators(
+        lengths,
+        num_slots=slots.value,
+        max_model_len=longest.value,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        watermark=watermark,
+        kv_bytes_per_token=kv_bytes_per_token,
+    )
+    setup = {
+        "trace": trace.info.as_dict(),
+        "window": trace.info.window_as_dict(),
+        "num_slots": slots.value,
+        "num_slots_source": slots.source,
+        "kv_bytes_per_token": kv_bytes_per_token,
+        "max_model_len": longest.value,
+        "max_model_len_source": longest.source,
+        "block_size": block_size,
+        "max_num_seqs": max_num_seqs,
+        "watermark": watermark,
+    }
+    return CompareResult(usages=usages, setup=setup)
+
+
+TOKENS_TO_CHECK = 1 << 20
+
+
+@attrs.frozen
+class TokenBytes:
+    """A model of which every token takes the same memory; `max_position_embeddings` None where its config is silent."""
+
+    model: str
+    kv_bytes_per_token: int
+    max_position_embeddings: int | None
+
+
+@attrs.frozen
+class Sourced:
+    """A number and where it came from."""
+
+    value: int
+    source: str
+
+
+class Lengths:
+    """(input_length, output_length) of many requests, 16 bytes each; may be iterated again and again."""
+
+    def __init__(self) -> None:
+        self._inputs, self._outputs = array("q"), array("q")
+        self.longest = 0
+
+    def append(self, input_length: int, output_length: int) -> None:
+        """Add a request."""
+        self._inputs.append(input_length)
+        self._outputs.append(output_length)
+        self.longest = max(self.longest, input_length + output_length)
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self._inputs, self._outputs, strict=True)
+
+
+def token_bytes(model: str | None, kv_cache_dtype: str | None) -> TokenBytes | None:
+    """Bytes of a token's keys and values in all layers of a built-in model or of a config.json; None without a model.
+
+    Raises InputError for a dtype without a model, and for a model with windowed or state layers: its sequences are no
+    rows of equal slots, which is what the allocators here place.
+    """
+    if model is None:
+        if kv_cache_dtype is not None:
+            raise InputError(f"--kv-cache-dtype {kv_cache_dtype} has no effect without --model: leave it out")
+        return None
+    geometry = load_geometry(model)
+    dtype = kv_cache_dtype or "auto"
+    per_token = geometry.sequence_bytes(1, dtype).total
+    if geometry.sequence_bytes(TOKENS_TO_CHECK, dtype).total != TOKENS_TO_CHECK * per_token:
+        raise InputError(
+            f"--model {model}: some layers keep a window or a state, so its memory is not a number of token slots that "
+            "these allocators could place. Leave --model out and give --kv-cache-tokens"
+        )
+    return TokenBytes(geometry.name, per_token, geometry.max_position_embeddings)
+
+
+def kv_memory(
+    model: TokenBytes | None,
+    kv_cache_tokens: int | None,
+    num_gpu_blocks_override: int | None,
+    kv_cache_memory_bytes: int | None,
+    block_size: int,
+) -> Sourced:
+    """Token slots, from the one option that is given.
+
+    Raises InputError for none or several options, and for bytes without a model; DoesNotFitError for bytes below a
+    single token.
+    """
+    options = {
+        "--kv-cache-tokens": kv_cache_tokens,
+        "--num-gpu-blocks-override": num_gpu_blocks_override,
+        "--kv-cache-memory-bytes": kv_cache_memory_bytes,
+    }
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise InputError(f"the KV memory is given by {' and '.join(given)}: give one of them")
+    if kv_cache_tokens is not None:
+        return Sourced(_positive(kv_cache_tokens, "--kv-cache-tokens"), "--kv-cache-tokens")
+    if num_gpu_blocks_override is not None:
+        num_blocks = _positive(num_gpu_blocks_override, "--num-gpu-blocks-override")
+        return Sourced(num_blocks * block_size, f"--num-gpu-blocks-override {num_blocks:,} x {block_size} tokens")
+    if kv_cache_memory_bytes is not None:
+        return _slots_of_bytes(kv_cache_memory_bytes, model)
+    raise InputError(f"the KV memory is not given: give one of {', '.join(options)}")
+
+
+def _slots_of_bytes(num_bytes: int, model: TokenBytes | None) -> Sourced:
+    option = "--kv-cache-memory-bytes"
+    if model is None:
+        raise InputError(f"{option} {num_bytes} needs --model, to know the bytes of a token")
+    num_slots = num_bytes // model.kv_bytes_per_token
+    if not num_slots:
+        raise DoesNotFitError(
+            f"{option} {format_bytes(num_bytes)} holds no token of {model.model}: one takes "
+            f"{format_bytes(model.kv_bytes_per_token)}"
+        )
+    return Sourced(num_slots, f"{option} {num_bytes:,} // {model.kv_bytes_per_token:,} bytes a token of {model.model}")
+
+
+def longest_request(max_model_len: int | None, model: TokenBytes | None, lengths: Lengths) -> Sourced:
+    """Tokens of the longest request allowed: as given, else the model's own. Raises InputError where neither is."""
+    if max_model_len is not None:
+        return Sourced(_positive(max_model_len, "--max-model-len"), "--max-model-len")
+    if model is not None and model.max_position_embeddings is not None:
+        return Sourced(model.max_position_embeddings, f"max_position_embeddings of {model.model}")
+    raise InputError(
+        "--max-model-len is missing: static reserves that much for every request, so it decides the answer. Give the "
+        f"server's value, or a --model that states one; the longest request here has {lengths.longest:,} tokens"
+    )
+
+
+def read_lengths(trace: Trace, on_progress: Callable[[int], None] = lambda count: None) -> Lengths:
+    """Every request's lengths.
+
+    Raises:
+        InputError: there is no request.
+    """
+    lengths = Lengths()
+    for number, request in enumerate(trace, start=1):
+        lengths.append(request.input_length, request.output_length)
+        if number % 1_000 == 0:
+            on_progress(number)
+    if not lengths.longest:
+        raise InputError(f"{trace.info.name}: no request with a token to compare allocators with")
+    return lengths
+
+
+def _positive(value: int, option: str) -> int:
+    if value < 1:
+        raise InputError(f"{option} {value}: it must be at least 1")
+    return value
+
+
+SATURATED_QUEUE = (
+    "arrival times are not used: requests are served in their order, as many at a time as fit, and the shares are "
+    "averaged over the iterations in which one waits"
+)
+
+
+def assumptions(usages: list[AllocatorUsage], setup: dict[str, Any]) -> list[str]:
+    """What the figures rest on, one sentence each."""
+    watermark, max_num_seqs = setup["watermark"], setup["max_num_seqs"]
+    out = [
+        SATURATED_QUEUE,
+        f"paged: blocks of {setup['block_size']} tokens, one of them the null block; {percent(watermark)} of the "
+        "blocks stay free at admission",
+        "static, pow2 and oracle take chunks of a buddy allocator, whose sizes are powers of two",
+        "growing gives a request twice its prompt and doubles a full region, in place or by copying",
+        "growing and paged preempt the last request admitted, which is computed again",
+        "no prefix is shared between requests",
+    ]
+    if max_num_seqs is not None:
+        out.append(f"at most {max_num_seqs:,} requests run at a time")
+    idle = [usage.name for usage in usages if not usage.queue_saturated and usage.finished]
+    if idle:
+        out.append(
+            f"no request ever waited for {', '.join(idle)}: averaged over the whole run, and the batch is the work"
+        )
+    return out
+
+
+def compare_sentences(usages: list[AllocatorUsage], setup: dict[str, Any]) -> list[str]:
+    """The answer in words, the costs of growing, and what was refused."""
+    by_name = {usage.name: usage for usage in usages}
+    paged, reserving = by_name["paged"], [by_name[name] for name in ("static", "pow2", "oracle")]
+    out: list[str] = []
+    if paged.mean_batch and all(usage.mean_batch for usage in reserving):
+        ratios = ", ".join(f"{paged.mean_batch / usage.mean_batch:.2f} x {usage.name}" for usage in reserving)
+        out.append(f"Requests that paged memory runs at a time: {paged.mean_batch:,.1f} on average, that is {ratios}.")
+    growth = by_name["growing"].growth
+    if growth is not None and growth.num_copies:
+        size = "" if growth.copied_bytes is None else f" ({gib(growth.copied_bytes)})"
+        out.append(
+            f"growing copied {growth.copied_tokens:,} tokens{size} in {growth.num_copies:,} moves; on average "
+            f"{percent(growth.fragmentation.mean, 0)} of its free memory lay outside the largest hole."
+        )
+    refusals: dict[str, list[str]] = {}
+    for usage in usages:
+        if usage.refused:
+            refusals.setdefault(_refusal(usage, setup), []).append(usage.name)
+    for refusal, names in refusals.items():
+        who = "Every allocator" if len(names) == len(usages) else ", ".join(names)
+        out.append(f"{who} refused {refusal}")
+    return out
+
+
+def _refusal(usage: AllocatorUsage, setup: dict[str, Any]) -> str:
+    too_long = f"longer than max_model_len {setup['max_model_len']:,}"
+    never_fit = f"larger than its {setup['num_slots']:,} slots can ever hold"
+    never_fitting = usage.refused - usage.refused_too_long
+    reasons = [
+        reason if count == usage.refused else f"{count:,} {reason}"
+        for count, reason in ((usage.refused_too_long, too_long), (never_fitting, never_fit))
+        if count
+    ]
+    total = usage.finished + usage.refused + usage.empty
+    return f"{usage.refused:,} of {total:,} requests: {' and '.join(reasons)}."

@@ -1,0 +1,165 @@
+"""Curve of a scenario: the prefix-cache hit rate of its traffic at every capacity."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+
+from ...core.errors import InputError
+from ...core.models.geometry import load_geometry
+from ..cache.capacity_curve import CapacityCurve, capacity_curve
+from ..traces import Trace, TraceInfo, TraceRequest
+from .options import ENGINE, OUTPUT, option, options
+from .results import Table
+from .scenario import Scenario
+from .traffic import open_traffic
+
+# LRU beside a simpler policy, a cleverer one and the best possible; where blocks are cut smaller, LRU alone.
+DEFAULT_POLICIES = "lru,fifo,s3fifo,optimum"
+_MANY_TOKENS = 1 << 20
+
+
+@options
+class CurveOptions:
+    """What a curve shows."""
+
+    capacities: str | None = option(
+        None,
+        OUTPUT,
+        "Cache sizes in blocks, such as 1000,5000,10000. Unless given: a 1-2-5 series.",
+        metavar="BLOCKS,...",
+    )
+    policy: str | None = option(
+        None,
+        ENGINE,
+        f"Eviction policies to compare: any of {{curve policies}}; the first one leads in --json. Unless given: "
+        f"{DEFAULT_POLICIES}.",
+        metavar="POLICY,...",
+    )
+
+
+@attrs.frozen(kw_only=True)
+class CurveResult:
+    """A capacity curve, with bytes where a model is known.
+
+    Attributes:
+        curve: hits of each policy at each capacity, and LRU at all of them.
+        bytes_per_block: of the model's keys and values, over all its GPUs; None without a model.
+    """
+
+    curve: CapacityCurve
+    bytes_per_block: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document of `kvledger curve --json`."""
+        return self.curve.as_dict(self.bytes_per_block)
+
+    def to_frame(self) -> Any:
+        """A data frame with a row for each policy and capacity: blocks, tokens, bytes and hit rates."""
+        points = [
+            {"policy": policy, **self.curve.point_as_dict(point, self.bytes_per_block)}
+            for policy, found in self.curve.policies.items()
+            for point in found
+        ]
+        return Table.of_rows(points).to_frame()
+
+    def __repr__(self) -> str:
+        """The ceiling in one line."""
+        ceiling = self.curve.block_hit_rate(self.curve.infinite)
+        return f"<CurveResult: {', '.join(self.curve.policies)}; at most {ceiling:.2%} of blocks hit>"
+
+
+class CountedTrace:
+    """A trace that reports how many requests were read, every thousandth time."""
+
+    def __init__(self, trace: Trace, on_count: Callable[[int], None]) -> None:
+        self._trace = trace
+        self._on_count = on_count
+
+    @property
+    def info(self) -> TraceInfo:
+        """The trace's own."""
+        return self._trace.info
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        for count, request in enumerate(self._trace):
+            if count % 1_000 == 0:
+                self._on_count(count)
+            yield request
+
+
+def curve_of_scenario(
+    scenario: Scenario,
+    asked: CurveOptions | None = None,
+    *,
+    trace: Trace | None = None,
+    on_progress: Callable[[int], None] = lambda count: None,
+    on_point: Callable[[str, int], None] = lambda policy, num_blocks: None,
+) -> CurveResult:
+    """The curve of a scenario's traffic.
+
+    Args:
+        scenario: traffic, block size and, for sizes in bytes, model.
+        asked: capacities and policies.
+        trace: replaces the scenario's traffic.
+        on_progress: called with the number of requests read.
+        on_point: called with the policy and capacity of each replay that ended.
+
+    Raises:
+        InputError: an option is wrong, or the trace is.
+    """
+    asked = asked or CurveOptions()
+    source = open_traffic(scenario) if trace is None else trace
+    if scenario.model is None and scenario.kv_cache_dtype != "auto":
+        raise InputError(f"--kv-cache-dtype {scenario.kv_cache_dtype} has no effect without --model")
+    policies = asked.policy or _default_policies(source, scenario.block_size)
+    curve = capacity_curve(
+        CountedTrace(source, on_progress),
+        capacities=None if asked.capacities is None else parse_capacities(asked.capacities),
+        policies=[name.strip() for name in policies.split(",")],
+        block_size=scenario.block_size,
+        on_point=on_point,
+    )
+    size = (
+        None if scenario.model is None else bytes_per_block(scenario.model, scenario.kv_cache_dtype, curve.block_size)
+    )
+    return CurveResult(curve=curve, bytes_per_block=size)
+
+
+def parse_capacities(text: str) -> list[int]:
+    """`1000,5000` -> [1000, 5000].
+
+    Raises:
+        InputError: anything that is not a whole number.
+    """
+    sizes: list[int] = []
+    for piece in text.split(","):
+        try:
+            sizes.append(int(piece))
+        except ValueError:
+            raise InputError(
+                f"--capacities {text}: {piece.strip()!r} is not a whole number of blocks; give sizes such as 1000,5000"
+            ) from None
+    return sizes
+
+
+def bytes_per_block(model: str, kv_cache_dtype: str, block_size: int) -> int:
+    """Bytes of one block of a model's keys and values, over all its layers and GPUs.
+
+    Raises:
+        InputError: not every token of the model takes the same bytes.
+    """
+    geometry = load_geometry(model)
+    per_token = geometry.sequence_bytes(1, kv_cache_dtype).total
+    if geometry.sequence_bytes(_MANY_TOKENS, kv_cache_dtype).total != _MANY_TOKENS * per_token:
+        raise InputError(
+            f"--model {model}: some of its layers keep a window or a state, so a number of blocks is not a number of "
+            "bytes; leave --model out, and turn blocks into memory with kvledger plan"
+        )
+    return per_token * block_size
+
+
+def _default_policies(source: Trace, block_size: int | None) -> str:
+    own = source.info.trace_block_size
+    is_cut_smaller = own is not None and block_size is not None and block_size < own
+    return "lru" if is_cut_smaller else DEFAULT_POLICIES

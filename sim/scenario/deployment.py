@@ -1,0 +1,234 @@
+"""From a scenario to the deployment to plan, with a sentence for every figure that was assumed."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from ...core.deployment.deployment import Deployment, GivenMemory
+from ...core.deployment.estimates import EstimateConstants, reserves_graph_memory
+from ...core.deployment.startup_log import StartupLog, calibrated_rows, read_startup_log
+from ...core.errors import InputError
+from ...core.memory.budget import BudgetSemantics, requested_bytes
+from ...core.models.geometry import ModelGeometry, load_geometry
+from ...core.models.weights import scheme_by_name
+from ...core.planner.layout import KVCacheLayout
+from ...core.quantities import format_bytes, parse_bytes
+from ..latency.devices import find_device
+from .scenario import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, DEFAULT_UTILIZATION, Scenario
+
+# Rows of the ledger that a scenario may give in bytes.
+GIVEN_ROWS = ("weights", "non_torch", "workspace", "encoder", "activation", "graph")
+
+
+@attrs.frozen(kw_only=True)
+class PlanQuestion:
+    """A deployment and what stands behind it.
+
+    Attributes:
+        deployment: to be planned.
+        device_name: as it is shown.
+        assumptions: a sentence for every figure that was not typed.
+    """
+
+    deployment: Deployment
+    device_name: str
+    assumptions: tuple[str, ...]
+
+
+def read_question(scenario: Scenario) -> PlanQuestion:
+    """The deployment that a scenario describes.
+
+    Raises:
+        InputError: something is missing, unknown or contradictory.
+    """
+    if scenario.model is None:
+        raise InputError("no model is given; give --model with a built-in name or the path of a config.json")
+    if scenario.enforce_eager and scenario.graph_bytes is not None:
+        raise InputError("--enforce-eager captures no CUDA graphs, so --graph-bytes has no effect; give one of them")
+    geometry = load_geometry(scenario.model)
+    assumptions: list[str] = []
+    device_name, total_bytes = _device(scenario, assumptions)
+    free_bytes = scenario.free_memory
+    if free_bytes is None:
+        free_bytes = total_bytes
+        assumptions.append("all of the device is free before the engine starts (--free-memory)")
+    semantics, fraction = _budget(scenario, assumptions)
+    reserve_graphs = _reserve_graphs(scenario, assumptions)
+    max_num_seqs = _or_default(scenario.max_num_seqs, DEFAULT_MAX_NUM_SEQS, "--max-num-seqs", assumptions)
+    max_num_batched_tokens = _or_default(
+        scenario.max_num_batched_tokens, DEFAULT_MAX_NUM_BATCHED_TOKENS, "--max-num-batched-tokens", assumptions
+    )
+    deployment = Deployment(
+        geometry=geometry,
+        total_bytes=total_bytes,
+        free_bytes=free_bytes,
+        utilization=fraction,
+        semantics=semantics,
+        tensor_parallel_size=scenario.tensor_parallel_size,
+        pipeline_parallel_size=scenario.pipeline_parallel_size,
+        data_parallel_size=scenario.data_parallel_size,
+        decode_context_parallel_size=scenario.decode_context_parallel_size,
+        max_model_len=_max_model_len(scenario, geometry, assumptions),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_concurrent_batches=max(scenario.pipeline_parallel_size, 1 if scenario.async_scheduling is False else 2),
+        kv_cache_dtype=scenario.kv_cache_dtype,
+        dtype=scenario.dtype,
+        quantization=None if scenario.quantization is None else scheme_by_name(scenario.quantization),
+        ignore_config_quantization=scenario.quantization == "none",
+        block_size=scenario.block_size,
+        state_cache_mode=_state_cache_mode(scenario.mamba_cache_mode),
+        layout=_layout(scenario.kv_cache_layout),
+        disable_hybrid_kv_cache_manager=scenario.disable_hybrid_kv_cache_manager,
+        enable_prefix_caching=scenario.enable_prefix_caching,
+        enforce_eager=scenario.enforce_eager,
+        reserve_graph_memory=reserve_graphs,
+        kv_cache_memory_bytes=scenario.kv_cache_memory_bytes,
+        num_gpu_blocks_override=scenario.num_gpu_blocks_override,
+        max_total_tokens=scenario.max_total_tokens,
+        externally_held_bytes=scenario.externally_held_bytes or 0,
+        frontend_reservation_bytes=scenario.frontend_reservation_bytes or 0,
+        given=GivenMemory(**{f"{row}_bytes": getattr(scenario, f"{row}_bytes") for row in GIVEN_ROWS}),
+        measured=_measured(scenario, total_bytes, fraction, reserve_graphs),
+        strict_startup=scenario.strict_startup,
+        validate=scenario.validate,
+        constants=_constants(scenario.assume),
+    )
+    assumptions.extend(_derived(deployment))
+    return PlanQuestion(deployment=deployment, device_name=device_name, assumptions=tuple(assumptions))
+
+
+def _device(scenario: Scenario, assumptions: list[str]) -> tuple[str, int]:
+    total = scenario.total_memory
+    if scenario.gpu is None and total is None:
+        raise InputError(
+            "no device is given; give --gpu with a preset (H100, A100-80GB, L4, ...) or --total-memory with what the"
+            " driver reports, e.g. --total-memory 79.19GiB"
+        )
+    if scenario.gpu is None:
+        return "device", total or 0
+    device = find_device(scenario.gpu)
+    if total is not None:
+        return device.name, total
+    assumptions.append(f"{device.name} reports {format_bytes(device.total_bytes)} in total: {device.total_source}")
+    return device.name, device.total_bytes
+
+
+def _budget(scenario: Scenario, assumptions: list[str]) -> tuple[BudgetSemantics, float]:
+    given = {
+        BudgetSemantics.OF_TOTAL: scenario.gpu_memory_utilization,
+        BudgetSemantics.STATIC_FRACTION: scenario.mem_fraction_static,
+        BudgetSemantics.OF_FREE: scenario.free_gpu_memory_fraction,
+    }
+    named = [(semantics, value) for semantics, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise InputError(
+            "--gpu-memory-utilization, --mem-fraction-static and --free-gpu-memory-fraction mean different things; give"
+            " one of them"
+        )
+    if named:
+        return named[0]
+    assumptions.append(f"--gpu-memory-utilization {DEFAULT_UTILIZATION} (the engine's default)")
+    return BudgetSemantics.OF_TOTAL, DEFAULT_UTILIZATION
+
+
+def _reserve_graphs(scenario: Scenario, assumptions: list[str]) -> bool:
+    if scenario.reserve_graph_memory is not None:
+        if scenario.engine_version is not None and scenario.reserve_graph_memory != reserves_graph_memory(
+            scenario.engine_version
+        ):
+            raise InputError(
+                f"--engine-version {scenario.engine_version} and --reserve-graph-memory/--no-reserve-graph-memory"
+                " contradict each other; give one of them"
+            )
+        return scenario.reserve_graph_memory
+    if scenario.engine_version is not None:
+        return reserves_graph_memory(scenario.engine_version)
+    if not scenario.enforce_eager:
+        assumptions.append("graph memory is set aside, as vLLM does since 0.21 (--engine-version)")
+    return True
+
+
+def _or_default(value: int | None, default: int, option: str, assumptions: list[str]) -> int:
+    if value is not None:
+        return value
+    assumptions.append(f"{option} {default} (the engine's usual default; activations follow it)")
+    return default
+
+
+def _max_model_len(scenario: Scenario, geometry: ModelGeometry, assumptions: list[str]) -> int | None:
+    if scenario.max_model_len is None and geometry.max_position_embeddings is not None:
+        assumptions.append(f"--max-model-len {geometry.max_position_embeddings:,}, what the model was made for")
+    return scenario.max_model_len
+
+
+def _state_cache_mode(mode: str | None) -> Any:
+    if mode is not None and mode not in ("none", "align", "all"):
+        raise InputError(f"--mamba-cache-mode {mode!r}; give none, align or all")
+    return mode
+
+
+def _layout(name: str) -> KVCacheLayout:
+    if name not in KVCacheLayout.__members__:
+        raise InputError(f"--kv-cache-layout {name!r}; known are {', '.join(KVCacheLayout.__members__)}")
+    return KVCacheLayout[name]
+
+
+def read_log(path: str) -> StartupLog:
+    """A start-up log from a file, or from standard input (`-`).
+
+    Raises:
+        InputError: it cannot be read, or holds none of the known lines.
+    """
+    if path == "-":
+        return read_startup_log(sys.stdin, "standard input")
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from error
+    return read_startup_log(text.splitlines(), path)
+
+
+def _measured(scenario: Scenario, total_bytes: int, fraction: float, reserve_graphs: bool):
+    if scenario.startup_log is None:
+        return None
+    given = [name for name in GIVEN_ROWS if getattr(scenario, f"{name}_bytes") is not None]
+    if given:
+        option = f"--{given[0].replace('_', '-')}-bytes"
+        raise InputError(f"{option} and --startup-log both say what a row takes; give one of them")
+    log = read_log(scenario.startup_log)
+    return calibrated_rows(log, requested_bytes(total_bytes, fraction), reserve_graph_memory=reserve_graphs)
+
+
+def _constants(assumed: tuple[str, ...]) -> EstimateConstants:
+    constants = EstimateConstants()
+    for text in assumed:
+        name, _, value = text.partition("=")
+        known = [field.name for field in attrs.fields(EstimateConstants) if not field.name.endswith("_range")]
+        if name not in known:
+            raise InputError(f"--assume {text!r}: known are {', '.join(known)}, e.g. --assume {known[1]}=32")
+        number = parse_bytes(value, f"--assume {name}")
+        constants = attrs.evolve(constants, **{name: number})
+    return constants
+
+
+def _derived(deployment: Deployment) -> list[str]:
+    geometry = deployment.geometry
+    out: list[str] = []
+    if geometry.from_class:
+        out.append(f"{', '.join(geometry.from_class)}: left out of the config, so as the architecture's class has it")
+    block_size, why = deployment.resolved_block_size()
+    if deployment.block_size != block_size:
+        out.append(f"blocks of {block_size} tokens: {why}")
+    if deployment.dtype is None and geometry.dtype is not None:
+        out.append(f"--dtype {geometry.dtype}, from the model's config")
+    if deployment.scheme is not None and deployment.quantization is None:
+        out.append(f"weights are {deployment.scheme.name}, from the model's config")
+    if deployment.hybrid_manager_is_off and deployment.disable_hybrid_kv_cache_manager is None:
+        out.append("layers with chunks are sized like full ones, as vLLM does by default for this architecture")
+    if geometry.has_states and deployment.state_cache_mode is None:
+        mode = "align" if deployment.enable_prefix_caching else "none"
+        out.append(f"--mamba-cache-mode {mode}, as prefix caching is {'on' if mode == 'align' else 'off'}")
+    return out

@@ -1,0 +1,272 @@
+"""The engine of a scenario: its pool and groups, its scheduler and its latency model. Nothing is filled in silently."""
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from ...core.allocator.config import AllocatorConfig
+from ...core.cache_kinds import FullAttention
+from ...core.deployment.deployment import DEFAULT_BLOCK_SIZE
+from ...core.deployment.plan import DeploymentPlan, plan_deployment
+from ...core.errors import InputError
+from ...core.planner.groups import allocator_groups
+from ...core.planner.verdict import hybrid_waste
+from ...core.scheduler.config import SchedulerConfig
+from ...core.types import LatencyModel
+from ..engine.drafts import DraftAcceptance
+from ..fleet.fleet import EngineParts
+from ..latency.devices import Device, find_device
+from ..latency.linear import LinearLatency, SwapLatency
+from ..latency.roofline import RooflineLatency
+from ..latency.table import TableLatency
+from .deployment import read_question
+from .scenario import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, Scenario
+
+# No published model has a longer context; a pool without a model serves requests up to this length.
+LONGEST_CONTEXT_TOKENS = 1 << 20
+# vLLM's own engine keeps no boundary states beyond those that its rules ask for.
+ENGINE_RETENTION = 0
+
+
+@attrs.frozen(kw_only=True)
+class Pool:
+    """A pool to replay on, and what it rests on.
+
+    Attributes:
+        allocator: sizes, groups and rules.
+        plan: how the planner came to it; None without a model.
+        device: datasheet figures of each GPU; None without a preset.
+        facts: entries for the report's assumptions.
+    """
+
+    allocator: AllocatorConfig
+    plan: DeploymentPlan | None = None
+    device: Device | None = None
+    facts: dict[str, Any]
+
+
+@attrs.frozen(kw_only=True)
+class Engine:
+    """One engine: the parts that a replay runs, and the pool that they were made from."""
+
+    pool: Pool
+    parts: EngineParts
+
+
+def engine_of(scenario: Scenario) -> Engine:
+    """The engine that a scenario describes.
+
+    Raises:
+        InputError: something is missing, unknown or contradictory.
+        DoesNotFitError: the planner's answer is no.
+    """
+    pool = pool_of(scenario)
+    latency = latency_of(scenario, pool)
+    if (scenario.preemption_mode == "swap") != (scenario.swap_link_gb_s is not None):
+        raise InputError("--preemption-mode swap and --swap-link-gb-s go together: copies take time")
+    rate, seed = scenario.draft_acceptance_rate, scenario.seed or 0
+    if (scenario.num_speculative_tokens > 0) != (rate is not None):
+        raise InputError("--num-speculative-tokens and --draft-acceptance-rate go together; neither has a default")
+    parts = EngineParts(
+        allocator=pool.allocator,
+        scheduler=scheduler_of(scenario),
+        latency=latency,
+        # Each engine draws from a generator of its own.
+        drafts_of=lambda index: None if rate is None else DraftAcceptance(rate, seed + index),
+        async_scheduling=bool(scenario.async_scheduling),
+    )
+    return Engine(pool=pool, parts=parts)
+
+
+def scheduler_of(scenario: Scenario) -> SchedulerConfig:
+    """The scheduler's limits and policies."""
+    return SchedulerConfig(
+        max_num_seqs=scenario.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
+        max_num_batched_tokens=scenario.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS,
+        enable_chunked_prefill=scenario.enable_chunked_prefill,
+        long_prefill_token_threshold=scenario.long_prefill_token_threshold,
+        policy=scenario.scheduling_policy,
+        preemption_victim=scenario.preemption_victim,
+        preemption_mode=scenario.preemption_mode,
+        swap_space_blocks=scenario.swap_space_blocks,
+        num_speculative_tokens=scenario.num_speculative_tokens,
+    )
+
+
+def pool_of(scenario: Scenario) -> Pool:
+    """The pool: of a given number of blocks in one full-attention group, or planned for a model.
+
+    Raises:
+        InputError: too little is given, or options contradict each other.
+        DoesNotFitError: the planner's answer is no.
+    """
+    if scenario.model is None:
+        return _pool_of_given_size(scenario)
+    if scenario.gpu is None and scenario.total_memory is None:
+        raise InputError(f"--model {scenario.model} needs --gpu: the pool of a model is planned on a device")
+    deployment = read_question(scenario).deployment
+    # The pool keeps blocks for the steps in flight that this engine has, which is one per pipeline stage.
+    deployment = attrs.evolve(deployment, max_concurrent_batches=scenario.pipeline_parallel_size)
+    plan = plan_deployment(deployment)
+    if plan.refusal is not None:
+        raise plan.refusal
+    return Pool(
+        allocator=allocator_of_plan(plan, scenario),
+        plan=plan,
+        device=None if scenario.gpu is None else find_device(scenario.gpu),
+        facts=_facts(scenario, plan),
+    )
+
+
+def allocator_of_plan(plan: DeploymentPlan, scenario: Scenario) -> AllocatorConfig:
+    """The pool of a plan that fits, with the planner's groups.
+
+    Raises:
+        InputError: a cache of the model has no rules for the allocator.
+    """
+    deployment, pool = plan.deployment, plan.pool
+    return AllocatorConfig(
+        num_blocks=plan.num_blocks,
+        groups=allocator_groups(pool.configs()[0], deployment.decode_context_parallel_size),
+        max_model_len=pool.max_model_len,
+        max_num_reqs=deployment.max_num_seqs,
+        enable_caching=deployment.enable_prefix_caching,
+        retention_interval=ENGINE_RETENTION,
+        max_in_flight_tokens=deployment.max_concurrent_batches * deployment.max_num_batched_tokens,
+        watermark_blocks=scenario.watermark_blocks,
+        hash_block_size=pool.hash_block_size,
+        scheduler_block_size=pool.scheduler_block_size,
+        eviction=scenario.eviction,
+        key_algorithm="trace ids",
+    )
+
+
+def roofline_of_plan(plan: DeploymentPlan, device: Device, weights_dtype: str) -> RooflineLatency:
+    """The step times of a planned engine.
+
+    Args:
+        plan: model, ranks, limits.
+        device: datasheet figures of each GPU.
+        weights_dtype: a quantization scheme, a dtype, or `auto`: what the model's config says.
+
+    Raises:
+        InputError: what the model stores or computes is not known, or does not divide over the ranks.
+    """
+    deployment = plan.deployment
+    return RooflineLatency.for_model(
+        deployment.geometry,
+        device,
+        max_num_seqs=deployment.max_num_seqs,
+        tensor_parallel_size=deployment.tensor_parallel_size,
+        pipeline_parallel_size=deployment.pipeline_parallel_size,
+        weights_dtype=weights_dtype,
+        kv_cache_dtype=deployment.cache_dtype,
+        enforce_eager=deployment.enforce_eager,
+    )
+
+
+def latency_of(scenario: Scenario, pool: Pool) -> LatencyModel:
+    """The latency model: `roofline` for a model on a device, else `linear`; `table` reads measured steps.
+
+    Raises:
+        InputError: the model needs something that is not given, or something given has no effect on it.
+    """
+    name = scenario.latency or ("table" if scenario.latency_table else "roofline" if pool.plan else "linear")
+    if name != "linear":
+        _refuse_given(scenario, ("base_ms", "us_per_prefill_token", "us_per_decoding_sequence"), f"--latency {name}")
+    if name != "table":
+        _refuse_given(scenario, ("latency_table",), f"--latency {name}")
+    if name == "roofline":
+        if pool.plan is None or pool.device is None:
+            raise InputError("--latency roofline needs --model and --gpu: it is computed from both")
+        model = roofline_of_plan(pool.plan, pool.device, scenario.quantization or "auto")
+    elif name == "linear":
+        model = _linear(scenario)
+    elif name == "table" and scenario.latency_table is not None:
+        model = TableLatency.from_csv(Path(scenario.latency_table))
+    elif name == "table":
+        raise InputError("--latency table needs --latency-table FILE: a CSV of measured steps")
+    else:
+        raise InputError(f"--latency {name} is no latency model; there are linear, roofline and table")
+    return _with_swapping(model, scenario, pool)
+
+
+def _linear(scenario: Scenario) -> LatencyModel:
+    default = LinearLatency()
+    base_ms, prefill_us, decode_us = scenario.base_ms, scenario.us_per_prefill_token, scenario.us_per_decoding_sequence
+    return LinearLatency(
+        default.base_s if base_ms is None else base_ms / 1e3,
+        default.prefill_token_s if prefill_us is None else prefill_us / 1e6,
+        default.decode_seq_s if decode_us is None else decode_us / 1e6,
+    )
+
+
+def _with_swapping(model: LatencyModel, scenario: Scenario, pool: Pool) -> LatencyModel:
+    if scenario.swap_link_gb_s is None:
+        _refuse_given(scenario, ("swap_bytes_per_block",), "a replay without --swap-link-gb-s")
+        return model
+    bytes_per_block = scenario.swap_bytes_per_block or (pool.plan.bytes_per_block if pool.plan else None)
+    if bytes_per_block is None:
+        raise InputError("--swap-link-gb-s needs the bytes of a block: give --model, or --swap-bytes-per-block")
+    return SwapLatency(model, bytes_per_block, scenario.swap_link_gb_s * 1e9)
+
+
+def _refuse_given(scenario: Scenario, names: tuple[str, ...], where: str) -> None:
+    for name in names:
+        value = getattr(scenario, name)
+        if value is not None:
+            raise InputError(f"--{name.replace('_', '-')} {value} has no effect on {where}; leave it out")
+
+
+def _pool_of_given_size(scenario: Scenario) -> Pool:
+    if scenario.gpu is not None or scenario.kv_cache_memory_bytes is not None:
+        raise InputError("--gpu and --kv-cache-memory-bytes size a pool for a model; give --model too")
+    if scenario.num_gpu_blocks_override is None:
+        raise InputError(
+            "how large is the pool? Give --model and --gpu to have it planned, or --num-gpu-blocks-override N (blocks "
+            "of --block-size tokens)"
+        )
+    of_a_model = scenario.kv_cache_dtype != "auto" or scenario.quantization is not None
+    if of_a_model or scenario.tensor_parallel_size != 1 or scenario.pipeline_parallel_size != 1:
+        raise InputError(
+            "--kv-cache-dtype, --quantization and the parallel sizes have no effect without --model; leave them out"
+        )
+    block_size = scenario.block_size or DEFAULT_BLOCK_SIZE
+    held_tokens = (scenario.num_gpu_blocks_override - 1) * block_size
+    allocator = AllocatorConfig(
+        num_blocks=scenario.num_gpu_blocks_override,
+        groups=[FullAttention(block_size)],
+        max_model_len=scenario.max_model_len or max(1, min(held_tokens, LONGEST_CONTEXT_TOKENS)),
+        max_num_reqs=scenario.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
+        enable_caching=scenario.enable_prefix_caching,
+        watermark_blocks=scenario.watermark_blocks,
+        eviction=scenario.eviction,
+        key_algorithm="trace ids",
+    )
+    return Pool(allocator=allocator, facts={"pool": "given in blocks, one full-attention group, no model"})
+
+
+def _facts(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any]:
+    deployment = plan.deployment
+    facts: dict[str, Any] = {
+        "pool": "given in blocks (--num-gpu-blocks-override)"
+        if scenario.num_gpu_blocks_override
+        else "planned: kvledger plan shows every row",
+        "model": deployment.geometry.name,
+        "gpu": scenario.gpu,
+        "gpu_total_bytes": deployment.total_bytes,
+        "gpu_memory_utilization": deployment.utilization,
+        "kv_cache_dtype": deployment.cache_dtype,
+        "bytes_per_block_per_gpu": plan.bytes_per_block,
+        "num_blocks_if_estimates_are_off": list(plan.blocks_range),
+    }
+    waste = hybrid_waste(deployment.layer_specs(), plan.pool.max_model_len)
+    if waste.floor_bytes < waste.full_bytes:
+        facts["saved_by_windows_at_max_model_len"] = {
+            "num_tokens": waste.num_tokens,
+            "all_full_bytes": waste.full_bytes,
+            "window_aware_bytes": waste.floor_bytes,
+            "saved_share": waste.wasted_share,
+        }
+    return facts

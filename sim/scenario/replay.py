@@ -1,0 +1,144 @@
+"""Replay a scenario: what happens to its traffic on one engine."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import attrs
+
+from ..engine.listener import RunListener
+from ..engine.metrics import RequestRecord
+from ..engine.replay import ReplayReport, replay
+from ..engine.vllm_metrics import HistogramCounts, Snapshot
+from ..traces import Trace
+from ..workloads.samples import SampledTrace
+from .engine import Engine, engine_of
+from .results import Table, trace_as_dict
+from .scenario import Scenario
+from .traffic import open_traffic
+
+HISTOGRAMS = {
+    "ttft_s": "vllm:time_to_first_token_seconds",
+    "itl_s": "vllm:inter_token_latency_seconds",
+    "tpot_s": "vllm:request_time_per_output_token_seconds",
+    "e2e_s": "vllm:e2e_request_latency_seconds",
+}
+
+
+@attrs.frozen(kw_only=True)
+class ReplayResult:
+    """A replay of one engine or of a fleet.
+
+    Attributes:
+        report: the figures of the run.
+        trace: what was replayed.
+        requests: a row for each finished request, in the order in which they finished, where they were kept.
+    """
+
+    report: ReplayReport
+    trace: dict[str, Any]
+    requests: Table
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document of `kvledger replay --json`."""
+        return {"trace": self.trace, **self.report.to_json()}
+
+    def to_frame(self) -> Any:
+        """A data frame with a row for each latency: TTFT, ITL, TPOT and E2E in seconds."""
+        rows = [{"latency": name, **figures} for name, figures in self.report.latencies.items()]
+        return Table.of_rows(rows).to_frame()
+
+    def __repr__(self) -> str:
+        """The outcome in one line."""
+        requests, ttft = self.report.requests, self.report.latencies["ttft_s"]
+        return f"<ReplayResult: {requests['finished']:,} of {requests['total']:,} finished, TTFT p99 {ttft['p99']} s>"
+
+
+class KeptRequests:
+    """Records of finished requests, kept in memory as columns."""
+
+    def __init__(self) -> None:
+        self._records: list[RequestRecord] = []
+
+    def add(self, record: RequestRecord) -> None:
+        """Keep one record."""
+        self._records.append(record)
+
+    def table(self) -> Table:
+        """All records, a row each."""
+        fields = [field.name for field in attrs.fields(RequestRecord)]
+        return Table({name: [getattr(record, name) for record in self._records] for name in fields})
+
+
+def sampled_traffic(scenario: Scenario, seed: int | None = None) -> Trace:
+    """The scenario's traffic, every request `n` times."""
+    source = open_traffic(scenario, seed)
+    return source if scenario.n == 1 else SampledTrace(source, scenario.n)
+
+
+def replay_scenario(
+    scenario: Scenario,
+    *,
+    engine: Engine | None = None,
+    trace: Trace | None = None,
+    keep_requests: bool = False,
+    listeners: Iterable[RunListener] = (),
+    on_finished: Callable[[RequestRecord], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
+    macro_steps: bool = True,
+) -> ReplayResult:
+    """Replay a scenario's traffic through allocator, scheduler and latency model.
+
+    Args:
+        scenario: everything about traffic and engine.
+        engine: made from the scenario unless given.
+        trace: replaces the scenario's traffic.
+        keep_requests: whether the result holds a row for each finished request.
+        listeners: told of requests, commits and steps as the run goes on.
+        on_finished: called with the record of each finished request.
+        on_progress: called with the number of requests submitted so far.
+        macro_steps: whether several identical decode steps may be simulated at once.
+
+    Raises:
+        InputError: something is missing, unknown or contradictory, or the trace is wrong.
+        DoesNotFitError: the planner's answer is no.
+    """
+    engine = engine or engine_of(scenario)
+    source = sampled_traffic(scenario) if trace is None else trace
+    kept = KeptRequests()
+
+    def finished(record: RequestRecord) -> None:
+        kept.add(record)
+        if on_finished is not None:
+            on_finished(record)
+
+    report = replay(
+        source,
+        allocator=engine.parts.allocator,
+        scheduler=engine.parts.scheduler,
+        latency=engine.parts.latency,
+        drafts=engine.parts.drafts_of(0),
+        async_scheduling=engine.parts.async_scheduling,
+        trace_block_size=source.info.trace_block_size,
+        closed_loop=scenario.closed_loop,
+        listeners=listeners,
+        on_finished=finished if keep_requests else on_finished,
+        macro_steps=macro_steps,
+        on_progress=on_progress,
+    )
+    report.assumptions = {**engine.pool.facts, **report.assumptions}
+    return ReplayResult(report=report, trace=trace_as_dict(source.info), requests=kept.table())
+
+
+def latency_distributions(snapshot: Snapshot) -> dict[str, dict[str, list[float]]]:
+    """By latency: `up_to_s`, boundaries in seconds, and `share`, the part of all samples within each."""
+    out: dict[str, dict[str, list[float]]] = {}
+    for name, metric in HISTOGRAMS.items():
+        counts: HistogramCounts | None = snapshot.get(metric)
+        if counts is None or not counts.buckets[-1][1]:
+            continue
+        *finite, (_, num_samples) = counts.buckets
+        out[name] = {
+            "up_to_s": [boundary for boundary, _ in finite],
+            "share": [within / num_samples for _, within in finite],
+        }
+    return out

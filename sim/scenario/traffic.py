@@ -1,0 +1,71 @@
+"""The requests of a scenario: a trace file, a recorded run, a built-in workload, or a workload fitted to a trace."""
+
+from typing import Any
+
+from ...core.errors import InputError
+from ..traces import Trace, open_trace
+from ..traces.event_log import open_logged_trace, the_event_log
+from .scenario import Scenario
+
+# How the rows of a file are read: fields of a scenario that have no effect on a built-in workload.
+OF_FILES = ("trace_format", "timestamp_unit", "trace_block_size", "tokenizer", "request_rate")
+
+
+def open_traffic(scenario: Scenario, seed: int | None = None) -> Trace:
+    """Open exactly one of a trace, a workload by name, and a workload fitted to a trace.
+
+    Args:
+        scenario: says which one, how it is read and which part of it is used.
+        seed: replaces the scenario's.
+
+    Raises:
+        InputError: none or several are given, an option has no effect on the one that is, or a file cannot be read.
+    """
+    given = [source for source in (scenario.trace or None, scenario.workload, scenario.fit) if source is not None]
+    if len(given) != 1:
+        raise InputError(
+            "give a trace file, --workload NAME or --fit FILE"
+            + (", not more than one of them" if given else ", such as --workload conversation")
+        )
+    seed = scenario.seed if seed is None else seed
+    window: dict[str, Any] = {name: getattr(scenario, name) for name in ("skip_first", "limit", "rate_scale")}
+    of_files: dict[str, Any] = {_argument(name): getattr(scenario, name) for name in OF_FILES}
+    if scenario.trace:
+        return _open_files(scenario, seed, of_files, window)
+    if scenario.fit is not None:
+        from ..workloads.fitting import open_fitted
+
+        of_files["on_bad_row"] = scenario.on_bad_row or "refuse"
+        if scenario.request_rate is not None:
+            of_files["seed"] = seed
+        return open_fitted(open_trace(scenario.fit, **of_files), seed=seed or 0, **window)
+    for name in (*OF_FILES, "on_bad_row"):
+        value = getattr(scenario, name)
+        if value is not None:
+            option = _argument(name).replace("_", "-")
+            raise InputError(f"--{option} {value} has no effect on a built-in workload; leave it out")
+    from ..workloads.builtin import open_workload
+    from ..workloads.mix import is_mix, open_mix
+
+    name = str(scenario.workload)
+    return (open_mix if is_mix(name) else open_workload)(name, seed=seed or 0, **window)
+
+
+def _open_files(scenario: Scenario, seed: int | None, of_files: dict[str, Any], window: dict[str, Any]) -> Trace:
+    if (log := the_event_log(scenario.trace)) is not None:
+        changed = {name: value for name, value in window.items() if value not in (0, 1.0)}
+        return open_logged_trace(log, on_bad_row=scenario.on_bad_row, **of_files, **changed)
+    # Drafts are drawn with the seed, whatever the trace; without them a seed has to have an effect on the trace.
+    has_other_use = scenario.draft_acceptance_rate is not None and scenario.request_rate is None
+    return open_trace(
+        scenario.trace,
+        seed=None if has_other_use else seed,
+        on_bad_row=scenario.on_bad_row or "refuse",
+        **of_files,
+        **window,
+    )
+
+
+def _argument(name: str) -> str:
+    """The name that `open_trace` has for a field."""
+    return "format" if name == "trace_format" else name
