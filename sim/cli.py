@@ -94,8 +94,18 @@ def build_app() -> typer.Typer:
     return app
 
 
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from .. import __version__
+
+        print(f"kvledger {__version__}")
+        raise typer.Exit
+
+
 def _global_options(
-    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
     plugin: Annotated[
         list[str] | None,
         typer.Option(

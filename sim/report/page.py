@@ -168,7 +168,7 @@ def render_page(document: dict[str, Any]) -> str:
 
 def _shell(title: str, body: Html, plots: dict[str, Any], plotly_js: str) -> str:
     here = files(__package__ or "")
-    style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("report_page.css", "report_page.js"))
+    style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     # Inside a script element only "<" could end it or open a comment.
     embedded = json.dumps(plots, allow_nan=False).replace("<", "\\u003c")
     return (

@@ -64,7 +64,7 @@ def write_plots(plots: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Pa
 
 def page_colours() -> dict[str, str]:
     """`--lru` -> `#0072b2`: the style sheet's colours of a light page."""
-    style = files(__package__ or "").joinpath("report_page.css").read_text(encoding="utf-8")
+    style = files(__package__ or "").joinpath("page.css").read_text(encoding="utf-8")
     light, _, _ = style.partition("@media")
     return dict(re.findall(r"(--[a-z-]+): (#[0-9a-f]{6})", light))
 

@@ -245,7 +245,7 @@ def test_attributes_and_content_are_escaped_unless_they_are_html_already() -> No
 def test_the_style_and_the_script_are_part_of_the_package() -> None:
     from importlib.resources import files
 
-    for name in ("report_page.css", "report_page.js"):
+    for name in ("page.css", "page.js"):
         assert files("kvledger.sim").joinpath(name).is_file()
 
 
