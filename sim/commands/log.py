@@ -8,7 +8,7 @@ import typer
 
 from ..scenario.options import OptionSet
 from ..scenario.scenario import Scenario
-from ..search.jobs import RERUN
+from ..search.jobs import REPLAY
 from .declare import Changes, Json, PanelCommand, command
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def convert(
         print(f"{output}: {count:,} {'requests' if to == 'trace' else 'batches' if to == 'kv-events' else 'rows'}")
 
 
-@command(changes=OptionSet.of(Scenario, RERUN))
+@command(changes=OptionSet.of(Scenario, REPLAY, without=["trace"]))
 def replay(
     context: typer.Context,
     log: Directory,
@@ -271,11 +271,12 @@ def replay(
     import sys
 
     from ..exports.run_exports import ExportOptions
-    from ..logs.replay import recorded_scenario, what_changed
+    from ..logs.replay import check_changes, recorded_scenario, what_changed
     from ..traces.event_log import open_event_log
     from ..traces.recorded import is_live
     from .replay import run_replay
 
+    check_changes(changes)
     reader = open_event_log(log)
     if is_live(reader) and not changes:
         _decide_again(reader, log, json)

@@ -42,6 +42,17 @@ def recorded_scenario(reader: LogReader) -> Scenario:
     return Scenario.from_dict({**kept, "trace": trace})
 
 
+def check_changes(changes: Mapping[str, Any]) -> None:
+    """Raise `InputError` for an option that would choose other requests: the log holds those of its run."""
+    for name, value in changes.items():
+        if name not in RERUN:
+            option = "format" if name == "trace_format" else name.replace("_", "-")
+            raise InputError(
+                f"--{option} {value} has no effect on an event log, which holds the requests of one run as they came; "
+                "leave it out"
+            )
+
+
 def what_changed(recorded: Scenario, changes: Mapping[str, Any]) -> str:
     """One line on the options that differ from the recorded run, with the values they had."""
     told = ", ".join(f"{name} {value} (was {getattr(recorded, name)})" for name, value in changes.items())

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvledger.sim.commands.replay import replay
-from kvledger.sim.scenario.given_options import changed, option_texts
+from kvledger.sim.scenario.options import texts_of
+from kvledger.sim.scenario.scenario import Scenario
+from kvledger.sim.search.ab import AbQuestion
 
 BIN = Path(sys.executable).parent / "kvledger"
 CHAT = ("--workload", "conversation", "--limit", "80", "--rate-scale", "2")
@@ -106,7 +107,7 @@ def test_a_question_without_two_sides_is_refused(changes: tuple[str, ...], messa
 
 def test_options_are_written_as_they_are_spelled_on_the_command_line() -> None:
     given = {"trace_format": "azure", "enable_prefix_caching": False, "closed_loop": False, "async_scheduling": True}
-    texts = option_texts({**given, "n": 2, "limit": None, "max_num_seqs": 256, "model": "m", "trace": ["f"]}, replay)
+    texts = texts_of(Scenario.from_dict({**given, "n": 2, "limit": None, "max_num_seqs": None, "model": "m"}))
     assert texts == {
         "format": "azure",
         "enable-prefix-caching": "no",
@@ -115,4 +116,9 @@ def test_options_are_written_as_they_are_spelled_on_the_command_line() -> None:
         "n": "2",
         "model": "m",
     }
-    assert changed({"a": "1", "b": "2"}, {"b": "default", "c": "3"}) == (("a", "1"), ("c", "3"))
+
+
+def test_a_change_to_default_takes_an_option_away() -> None:
+    question = AbQuestion(command="replay", scenario=Scenario(model="m", n=2), a={"n": "default"}, b={"gpu": "H100"})
+    assert question.options(question.a) == {"model": "m"}
+    assert question.options(question.b) == {"n": "2", "model": "m", "gpu": "H100"}

@@ -5,22 +5,32 @@ from typing import Any
 
 import pandas as pd
 import pytest
-import typer
 from kvledger.backends.sinks.log.durable_log import DurableLog
 from kvledger.backends.sinks.log.reader import LogReader
 from kvledger.backends.sinks.log.rows import LoggedCommit
 from kvledger.core.events import BlocksFreed, Commit, FreeReason
-from kvledger.sim.cli import build_app
 from kvledger.sim.logs.run_log import RunLog
 from kvledger.sim.traces import open_trace
 
 from tests.sim.recorded_logs import FLUSH, POOL, rewritten
 
-
-def options_of(arguments: list[str]) -> dict[str, Any]:
-    """The parameters of `kvledger replay` as given and by default."""
-    command = typer.main.get_command(build_app()).commands["replay"]  # pyright: ignore[reportAttributeAccessIssue]
-    return command.make_context("replay", [*arguments]).params
+# What version 1 of a log's header said of a run: every parameter of the command, output options included.
+HEADER_1 = {
+    "trace": ["trace.jsonl"],
+    "num_gpu_blocks_override": 40,
+    "block_size": 512,
+    "gpu_memory_utilization": 0.9,
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 8192,
+    "async_scheduling": False,
+    "kv_cache_memory_bytes": None,
+    "requests_out": None,
+    "openmetrics_start": None,
+    "plots": None,
+    "log": "run.log",
+    "log_flush": None,
+    "json": True,
+}
 
 
 # -- replay ------------------------------------------------------------------------------------------------------------
@@ -88,7 +98,8 @@ def test_a_log_that_is_of_no_run_cannot_be_run_again(kvledger, recorded, tmp_pat
 
 def test_a_run_that_was_killed_replays_as_far_as_its_requests_came(kvledger, trace, tmp_path) -> None:
     source = open_trace(trace)
-    log = RunLog(tmp_path / "log", command="replay", options=options_of([trace, *POOL]), trace=source, flush=FLUSH)
+    options = {**HEADER_1, "trace": [trace]}
+    log = RunLog(tmp_path / "log", command="replay", options=options, trace=source, flush=FLUSH)
     rows = iter(log.trace)
     for _ in range(25):
         next(rows)

@@ -12,8 +12,9 @@ from kvledger.core.errors import InputError
 from kvledger.core.memory.ledger import sum_bytes
 from kvledger.sim.cli import main
 from kvledger.sim.latency.devices import devices, find_device
-from kvledger.sim.report.plan_tables import bar_segments, ledger_bar
-from kvledger.sim.scenario.plan_question import PlanOptions, read_question
+from kvledger.sim.report.plan import bar_segments, ledger_bar
+from kvledger.sim.scenario.deployment import read_question
+from kvledger.sim.scenario.scenario import Scenario
 
 GIB = 1 << 30
 DESIGN_KEYS = {
@@ -109,13 +110,16 @@ def test_a_plan_that_does_not_fit_exits_with_1_and_says_why_in_both_forms(run: R
         ((*LLAMA, "--assume", "luck=7"), "known are hidden_copies"),
         ((*LLAMA, "--context-lengths", "many"), "token counts separated by commas"),
         ((*LLAMA, "--context-mix", "2048:0.5"), "add up to 1"),
-        ((*LLAMA, "--context-mix", "9000:1"), "longer than max_model_len"),
+        ((*LLAMA, "--context-mix", "9000:1"), "longer than --max-model-len"),
         ((*LLAMA, "--logged-memory", "41.73"), "belong together"),
         ((*LLAMA, "--startup-log", "/nowhere/log"), "No such file"),
         ((*LLAMA, "--mamba-cache-mode", "sometimes"), "give none, align or all"),
         ((*LLAMA, "--kv-cache-layout", "ABC"), "known are LBHNC"),
         ((*LLAMA, "--max-total-tokens", "3"), "less than one block"),
-        (("plan", "--model", "llama-3.1-8b", "--gpu", "H100", "--max-model-len", "long"), "give tokens"),
+        (
+            ("plan", "--model", "llama-3.1-8b", "--gpu", "H100", "--max-model-len", "long"),
+            "8192, 32K (32,768) or 32k or auto",
+        ),
         (("plan", "--model", "kimi-k3", "--gpu", "H100", "-tp", "8"), "--weights-bytes"),
     ],
 )
@@ -313,28 +317,11 @@ def test_a_constant_of_the_estimates_can_be_replaced(run: Run) -> None:
     assert lean["num_gpu_blocks"] > usual["num_gpu_blocks"]
 
 
-def _options(**changes: Any) -> PlanOptions:
-    settings: dict[str, Any] = dict.fromkeys(PlanOptions.__annotations__) | {
-        "model": "llama-3.1-70b",
-        "gpu": "H100",
-        "async_scheduling": True,
-        "kv_cache_dtype": "auto",
-        "kv_cache_layout": "LBNHC",
-        "enable_prefix_caching": True,
-        "tensor_parallel_size": 4,
-        "pipeline_parallel_size": 1,
-        "data_parallel_size": 1,
-        "decode_context_parallel_size": 1,
-        "enforce_eager": False,
-        "assume": (),
-        "strict_startup": False,
-        "validate": True,
-    }
-    return PlanOptions(**settings | changes)
+LLAMA_ON_FOUR = Scenario(model="llama-3.1-70b", gpu="H100", async_scheduling=True, tensor_parallel_size=4)
 
 
 def test_the_bar_is_as_wide_as_asked_and_in_proportion() -> None:
-    plan = plan_deployment(read_question(_options()).deployment)
+    plan = plan_deployment(read_question(LLAMA_ON_FOUR).deployment)
     rows = plan.rows(plan.stages[0])
     total = plan.deployment.total_bytes
     for width in (60, 78, 118):
@@ -348,7 +335,7 @@ def test_the_bar_is_as_wide_as_asked_and_in_proportion() -> None:
 
 
 def test_what_was_not_given_is_listed_with_its_reason() -> None:
-    assumed = " | ".join(read_question(_options()).assumptions)
+    assumed = " | ".join(read_question(LLAMA_ON_FOUR).assumptions)
     for text in (
         "85,031,714,816 B",
         "--gpu-memory-utilization 0.9",
@@ -357,7 +344,7 @@ def test_what_was_not_given_is_listed_with_its_reason() -> None:
     ):
         assert text in assumed
     given = read_question(
-        _options(
+        LLAMA_ON_FOUR.evolve(
             total_memory="80GiB",
             free_memory="80GiB",
             gpu_memory_utilization=0.9,

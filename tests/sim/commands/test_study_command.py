@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from kvledger.sim.cli import main
+from kvledger.sim.figures import at_path
 from kvledger.sim.report import study_tables
-from kvledger.sim.study.answer import at_path
 from kvledger.sim.study.study import parts as study_parts
 from rich.console import Console
 
@@ -334,7 +334,7 @@ def test_an_interrupt_keeps_what_is_done_and_says_so(run: Run, monkeypatch: pyte
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(study_parts, "replay", interrupted)
+    monkeypatch.setattr(study_parts, "replay_scenario", interrupted)
     code, out, err = run("study", *SMALL)
     assert code == 130
     assert "plan, curve, compare done before the interrupt, and kept in kvledger-report" in err

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from kvledger.sim.cli import main
+from kvledger.sim.figures import at_path
 from kvledger.sim.report.page import render_page, tag
 from kvledger.sim.report.plots import logarithmic, study_plots
-from kvledger.sim.study.answer import at_path
 
 PLOTS = {"plot-curve", "plot-time", "plot-latency", "plot-distribution", "plot-ledger", "plot-compare"}
 VOID = {"meta", "link", "br", "img", "wbr"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from kvledger.sim.cli import main
-from kvledger.sim.study.answer import at_path
+from kvledger.sim.figures import at_path
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (Debian: apt-get install chromium)")

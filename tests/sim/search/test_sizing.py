@@ -1,6 +1,5 @@
 """Searches over real replays: runs that end early, bounds of an idle engine, rates, and runs that are kept."""
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,11 @@ import pytest
 from hypothesis import given as for_all
 from hypothesis import strategies as st
 from kvledger.core import InputError
-from kvledger.sim.commands.replay import replay as replay_command
 from kvledger.sim.engine.metrics import RequestRecord
 from kvledger.sim.engine.replay import replay
-from kvledger.sim.scenario.engine_options import open_source, read_engine
+from kvledger.sim.scenario.engine import engine_of
+from kvledger.sim.scenario.scenario import Scenario
+from kvledger.sim.scenario.traffic import open_traffic
 from kvledger.sim.search.idle_engine import idle_bound, idle_records
 from kvledger.sim.search.sizing import FleetSearch, RateSearch, SearchWatch, Setting, try_fleet
 from kvledger.sim.search.slo import Slo, SloTally
@@ -24,14 +24,9 @@ POOL = {"num_gpu_blocks_override": 3000, "block_size": 64, "max_num_seqs": 32}
 MODEL = {"model": "llama-3.1-70b", "gpu": "H100", "tensor_parallel_size": 4, "block_size": 64}
 
 
-def given(**options: Any) -> dict[str, Any]:
-    """The options of `kvledger replay` with these in place of their defaults."""
-    return {name: p.default for name, p in inspect.signature(replay_command).parameters.items()} | options
-
-
 def setting(slo: Slo, **options: Any) -> Setting:
-    values = given(**options)
-    return Setting(open_trace=lambda: open_source(values), parts=read_engine(values).parts, slo=slo)
+    values = Scenario(**options)
+    return Setting(open_trace=lambda: open_traffic(values), parts=engine_of(values).parts, slo=slo)
 
 
 SLOS = {
@@ -102,9 +97,9 @@ def test_what_is_lost_early_is_lost_in_the_end(slo: Slo, rows: list[tuple[float,
 )
 @pytest.mark.parametrize("gap_s", [None, 1e4], ids=["busy", "one by one"])
 def test_no_request_is_served_sooner_than_on_an_idle_engine(options: dict[str, Any], gap_s: float | None) -> None:
-    values = given(**options)
-    parts = read_engine(values).parts
-    trace: Any = open_source(values)
+    values = Scenario(**options)
+    parts = engine_of(values).parts
+    trace: Any = open_traffic(values)
     if gap_s is not None:
         trace = OneByOne(trace, gap_s)
     floor = {record.request_id: record for record in idle_records(trace, parts)}
@@ -129,11 +124,11 @@ def test_no_request_is_served_sooner_than_on_an_idle_engine(options: dict[str, A
 
 
 def test_the_bound_tells_how_many_requests_an_idle_engine_serves_in_time() -> None:
-    values = given(**CHAT, **MODEL)
-    parts = read_engine(values).parts
-    bound = idle_bound(open_source(values), parts, Slo(ttft_p99_s=1.0))
+    values = Scenario(**CHAT, **MODEL)
+    parts = engine_of(values).parts
+    bound = idle_bound(open_traffic(values), parts, Slo(ttft_p99_s=1.0))
     assert bound is not None
-    in_time = [record.ttft_s <= 1.0 for record in idle_records(open_source(values), parts)]
+    in_time = [record.ttft_s <= 1.0 for record in idle_records(open_traffic(values), parts)]
     assert 0 < bound.share_in_time == sum(in_time) / len(in_time) < 1
     assert not bound.verdict.met
     assert not try_fleet(setting(Slo(ttft_p99_s=1.0), **CHAT, **MODEL), 64).met
@@ -161,9 +156,9 @@ def test_a_kept_run_is_read_and_not_run_again(tmp_path: Path) -> None:
     assert len(kept) == len(first.trials) + 1  # the run below the answer ended early first
 
     def no_trace() -> Any:
-        values = given(**CODE)
+        values = Scenario(**CODE)
         no_trace.opened += 1  # type: ignore[attr-defined]
-        return open_source(values)
+        return open_traffic(values)
 
     no_trace.opened = 0  # type: ignore[attr-defined]
     again = search.find(attrs.evolve(asked, open_trace=no_trace), start=None, probes=1, watch=SearchWatch())

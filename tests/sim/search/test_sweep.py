@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from kvledger.core import InputError
-from kvledger.sim.report.sweep import SweepQuestion
-from kvledger.sim.search.sweep import Point, best_row, content_of, grid, parse_axis, run_point
+from kvledger.sim.search.sweep import Point, SweepQuestion, best_row, content_of, grid, parse_axis, run_point
 
 BIN = Path(sys.executable).parent / "kvledger"
 BASE = ("--set", "workload=code", "--set", "limit=6")
@@ -77,7 +76,7 @@ def test_a_failed_point_is_tried_again(tmp_path: Path) -> None:
 
 
 def test_an_option_that_the_command_does_not_have_is_the_point_s_error() -> None:
-    assert "No such option" in run_point(point(workload="code", colour="red"), None)["error"]
+    assert "kvledger replay has no option --colour" in run_point(point(workload="code", colour="red"), None)["error"]
 
 
 def test_points_are_kept_by_content_and_not_by_file_name(tmp_path: Path) -> None:
