@@ -13,8 +13,8 @@ def compare(scenario: Scenario, asked: CompareOptions, json: Json = False) -> No
 
     Example: kvledger compare --workload sharegpt --model opt-13b --kv-cache-memory-bytes 12GiB
     """
-    from ..report.compare import print_compare
     from ..report.console import print_json, progress
+    from ..report.curve import print_compare
     from ..scenario.compare import compare_scenario
 
     bar, task = progress("Reading the trace")

@@ -27,7 +27,7 @@ def fleet(scenario: Scenario, servers: FleetOptions, exports: ExportOptions, jso
 
     from ..exports.run_exports import RunExports
     from ..report.console import print_json, progress
-    from ..report.fleet import print_fleet
+    from ..report.replay import print_fleet
     from ..scenario.engine import engine_of
     from ..scenario.fleet import replay_fleet_scenario
     from .replay import input_files

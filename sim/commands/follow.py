@@ -47,7 +47,7 @@ def follow(
     except ModuleNotFoundError as error:
         raise InputError(f"KV events need {error.name}: pip install 'kvledger[events]'") from None
     from ..logs.shadow_ledger import ASSUMPTIONS
-    from ..report.follow import LINE_HEADER, describe_report, line_of
+    from ..report.logs import LINE_HEADER, describe_report, line_of
 
     if interval <= 0:
         raise InputError(f"--interval is {interval}; it must be above 0 seconds")

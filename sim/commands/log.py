@@ -129,7 +129,7 @@ def diff(
 
     Example: kvledger log diff before.log after.log --ignore-times
     """
-    from ..logs.diff import describe_divergence, divergence_as_dict, first_divergence
+    from ..logs.verification import describe_divergence, divergence_as_dict, first_divergence
     from ..report.console import print_json
     from ..traces.event_log import open_event_log
 
@@ -159,8 +159,9 @@ def at(
     Example: kvledger log at run.log --time 12.5
     """
     from ...core.errors import InputError
-    from ..logs.state import print_state, state_as_dict
+    from ..logs.text import state_as_dict
     from ..report.console import print_json
+    from ..report.logs import print_state
     from ..traces.event_log import open_event_log
 
     if (commit is None) == (time is None):
@@ -181,8 +182,9 @@ def stats(log: Directory, json: Json = False) -> None:
 
     Example: kvledger log stats run.log
     """
-    from ..logs.stats import log_stats, print_stats
+    from ..logs.text import log_stats
     from ..report.console import print_json
+    from ..report.logs import print_stats
     from ..traces.event_log import open_event_log
 
     counted = log_stats(open_event_log(log))
@@ -210,8 +212,9 @@ def steps(
     """
     from ...core.errors import InputError
     from ..latency.measured_steps import measured_steps
-    from ..logs.live_report import live_report, print_live_report, served_roofline
+    from ..logs.live_report import live_report, served_roofline
     from ..report.console import print_json
+    from ..report.logs import print_live_report
     from ..traces.event_log import open_event_log
 
     if (model is None) != (gpu is None):

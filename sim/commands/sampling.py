@@ -18,7 +18,7 @@ def sampling(scenario: Scenario, asked: SamplingOptions, json: Json = False) -> 
     Example: kvledger sampling --workload sharegpt --beam-width 4
     """
     from ..report.console import print_json, progress
-    from ..report.sampling import print_sampling
+    from ..report.replay import print_sampling
     from ..scenario.sampling import sample_scenario
 
     if scenario.limit is None:

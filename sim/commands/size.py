@@ -49,8 +49,7 @@ def _report(study: "SizeStudy", plots: str | None, json: bool) -> bool:
 
     from ..report.console import print_json
     from ..report.plot_files import write_plots
-    from ..report.size import print_size
-    from ..report.size_plots import size_plots
+    from ..report.size import print_size, size_plots
 
     document = study.document()
     if plots is not None:

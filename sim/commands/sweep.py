@@ -63,8 +63,8 @@ def sweep(
 
     Example: kvledger sweep --set workload=code --grid num-gpu-blocks-override=2000,4000 --grid max-num-seqs=64,128
     """
+    from ..report.comparisons import print_sweep
     from ..report.console import print_json, progress
-    from ..report.sweep import print_sweep
     from ..search.sweep import Sweep, SweepQuestion
 
     question = SweepQuestion(

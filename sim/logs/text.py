@@ -1,13 +1,19 @@
 """Commits and notes of a log in words and in plain JSON values, and which of them somebody asked for."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import attrs
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from ...backends.sinks.log.rows import LoggedCommit, LoggedNote, Record
+from ...backends.sinks.log.names import LOCK, MANIFEST
+from ...backends.sinks.log.reader import LogReader
+from ...backends.sinks.log.rows import NOTE_NAMES, LoggedCommit, LoggedNote, Record
 from ...core.events import Commit, Event, Key, PoolCreated, as_ints, columns_of
+from ...core.ledger.state import LedgerState
 
 MAX_VALUES_SHOWN = 8
 
@@ -152,3 +158,94 @@ def blocks_of(event: Event) -> tuple[int, ...]:
     if hasattr(event, "blocks"):
         return as_ints(getattr(event, "blocks", ()))
     return tuple([getattr(event, name) for name in ("source", "target") if hasattr(event, name)])
+
+
+def occupancy(state: LedgerState) -> dict[str, Any]:
+    """Where the blocks are, in blocks, and how full the pool is (0..1)."""
+    pool = state.pool
+    evictable = pool.num_evictable_blocks()
+    return {
+        "num_blocks": pool.num_blocks,
+        "held": pool.num_held_blocks,
+        "evictable": evictable,
+        "clean": pool.num_free_blocks - evictable,
+        "null": 1,
+        "kv_cache_usage": pool.usage,
+        "keys": [len(pool.index(group)) for group in range(len(state.tables))],
+    }
+
+
+def state_as_dict(state: LedgerState) -> dict[str, Any]:
+    """The whole state as JSON values, block tables and the order of the free queue included."""
+    pool = state.pool
+    requests = {
+        request_id: {
+            "row": row,
+            "num_placed_tokens": state.placed[row],
+            "tables": [table.blocks(row) for table in state.tables],
+        }
+        for request_id, row in sorted(state.row_of.items(), key=lambda item: item[1])
+    }
+    return {
+        "next_commit": state.next_sequence,
+        **occupancy(state),
+        "requests": requests,
+        "free_queue": pool.free_queue.order(),
+    }
+
+
+class _Tally:
+    def __init__(self) -> None:
+        self.rows: Counter[str] = Counter()
+        self.blocks: Counter[str] = Counter()
+        self.keys: Counter[str] = Counter()
+        self.commits = 0
+        self.times: list[int] = []
+        self._last_commit = -1
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        names = batch.column("event").to_pylist()
+        commits = batch.column("commit").to_pylist()
+        sizes = [pc.call_function("list_value_length", [batch.column(name)]).to_pylist() for name in ("blocks", "keys")]
+        for name, commit, num_blocks, num_keys in zip(names, commits, *sizes, strict=True):
+            named = name or "(commit without events)"
+            self.rows[named] += 1
+            self.blocks[named] += num_blocks
+            self.keys[named] += num_keys
+            if name not in NOTE_NAMES and commit != self._last_commit:
+                self.commits += 1
+                self._last_commit = commit
+        times = pc.call_function("min_max", [batch.column("time_ns")]).as_py()
+        if times["min"] is not None:
+            self.times += [times["min"], times["max"]]
+            self.times = [min(self.times), max(self.times)]
+
+
+def log_stats(reader: LogReader) -> dict[str, Any]:
+    """The answer of `kvledger log stats --json`. Reads the log once, a batch at a time."""
+    tally = _Tally()
+    for placed in reader.batches():
+        tally.add(placed.batch)
+    sizes = {path.name: path.stat().st_size for path in sorted(reader.directory.iterdir())}
+    of_segments = sum(size for name, size in sizes.items() if name.startswith("segment-"))
+    events = sum(count for name, count in tally.rows.items() if name not in NOTE_NAMES)
+    return {
+        "commits": tally.commits,
+        "events": events,
+        "notes": sum(tally.rows[name] for name in NOTE_NAMES),
+        "bytes": sum(size for name, size in sizes.items() if name not in (LOCK, MANIFEST)),
+        "segment_bytes": of_segments,
+        "bytes_per_event": of_segments / events if events else None,
+        "clock": reader.manifest.clock,
+        "first_time_ns": tally.times[0] if tally.times else None,
+        "last_time_ns": tally.times[-1] if tally.times else None,
+        "by_event": [
+            {"event": name, "count": count, "blocks": tally.blocks[name], "keys": tally.keys[name]}
+            for name, count in tally.rows.most_common()
+        ],
+        "closed_segments": len(reader.manifest.closed),
+        "has_open_segment": reader.manifest.open_segment is not None,
+        "snapshots": len(reader.snapshots()),
+        "torn": reader.torn.describe() if reader.torn else None,
+        "header": reader.manifest.header,
+    }

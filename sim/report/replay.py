@@ -3,6 +3,8 @@
 from typing import Any
 
 from ..figures import percent, seconds, shown
+from ..fleet.fleet import EngineName
+from ..scenario.sampling import SamplingResult
 from .console import console, table
 
 LATENCIES = (
@@ -77,3 +79,88 @@ def _latency_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def _assumption_rows(assumptions: dict[str, Any]) -> list[tuple[str, str]]:
     return [(name, shown(value)) for name, value in assumptions.items()]
+
+
+def print_fleet(document: dict[str, Any]) -> None:
+    """The tables of one fleet (`document` is that of `--json`)."""
+    print_outcome(document)
+    if "kv_transfer" in document:
+        _print_transfers(document)
+    rows = [
+        (
+            _name(one),
+            f"{one['requests']['finished']:,}",
+            percent(one["prefix_cache_hit_rate"]),
+            percent(one["busy_share"], 1),
+            percent(one["kv_cache_usage"]["mean"], 1),
+            seconds(one["ttft_s"]["mean"]),
+            seconds(one["ttft_s"]["p99"]),
+            seconds(one["tpot_s"]["p99"]),
+        )
+        for one in document["replicas"]
+    ]
+    columns = ("engine", "finished", "hit rate", "busy", "KV usage", "TTFT", "p99", "TPOT p99")
+    out = console()
+    out.print(table("Engines", columns, rows))
+    if "kv_transfer" in document:
+        console().print(
+            "Hit rate of a decode engine: tokens that it found instead of having them copied.", soft_wrap=True
+        )
+    if "hit_rate_with_tiers" in document["prefix_cache"]:
+        _print_tiers(document)
+    print_assumptions(document)
+
+
+def _name(one: dict[str, Any]) -> str:
+    return str(EngineName(one["replica"], one["data_parallel_rank"], one.get("pool", "")))
+
+
+def _print_transfers(document: dict[str, Any]) -> None:
+    moved = document["kv_transfer"]
+    times, waits = moved["transfer_s"], moved["wait_for_blocks_s"]
+    rows = [
+        ("requests handed over from prefill to decode", f"{moved['handed_over']:,}"),
+        ("tokens copied / found on decode instead", f"{moved['transferred_tokens']:,} / {moved['found_tokens']:,}"),
+        ("bytes copied, of each GPU", f"{moved['transferred_bytes'] / 1e9:,.1f} GB"),
+        ("wait for blocks on decode, mean / p99", f"{seconds(waits['mean'])} / {seconds(waits['p99'])}"),
+        ("transfer, mean / p99", f"{seconds(times['mean'])} / {seconds(times['p99'])}"),
+    ]
+    console().print(table("Transfer of keys and values", ("what", "value"), rows))
+
+
+def _print_tiers(document: dict[str, Any]) -> None:
+    out = console()
+    out.print(f"Hit rate with tiers: {percent(document['prefix_cache']['hit_rate_with_tiers'])}", soft_wrap=True)
+    rows = [
+        (
+            f"{_name(one)} {tier['tier']}",
+            *(tier[name] for name in ("num_blocks", "came_in", "promoted", "superseded", "moved_on", "held")),
+        )
+        for one in document["replicas"]
+        for tier in one.get("tiers", ())
+    ]
+    out.print(
+        table("Tiers, in blocks", ("tier", "size", "came in", "promoted", "superseded", "moved on", "held"), rows)
+    )
+
+
+def print_sampling(result: SamplingResult) -> None:
+    """Print what sharing saved."""
+    figures = result.report.as_dict()
+    rows = [
+        ("blocks saved by sharing, over all steps", percent(figures["memory_saving"])),
+        ("the same, mean over requests", percent(figures["mean_memory_saving_per_request"])),
+        ("forks", f"{figures['num_forks']:,}"),
+        ("blocks copied on write", f"{figures['num_copied_blocks']:,}"),
+        ("copied blocks per step", f"{figures['copied_blocks_per_step']:.3f}"),
+        ("output tokens per step", f"{figures['output_tokens_per_step']:.3f}"),
+        ("most blocks of one request", f"{figures['max_held_blocks']:,}"),
+    ]
+    out = console()
+    settings = ", ".join(f"{name} {value}" for name, value in result.kind.items() if name != "kind")
+    out.print(
+        f"[bold]{result.kind['kind']}[/bold] ({settings}) of {result.report.num_requests:,} requests of "
+        f"{result.trace['name']}"
+    )
+    out.print(table(None, ("figure", "value"), rows))
+    out.print(f"[dim]Each request runs alone; blocks of {result.block_size} tokens; prefix caching is off.[/dim]")

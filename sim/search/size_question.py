@@ -18,8 +18,7 @@ from ..scenario.scenario import (
 from ..scenario.traffic import open_traffic
 from .jobs import SIZE
 from .sizing import FleetSearch, RateSearch, Search, Setting
-from .slo import Slo
-from .slo_search import KeptTrials
+from .slo import KeptTrials, Slo
 from .sweep import content_of
 
 SIZES_UNLESS_GIVEN = (1, 2, 4, 8)

@@ -10,8 +10,7 @@ from ..fleet.fleet import EngineParts, FleetShape, replay_fleet
 from ..fleet.routing import make_router
 from ..traces import Trace
 from ..traces.reblocking import ChangedTrace
-from .slo import Slo, SloTally
-from .slo_search import KeptTrials, SearchResult, Trial, highest_meeting, smallest_meeting
+from .slo import KeptTrials, SearchResult, Slo, SloTally, Trial, highest_meeting, smallest_meeting
 
 
 class _Missed(Exception):

@@ -1,6 +1,12 @@
 """Service-level objectives, and whether a run met them."""
 
+import hashlib
+import json
 import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -144,3 +150,313 @@ def _percentile(samples: list[float], num_lost: int) -> float | None:
         return None
     rank = max(1, -(-PERCENT * count // 100))
     return sorted(samples)[rank - 1] if rank <= len(samples) else math.inf
+
+
+TOLERANCE = 0.02
+# Runs that must meet the SLO one after the other beyond one that missed it, before the first of them is called safe.
+IN_A_ROW = 2
+MOST_UNTIL_SAFE = 16
+
+
+@attrs.frozen(kw_only=True)
+class Trial:
+    """One full replay: what was tried, whether it met the SLO, and its figures."""
+
+    value: float
+    verdict: Verdict
+    figures: dict[str, Any] = attrs.field(factory=dict)
+
+    @property
+    def met(self) -> bool:
+        """Whether it met the SLO."""
+        return self.verdict.met
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"value": self.value, "met": self.met, "slo": self.verdict.figures, **self.figures}
+
+
+@attrs.frozen(kw_only=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes:
+        answer: the boundary: the smallest number (or highest rate) such that it met the SLO and the next one below
+            (above) that was tried did not; None: nothing within the bounds meets it, or the search did not end.
+        trials: every run, in ascending order of what was tried.
+        contradictions: pairs (met, missed) that speak against monotony: more should do whatever less did.
+        safe: from this number on (up to this rate) everything that was run met the SLO; None: nothing did.
+    """
+
+    answer: float | None
+    trials: tuple[Trial, ...]
+    contradictions: tuple[tuple[float, float], ...]
+    safe: float | None
+
+    @property
+    def is_monotone(self) -> bool:
+        """Whether all runs agree that more capacity (or less traffic) never hurts."""
+        return not self.contradictions
+
+    def trial(self, value: float) -> Trial:
+        """The run of a value."""
+        return next(trial for trial in self.trials if trial.value == value)
+
+
+def search_result(trials: Sequence[Trial], answer: float | None, *, more_is_better: bool) -> SearchResult:
+    """What the runs of a search say, whether it ended or not."""
+    ascending = tuple(sorted(trials, key=lambda trial: trial.value))
+    ordered = ascending if more_is_better else ascending[::-1]
+    contradictions = [
+        (better.value, worse.value)
+        for place, better in enumerate(ordered)
+        if better.met
+        for worse in ordered[place + 1 :]
+        if not worse.met
+    ]
+    met_to_the_end = list(takewhile(lambda trial: trial.met, reversed(ordered)))
+    safe = met_to_the_end[-1].value if met_to_the_end else None
+    return SearchResult(answer=answer, trials=ascending, contradictions=tuple(contradictions), safe=safe)
+
+
+Run = Callable[[Any], Trial]
+OnLeft = Callable[[int], None]
+
+
+def _nobody(left: int) -> None:
+    """Nobody asked how many runs are left."""
+
+
+class _Runs:
+    """Runs each value once."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.done: dict[float, Trial] = {}
+
+    def met(self, value: float) -> bool:
+        if value not in self.done:
+            self.done[value] = self._run(value)
+        return self.done[value].met
+
+    def result(self, answer: float | None, more_is_better: bool) -> SearchResult:
+        return search_result(list(self.done.values()), answer, more_is_better=more_is_better)
+
+
+def smallest_meeting(
+    run: Run, *, start: int = 1, most: int = 64, probes: int = 1, on_left: OnLeft = _nobody
+) -> SearchResult:
+    """The smallest whole number, from 1 to `most`, whose run meets the SLO.
+
+    From `start` on, steps of 1, 2, 4, ... up or down bracket the answer; bisection closes the bracket. So the answer N
+    was run, and N - 1 (unless N is 1) was run and did not meet it. `probes` numbers on either side that were not run
+    yet, nearest first, check that answers are monotone; if one disagrees, the result says so.
+
+    Args:
+        run: replays one value.
+        start: where the answer is expected.
+        most: where to give up.
+        probes: how many more numbers to run on either side of the answer.
+        on_left: told, once the answer is bracketed, how many runs are left at most.
+
+    Raises:
+        InputError: bounds that hold nothing.
+    """
+    if not 1 <= start <= most:
+        raise InputError(f"the search starts at {start}; it must be at least 1 and at most {most}")
+    runs = _Runs(run)
+    missed, met = 0, most + 1  # nothing is below 1; whether `most` does is still to be seen
+    value, step = start, 1
+    upwards = not runs.met(start)
+    while True:
+        if runs.met(value):
+            met = value
+            if upwards or value == 1:
+                break
+            value = max(value - step, 1)
+        else:
+            missed = value
+            if not upwards or value == most:
+                break
+            value = min(value + step, most)
+        step *= 2
+    while met - missed > 1:
+        on_left((met - missed - 1).bit_length() + 2 * probes)
+        middle = (met + missed) // 2
+        if runs.met(middle):
+            met = middle
+        else:
+            missed = middle
+    if met > most:
+        return runs.result(None, True)
+    above = [value for value in range(met + 1, most + 1) if value not in runs.done][:probes]
+    below = [value for value in range(met - 1, 0, -1) if value not in runs.done][:probes]
+    _probe(runs, [*above, *below], on_left)
+    _until_safe(runs, range(met, min(most, met + MOST_UNTIL_SAFE) + 1), more_is_better=True)
+    return runs.result(met, True)
+
+
+def highest_meeting(
+    run: Run,
+    *,
+    start: float = 1.0,
+    lowest: float = 1 / 64,
+    highest: float = 64.0,
+    tolerance: float = TOLERANCE,
+    probes: int = 1,
+    on_left: OnLeft = _nobody,
+) -> SearchResult:
+    """The highest rate, within a relative tolerance, whose run meets the SLO.
+
+    From `start` on, factors of 2 bracket the answer; bisection of the logarithm closes the bracket to `tolerance`: the
+    answer r was run and met, and a rate of at most `r * (1 + tolerance)` was run and did not. `probes` further rates on
+    either side, ever farther away, check for answers that are not monotone.
+
+    Raises:
+        InputError: bounds that hold nothing, or a tolerance that is none.
+    """
+    if not 0 < lowest <= start <= highest or not tolerance > 0:
+        raise InputError(f"the search from {start} within {lowest} to {highest} to {tolerance}: bounds must hold it")
+    runs = _Runs(run)
+    met, missed = _bracket(runs, start, lowest, highest)
+    if met is None or missed is None:
+        return runs.result(met, False)
+    while missed / met > 1 + tolerance:
+        halvings = math.log(missed / met) / math.log(1 + tolerance)
+        on_left(math.ceil(math.log2(halvings)) + 2 * probes)
+        middle = (met * missed) ** 0.5
+        if runs.met(middle):
+            met = middle
+        else:
+            missed = middle
+    # 1, 3, 7, ... tolerances away, so that a few probes look near and far.
+    away = [(1 + tolerance) ** ((1 << number) - 1) for number in range(1, probes + 1)]
+    values = [*(missed * factor for factor in away), *(met / factor for factor in away)]
+    _probe(runs, [value for value in values if lowest <= value <= highest], on_left)
+    lower = (met / (1 + tolerance) ** steps for steps in range(MOST_UNTIL_SAFE))
+    _until_safe(runs, [value for value in lower if value >= lowest], more_is_better=False)
+    return runs.result(met, False)
+
+
+def _until_safe(runs: _Runs, values: Iterable[float], *, more_is_better: bool) -> None:
+    """Where something beyond the answer missed: go on until two in a row meet, so that there is a safe number to name.
+
+    `values` go from the answer to ever more capacity (or less traffic).
+    """
+    sign = 1 if more_is_better else -1
+    in_order = list(values)
+    missed = [sign * value for value, trial in runs.done.items() if not trial.met and sign * value > sign * in_order[0]]
+    if not missed:
+        return
+    in_a_row = 0
+    for value in in_order:
+        if sign * value <= max(missed):
+            continue
+        in_a_row = in_a_row + 1 if runs.met(value) else 0
+        if in_a_row == IN_A_ROW:
+            return
+
+
+def _probe(runs: _Runs, values: Sequence[float], on_left: OnLeft) -> None:
+    for place, value in enumerate(values):
+        on_left(len(values) - place)
+        runs.met(value)
+
+
+def _bracket(runs: _Runs, start: float, lowest: float, highest: float) -> tuple[float | None, float | None]:
+    """A rate that met the SLO and one, twice as high at most, that missed it; None for what is beyond the bounds."""
+    value = start
+    met: float | None = None
+    missed: float | None = None
+    while met is None or missed is None:
+        if runs.met(value):
+            met = value
+            if value == highest:
+                break
+            value = min(value * 2, highest)
+        else:
+            missed = value
+            if value == lowest:
+                break
+            value = max(value / 2, lowest)
+    return met, missed
+
+
+# Two-sided 95 % quantiles of Student's t distribution for 1, 2, ... degrees of freedom (any table of it).
+_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+_T_95_MORE = 2.131
+
+
+@attrs.frozen(kw_only=True)
+class Interval:
+    """A mean over seeds and its 95 % confidence interval (Student's t); None where one seed tells nothing."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    num_samples: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return attrs.asdict(self)
+
+
+def confidence_interval(samples: Sequence[float]) -> Interval:
+    """The mean of samples, one a seed, and where it lies with 95 % confidence.
+
+    Beyond 16 samples the quantile of 15 degrees of freedom is used, which is a little too wide.
+    """
+    if not samples:
+        raise InputError("a confidence interval needs at least one sample")
+    count = len(samples)
+    mean = sum(samples) / count
+    if count == 1:
+        return Interval(mean=mean, low=None, high=None, num_samples=1)
+    variance = sum((sample - mean) ** 2 for sample in samples) / (count - 1)
+    quantile = _T_95[count - 2] if count - 2 < len(_T_95) else _T_95_MORE
+    half = quantile * (variance / count) ** 0.5
+    return Interval(mean=mean, low=mean - half, high=mean + half, num_samples=count)
+
+
+# Runs of a search that are kept in a folder, so that a search that was stopped goes on where it was.
+
+TRIAL_FORMAT = 1
+
+
+@attrs.frozen
+class KeptTrials:
+    """Trials by what they compute, each in a file of its own; without a folder nothing is kept."""
+
+    folder: Path | None = None
+
+    def trial(self, named: Mapping[str, Any], run: Callable[[], Trial]) -> Trial:
+        """The kept trial of that name, or the one that `run` gives, which is kept then, whole or not at all."""
+        if self.folder is None:
+            return run()
+        path = self.folder / f"{_digest(named)}.json"
+        if path.is_file():
+            return _read(path)
+        trial = run()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+            unfinished.write_text(json.dumps(trial.as_dict(), allow_nan=False), encoding="utf-8")
+            os.replace(unfinished, path)
+        except OSError as error:
+            raise InputError(f"--keep {self.folder}: {error.strerror or error}; give a folder to write to") from None
+        return trial
+
+
+def _digest(named: Mapping[str, Any]) -> str:
+    said = json.dumps([TRIAL_FORMAT, named], sort_keys=True, default=str)
+    return hashlib.sha256(said.encode()).hexdigest()[:32]
+
+
+def _read(path: Path) -> Trial:
+    """Raises `InputError` for a file that is no trial."""
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        verdict = Verdict(met=kept.pop("met"), figures=kept.pop("slo"))
+        return Trial(value=kept.pop("value"), verdict=verdict, figures=kept)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise InputError(f"{path} holds no kept run ({error}); delete it, and it is run again") from None

@@ -10,7 +10,7 @@ from ..latency.linear import LinearLatency
 from ..latency.roofline import RooflineLatency
 from ..traces.reblocking import ChangedTrace
 from .sizing import FleetSearch, Search, SearchWatch, Setting
-from .slo_search import Trial
+from .slo import Trial
 
 Change = Callable[[Setting], Setting]
 

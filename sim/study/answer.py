@@ -4,9 +4,17 @@ Every figure is taken from the study's document (the JSON), or computed from its
 as its source. Terminal, JSON and page tell the same sentences.
 """
 
+from bisect import bisect_right
 from typing import Any
 
 import attrs
+
+from ...core.deployment.deployment import Deployment
+from ...core.deployment.plan import DeploymentPlan
+from ...core.deployment.remedies import try_plan
+from ...core.models.weights import quantization_schemes
+from ...core.planner.report import capacity_mix
+from ..cache.capacity_curve import CapacityCurve
 
 
 @attrs.frozen(kw_only=True)
@@ -67,4 +75,107 @@ def answer_as_dict(sentences: list[Sentence]) -> dict[str, Any]:
         "figures": {
             name: attrs.asdict(figure, filter=lambda field, _: field.name != "name") for name, figure in figures.items()
         },
+    }
+
+
+SHARE_LEFT_WAITING = 0.01
+LEAST_LEFT_WAITING = 10
+
+
+def derived_figures(parts: dict[str, dict[str, Any]], plan: DeploymentPlan | None) -> dict[str, Any]:
+    """What follows from the parts that are done.
+
+    `pool_pinned_by`: the option that sizes the pool whatever else the memory says; None: the memory decides.
+    `claims_reuse`: whether the trace says which prompts share blocks. `mean_request_tokens`: prompt and output of the
+    mean request, rounded up; `users_of_mean_length`: how many of them the pool holds at once. `waiting_at_last_arrival`
+    and `seconds_after_last_arrival`: how many requests waited when the last one came, and how long the rest took.
+    `most_waiting`: the longest queue sampled. `falls_behind`: more than 1 % of all requests, and more than 10, were
+    left waiting at the last arrival.
+    """
+    out: dict[str, Any] = {"pool_pinned_by": None if plan is None else _pinned_by(plan)}
+    curve, replay = parts.get("curve"), parts.get("replay")
+    if curve is not None:
+        trace = curve["trace"]
+        out["claims_reuse"] = trace["num_requests"] > trace["num_requests_without_hash_ids"]
+        out["mean_request_tokens"] = -(-(trace["input_tokens"] + trace["output_tokens"]) // trace["num_requests"])
+        if plan is not None and plan.fits:
+            (row,) = capacity_mix(plan.pool, (out["mean_request_tokens"],)).rows
+            out["users_of_mean_length"] = row.users
+    if replay is not None:
+        out.update(_queue(replay))
+    return out
+
+
+def _queue(replay: dict[str, Any]) -> dict[str, Any]:
+    last_arrival_s, series = replay["last_arrival_s"], replay["series"]
+    waiting = series["num_requests_waiting"]
+    sample = bisect_right(series["time_s"], last_arrival_s) - 1
+    left = waiting[sample] if sample >= 0 else 0
+    return {
+        "seconds_after_last_arrival": replay["simulated_seconds"] - last_arrival_s,
+        "waiting_at_last_arrival": left,
+        "most_waiting": max(waiting, default=0),
+        "falls_behind": left > max(LEAST_LEFT_WAITING, SHARE_LEFT_WAITING * replay["requests"]["total"]),
+    }
+
+
+def _pinned_by(plan: DeploymentPlan) -> str | None:
+    deployment = plan.deployment
+    options = {
+        "--num-gpu-blocks-override": deployment.num_gpu_blocks_override,
+        "--kv-cache-memory-bytes": deployment.kv_cache_memory_bytes,
+    }
+    return next((option for option, value in options.items() if value is not None), None)
+
+
+HIGHER_UTILIZATION = 0.95
+
+
+def what_if(plan: DeploymentPlan, curve: CapacityCurve, mean_request_tokens: int) -> list[dict[str, Any]]:
+    """One row an option: what it makes of the pool, of the requests at once, and of the LRU hit rate.
+
+    Each row is a deployment that was planned; those that do not go together with the model are left out. The first one
+    is the deployment as it is.
+    """
+    rows = [_row("as it is", plan, curve, mean_request_tokens)]
+    for option, deployment in _changes(plan.deployment):
+        changed = try_plan(deployment)
+        if changed is not None:
+            rows.append(_row(option, changed, curve, mean_request_tokens))
+    return rows
+
+
+def _changes(deployment: Deployment) -> list[tuple[str, Deployment]]:
+    """Options worth trying on this deployment."""
+    sizes_itself = deployment.kv_cache_memory_bytes is not None or deployment.num_gpu_blocks_override is not None
+    out: list[tuple[str, Deployment]] = []
+    if sizes_itself:
+        return out
+    if deployment.utilization < HIGHER_UTILIZATION:
+        changed = attrs.evolve(deployment, utilization=HIGHER_UTILIZATION)
+        out.append((f"--gpu-memory-utilization {HIGHER_UTILIZATION}", changed))
+    if deployment.kv_cache_dtype == "auto":
+        out.append(("--kv-cache-dtype fp8", attrs.evolve(deployment, kv_cache_dtype="fp8")))
+    if deployment.scheme is None and deployment.given.weights_bytes is None and deployment.measured is None:
+        changed = attrs.evolve(deployment, quantization=quantization_schemes()["fp8"])
+        out.append(("--quantization fp8", changed))
+    ranks = 2 * deployment.tensor_parallel_size
+    if deployment.measured is None and deployment.given.weights_bytes is None:
+        out.append((f"--tensor-parallel-size {ranks}", attrs.evolve(deployment, tensor_parallel_size=ranks)))
+    return out
+
+
+def _row(option: str, plan: DeploymentPlan, curve: CapacityCurve, mean_request_tokens: int) -> dict[str, Any]:
+    pool = plan.pool
+    tokens = max(pool.kv_cache_size_tokens, 0) if plan.fits else 0
+    point = curve.lru.at(tokens // curve.block_size)
+    (users,) = capacity_mix(pool, (mean_request_tokens,)).rows
+    return {
+        "option": option,
+        "gpus": plan.deployment.num_gpus,
+        "fits": plan.fits,
+        "num_gpu_blocks": plan.num_blocks if plan.fits else 0,
+        "kv_cache_tokens": tokens,
+        "users_of_mean_length": users.users if plan.fits else 0,
+        "lru_token_hit_rate": curve.token_hit_rate(point) if curve.info.claims_reuse else None,
     }

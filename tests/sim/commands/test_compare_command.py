@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kvledger.sim.baselines.baselines import compare_allocators
 from kvledger.sim.cli import main
-from kvledger.sim.report.compare import compare_table
+from kvledger.sim.report.curve import compare_table
 from rich.console import Console
 
 ALLOCATOR_KEYS = {

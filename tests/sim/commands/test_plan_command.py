@@ -118,7 +118,7 @@ def test_a_plan_that_does_not_fit_exits_with_1_and_says_why_in_both_forms(run: R
         ((*LLAMA, "--max-total-tokens", "3"), "less than one block"),
         (
             ("plan", "--model", "llama-3.1-8b", "--gpu", "H100", "--max-model-len", "long"),
-            "8192, 32K (32,768) or 32k or auto",
+            "32K (32,768) or 32k or auto",
         ),
         (("plan", "--model", "kimi-k3", "--gpu", "H100", "-tp", "8"), "--weights-bytes"),
     ],

@@ -12,7 +12,7 @@ from kvledger.core import InputError
 from kvledger.sim.cli import main
 from kvledger.sim.report.plot_files import page_colours, write_plots
 from kvledger.sim.report.plots import PLOT_TEXTS, study_plots
-from kvledger.sim.report.size_plots import size_plots, tornado_plot
+from kvledger.sim.report.size import size_plots, tornado_plot
 
 pytest.importorskip("matplotlib", reason="Matplotlib is not installed: pip install 'kvledger[plots]'")
 

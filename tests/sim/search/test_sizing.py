@@ -15,8 +15,7 @@ from kvledger.sim.scenario.scenario import Scenario
 from kvledger.sim.scenario.traffic import open_traffic
 from kvledger.sim.search.idle_engine import idle_bound, idle_records
 from kvledger.sim.search.sizing import FleetSearch, RateSearch, SearchWatch, Setting, try_fleet
-from kvledger.sim.search.slo import Slo, SloTally
-from kvledger.sim.search.slo_search import TOLERANCE, KeptTrials
+from kvledger.sim.search.slo import TOLERANCE, KeptTrials, Slo, SloTally
 
 CODE = {"workload": "code", "limit": 150, "rate_scale": 15.0}
 CHAT = {"workload": "conversation", "limit": 60, "rate_scale": 4.0}

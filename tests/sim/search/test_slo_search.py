@@ -7,8 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvledger.core import InputError
 from kvledger.sim.engine.metrics import RequestRecord
-from kvledger.sim.search.slo import Slo, SloTally, Verdict
-from kvledger.sim.search.slo_search import Trial, confidence_interval, highest_meeting, smallest_meeting
+from kvledger.sim.search.slo import (
+    Slo,
+    SloTally,
+    Trial,
+    Verdict,
+    confidence_interval,
+    highest_meeting,
+    smallest_meeting,
+)
 
 
 def record(ttft_s: float, tpot_s: float | None = 0.01) -> RequestRecord:

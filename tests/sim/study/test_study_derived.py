@@ -1,7 +1,7 @@
 """What follows from the parts of a study: the mean request, and whether the engine keeps up."""
 
 import pytest
-from kvledger.sim.study.derived import derived_figures
+from kvledger.sim.study.answer import derived_figures
 
 
 @pytest.mark.parametrize(("waiting", "falls_behind"), [(10, False), (11, True), (500, True)])
