@@ -1,6 +1,6 @@
 """`python -m kvledger`: the command line."""
 
-from .sim.cli import main
+from .sim.commands.cli import main
 
 if __name__ == "__main__":
     main()

@@ -5,7 +5,7 @@ import io
 import re
 from pathlib import Path
 
-from kvledger.sim.cli import COMMANDS, GROUPS
+from kvledger.sim.commands.cli import COMMANDS, GROUPS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

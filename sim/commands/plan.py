@@ -25,10 +25,10 @@ def plan(
 
     Example: kvledger plan --model llama-3.1-70b --gpu H100 -tp 4 --max-model-len 32K
     """
-    from ..cli import EXIT_DOES_NOT_FIT
     from ..report.console import print_json
     from ..report.plan import print_explanation, print_mix, print_plan
     from ..scenario.plan import asks_for_explanation, explain_log, plan_scenario
+    from .cli import EXIT_DOES_NOT_FIT
 
     if asks_for_explanation(scenario, asked):
         found = explain_log(scenario, asked)

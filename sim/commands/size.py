@@ -24,9 +24,9 @@ def size(scenario: Scenario, asked: SizeOptions, plots: Plots = None, json: Json
     """
     import sys
 
-    from ..cli import EXIT_DOES_NOT_FIT
     from ..report.size import SizeProgress
     from ..search.size_search import SizeStudy
+    from .cli import EXIT_DOES_NOT_FIT
 
     progress = SizeProgress()
     study = SizeStudy(scenario, asked, progress)

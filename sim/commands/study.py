@@ -35,9 +35,9 @@ def study(
     """
     import sys
 
-    from ..cli import EXIT_DOES_NOT_FIT
     from ..report.console import PartsProgress
     from ..study.study import Study
+    from .cli import EXIT_DOES_NOT_FIT
 
     progress = PartsProgress()
     found = Study(scenario, curve, progress.update)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import typer
-from kvledger.sim.cli import build_app, main
+from kvledger.sim.commands.cli import build_app, main
 
 
 @pytest.fixture

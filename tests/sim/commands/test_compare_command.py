@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from kvledger.sim.baselines.baselines import compare_allocators
-from kvledger.sim.cli import main
+from kvledger.sim.commands.cli import main
 from kvledger.sim.report.curve import compare_table
 from rich.console import Console
 

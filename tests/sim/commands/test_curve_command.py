@@ -171,7 +171,7 @@ def test_what_cannot_be_used_is_refused_with_exit_2_and_no_output(kvledger, trac
 def test_json_of_a_file_waits_for_no_library_that_it_does_not_need(trace):
     program = """
 import atexit, sys
-from kvledger.sim.cli import main
+from kvledger.sim.commands.cli import main
 atexit.register(lambda: print(*sys.modules, file=sys.stderr))
 sys.argv = ["kvledger", "curve", sys.argv[1], "--policy", "lru", "--json"]
 main()

@@ -10,7 +10,7 @@ import pytest
 from kvledger.core.deployment.plan import plan_deployment
 from kvledger.core.errors import InputError
 from kvledger.core.memory.ledger import sum_bytes
-from kvledger.sim.cli import main
+from kvledger.sim.commands.cli import main
 from kvledger.sim.latency.devices import devices, find_device
 from kvledger.sim.report.plan import bar_segments, ledger_bar
 from kvledger.sim.scenario.deployment import read_question

@@ -202,7 +202,7 @@ def test_an_interrupt_ends_streams_that_are_not_done_in_time(tiny):
 @pytest.fixture
 def run_here(monkeypatch, capsys):
     """The command in this process, for starts that fail: (exit status, what it printed to standard error)."""
-    from kvledger.sim.cli import main
+    from kvledger.sim.commands.cli import main
 
     def run(*arguments):
         monkeypatch.setenv("TQDM_DISABLE", "1")  # the command would set it for good

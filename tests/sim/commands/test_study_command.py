@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvledger.sim.cli import main
+from kvledger.sim.commands.cli import main
 from kvledger.sim.figures import at_path
 from kvledger.sim.report import study_tables
 from kvledger.sim.study.study import parts as study_parts

@@ -9,7 +9,7 @@ from kvledger.sim.commands.log import build_log_app
 PROGRAM = """
 import json, sys
 sys.modules["pyarrow"] = None
-from kvledger.sim.cli import main
+from kvledger.sim.commands.cli import main
 ended = {}
 for arguments in json.loads(sys.argv[1]):
     sys.argv = ["kvledger", "log", *arguments]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from kvledger.core import InputError
-from kvledger.sim.cli import main
+from kvledger.sim.commands.cli import main
 from kvledger.sim.report.plot_files import page_colours, write_plots
 from kvledger.sim.report.plots import PLOT_TEXTS, study_plots
 from kvledger.sim.report.size import size_plots, tornado_plot

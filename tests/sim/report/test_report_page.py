@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvledger.sim.cli import main
+from kvledger.sim.commands.cli import main
 from kvledger.sim.figures import at_path
 from kvledger.sim.report.page import render_page, tag
 from kvledger.sim.report.plots import logarithmic, study_plots

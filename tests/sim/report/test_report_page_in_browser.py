@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvledger.sim.cli import main
+from kvledger.sim.commands.cli import main
 from kvledger.sim.figures import at_path
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -8,7 +8,7 @@ import pytest
 from kvledger.core.errors import InputError
 from kvledger.sim.cache.lru_curve import lru_curve
 from kvledger.sim.cache.prompt_blocks import read_prompt_blocks
-from kvledger.sim.cli import main
+from kvledger.sim.commands.cli import main
 from kvledger.sim.traces import Trace, open_trace
 from kvledger.sim.workloads.builtin import open_workload
 from kvledger.sim.workloads.mix import MixPart, mix_workloads, open_mix, part_at_rate, parts_by_weight

@@ -6,7 +6,7 @@ import sys
 import pytest
 from kvledger.core import AllocatorConfig, FullAttention, InputError
 from kvledger.core.scheduler.config import SchedulerConfig
-from kvledger.sim.cli import main
+from kvledger.sim.commands.cli import main
 from kvledger.sim.engine.replay import replay
 from kvledger.sim.latency.linear import LinearLatency
 from kvledger.sim.traces import Trace, open_trace

@@ -25,7 +25,7 @@ from kvledger.backends.sinks import (
 )
 from kvledger.core import InputError, TokenBatch
 from kvledger.core.events import BlocksShared, TokensPlaced
-from kvledger.sim.cli import main
+from kvledger.sim.commands.cli import main
 from kvledger.sim.logs.live_rerun import run_live_again
 from kvledger.sim.logs.verification import verify_log
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..core.errors import DoesNotFitError, KVLedgerError
-from ..core.registry import PLUGINS_VARIABLE
+from ...core.errors import DoesNotFitError, KVLedgerError
+from ...core.registry import PLUGINS_VARIABLE
 
 EXIT_DOES_NOT_FIT = 1
 EXIT_BAD_INPUT = 2
@@ -69,10 +69,10 @@ class _LazyGroup(TyperGroup):
 
 def build_command(name: str) -> Any:
     """The command or group called `name`."""
-    module = importlib.import_module(f".commands.{name.replace('-', '_')}", __package__)
+    module = importlib.import_module(f".{name.replace('-', '_')}", __package__)
     if name in GROUPS:
         return typer.main.get_command(getattr(module, f"build_{name}_app")())
-    from .commands.declare import PanelCommand
+    from .declare import PanelCommand
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(name, cls=PanelCommand)(getattr(module, name.replace("-", "_")))
@@ -96,7 +96,7 @@ def build_app() -> typer.Typer:
 
 def _print_version(is_wanted: bool) -> None:
     if is_wanted:
-        from .. import __version__
+        from ... import __version__
 
         print(f"kvledger {__version__}")
         raise typer.Exit
@@ -125,7 +125,7 @@ def _global_options(
 def _summary(name: str) -> str:
     if name in GROUP_HELP:
         return GROUP_HELP[name]
-    path = Path(__file__).parent / "commands" / f"{name.replace('-', '_')}.py"
+    path = Path(__file__).parent / f"{name.replace('-', '_')}.py"
     tree = ast.parse(path.read_text(encoding="utf-8"))
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     text = ast.get_docstring(functions[name.replace("-", "_")]) or ""
@@ -139,7 +139,7 @@ def main() -> None:
     try:
         build_app()(prog_name="kvledger")
     except KVLedgerError as error:
-        from .search.jobs import reason
+        from ..search.jobs import reason
 
         print(f"kvledger: {reason(error)}", file=sys.stderr)
         sys.exit(EXIT_DOES_NOT_FIT if isinstance(error, DoesNotFitError) else EXIT_BAD_INPUT)
