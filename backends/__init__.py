@@ -31,3 +31,7 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(module, __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
