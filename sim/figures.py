@@ -1,6 +1,9 @@
 """Figures as people read them: shares, amounts of memory, counts, durations; and where a figure is in a document."""
 
-from typing import Any
+from typing import Any, TypeAlias
+
+# A JSON document, or a part of one: what `to_dict` gives, `--json` prints, and the report room draws.
+Document: TypeAlias = dict[str, Any]
 
 GIB = 1 << 30
 TIB = GIB << 10
@@ -61,7 +64,7 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def at_path(document: dict[str, Any], path: str) -> Any:
+def at_path(document: Document, path: str) -> Any:
     """`replay.ttft_s.p99` -> that figure of a document; list items by index."""
     value: Any = document
     for key in path.split("."):

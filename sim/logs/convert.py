@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pyarrow.parquet as pq
 
@@ -18,6 +18,7 @@ from ...backends.sinks.log.rows import ROW_SCHEMA, LoggedCommit, RequestArrived
 from ...core.errors import InputError
 from ...core.events import BlocksFreed, Commit, FreeReason, RowsReleased
 from ..engine.replay import traced_request
+from ..figures import Document
 from ..traces.recorded import LiveTrace, is_live, row_of
 from ..traces.trace import TraceRequest
 from .live_rerun import KnownKeys, LoggedKeys
@@ -133,7 +134,7 @@ def _to_jsonl(reader: LogReader, path: Path) -> int:
         return _write_lines(file, _plain_rows(reader))
 
 
-def _plain_rows(reader: LogReader) -> Iterator[dict[str, Any]]:
+def _plain_rows(reader: LogReader) -> Iterator[Document]:
     for placed in reader.batches():
         for row in placed.batch.to_pylist():
             for name in ("keys", "parents"):
@@ -150,7 +151,7 @@ def _to_trace(reader: LogReader, path: Path) -> int:
     return count
 
 
-def _mooncake_rows(reader: LogReader) -> Iterator[dict[str, Any]]:
+def _mooncake_rows(reader: LogReader) -> Iterator[Document]:
     if is_live(reader):
         yield from map(_mooncake_row, LiveTrace(reader))
         return
@@ -159,7 +160,7 @@ def _mooncake_rows(reader: LogReader) -> Iterator[dict[str, Any]]:
         note = logged.note
         if not isinstance(note, RequestArrived):
             continue
-        row: dict[str, Any] = {
+        row: Document = {
             "timestamp": note.arrival_s * 1e3,
             "input_length": note.num_prompt_tokens,
             "output_length": note.num_output_tokens or 0,
@@ -172,8 +173,8 @@ def _mooncake_rows(reader: LogReader) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _mooncake_row(row: TraceRequest) -> dict[str, Any]:
-    out: dict[str, Any] = {
+def _mooncake_row(row: TraceRequest) -> Document:
+    out: Document = {
         "timestamp": row.arrival_s * 1e3,
         "input_length": row.input_length,
         "output_length": row.output_length,
@@ -181,7 +182,7 @@ def _mooncake_row(row: TraceRequest) -> dict[str, Any]:
     return out if row.hash_ids is None else {**out, "hash_ids": list(row.hash_ids)}
 
 
-def _write_lines(file: IO[str], rows: Iterator[dict[str, Any]]) -> int:
+def _write_lines(file: IO[str], rows: Iterator[Document]) -> int:
     count = 0
     for row in rows:
         file.write(json.dumps(row, ensure_ascii=False) + "\n")

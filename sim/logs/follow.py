@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
 
 import attrs
 
@@ -14,6 +13,7 @@ from ...backends.sinks.kv_events.schema import AllBlocksCleared, KVEventBatch, e
 from ...backends.sinks.kv_events.stream_order import StreamOrder
 from ...backends.sinks.kv_events.subscriber import Endpoints, KVEventSubscriber
 from ...core.errors import InputError
+from ..figures import Document
 from .shadow_ledger import HashNumbers, SeenRequest, ShadowLedger
 
 
@@ -78,9 +78,7 @@ class Follower(AbstractContextManager["Follower"]):
         self.ledger.requests.forget()
         self._files.close()
 
-    def run(
-        self, interval_s: float, duration_s: float | None, on_report: Callable[[dict[str, Any]], None]
-    ) -> dict[str, Any]:
+    def run(self, interval_s: float, duration_s: float | None, on_report: Callable[[Document], None]) -> Document:
         """Follow until the time is over, the file ends, or somebody interrupts. Returns the last report.
 
         Args:

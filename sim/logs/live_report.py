@@ -5,7 +5,7 @@ it has not seen (fitted to every other step, tested on those between).
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ...core.models.geometry import load_geometry
 from ...core.types import LatencyModel
+from ..figures import Document
 from ..latency.calibration import FITTED_FACTORS, MeasuredStep, fit_factors
 from ..latency.devices import find_device
 from ..latency.fitted import BASE, PLAIN, WITH_CONTEXT, WITH_PREFILL_STEPS, FittedLatency, fit_latency
@@ -48,7 +49,7 @@ class CalibratedModel:
     error_unseen: float
     total_error: float
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Document:
         """Plain values; errors in %."""
         return {
             "name": self.name,
@@ -77,12 +78,12 @@ class LiveReport:
         """The model that predicts unseen steps best; of equals the one with fewer terms."""
         return min(self.models, key=lambda model: model.error_unseen)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Document]:
         """Measured and predicted means by kind of step, of the best model; the errors are those of the means."""
         best, steps = self.best, self.steps
         after = steps.predicted(best.after)
         before = None if best.before is None else steps.predicted(best.before)
-        out: list[dict[str, Any]] = []
+        out: list[Document] = []
         for name, which in steps.kinds():
             measured, predicted = steps.seconds[which].mean(), after[which].mean()
             out.append(
@@ -111,7 +112,7 @@ class LiveReport:
         }
         return "--latency linear " + " ".join(f"{name} {value:.6g}" for name, value in options.items())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Document:
         """Plain values for `--json`."""
         return {
             "steps": len(self.steps),

@@ -7,7 +7,7 @@ and which were aborted. Everything else is decided anew by core's scheduler and 
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import attrs
 
@@ -21,6 +21,7 @@ from ...core.events import BlocksCached, Commit, Key, RowsAssigned, as_ints
 from ...core.scheduler.engine import Wait, engine_loop
 from ...core.scheduler.scheduler import Scheduler, StepOutcome
 from ...core.types import Request, ScheduledStep, StepResult
+from ..figures import Document
 from ..traces.recorded import is_live
 from .text import described
 
@@ -120,7 +121,7 @@ class Rerun:
         """Whether everything that the log holds came out again."""
         return self.divergence is None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Document:
         """Plain values for `--json`."""
         return {"equal": self.is_equal, **attrs.asdict(self)}
 

@@ -19,6 +19,7 @@ from ...backends.sinks.log.rows import RequestArrived, RunEnded
 from ...core.events import Commit
 from ...core.scheduler.scheduler import Scheduler
 from ..engine.listener import RunListener
+from ..figures import Document
 from ..traces.trace import Trace, TraceInfo, TraceRequest
 
 CLOCK: Final = "simulated"
@@ -37,7 +38,7 @@ class RunLog(RunListener):
         directory: str | Path,
         *,
         command: str,
-        options: dict[str, Any],
+        options: Document,
         trace: Trace,
         flush: FlushPolicy,
     ) -> None:
@@ -86,7 +87,7 @@ class RunLog(RunListener):
             self.log.__exit__(kind, error, trace)
 
 
-def plain_info(info: TraceInfo) -> dict[str, Any]:
+def plain_info(info: TraceInfo) -> Document:
     """Everything that is known of a trace, as plain JSON values."""
     plain = attrs.asdict(info)
     plain["unused_fields"] = sorted(info.unused_fields)

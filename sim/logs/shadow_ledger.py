@@ -8,7 +8,6 @@ trace, and it does not say where one request ends and the next begins. The assum
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import attrs
 
@@ -16,6 +15,7 @@ from ...backends.sinks.kv_events.schema import AllBlocksCleared, BlockHash, Bloc
 from ...backends.sinks.kv_events.shadow_pool import FULL_ATTENTION, Address, ShadowPool
 from ...backends.sinks.kv_events.stream_order import StreamCounts
 from ...backends.sinks.metrics.endpoint import Figure
+from ..figures import Document
 
 # Requests as a stream of KV events shows them: each begins behind the longest prefix that it found.
 
@@ -155,7 +155,7 @@ class HashNumbers:
     def __init__(self) -> None:
         self._numbers: dict[BlockHash, int] = {}
 
-    def row(self, request: SeenRequest, start_s: float) -> dict[str, Any]:
+    def row(self, request: SeenRequest, start_s: float) -> Document:
         """The row of a Mooncake trace whose block size is the stream's; output cannot be told from prompt."""
         return {
             "timestamp": (request.arrival_s - start_s) * 1e3,
@@ -287,7 +287,7 @@ class ShadowLedger:
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
-    def report(self, counts: StreamCounts | None = None) -> dict[str, Any]:
+    def report(self, counts: StreamCounts | None = None) -> Document:
         """The figures now, and since the last report; begins a new interval."""
         interval, self._interval = self._interval, Interval()
         seconds = _seconds(interval)

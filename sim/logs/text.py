@@ -14,6 +14,7 @@ from ...backends.sinks.log.reader import LogReader
 from ...backends.sinks.log.rows import NOTE_NAMES, LoggedCommit, LoggedNote, Record
 from ...core.events import Commit, Event, Key, PoolCreated, as_ints, columns_of
 from ...core.ledger.state import LedgerState
+from ..figures import Document
 
 MAX_VALUES_SHOWN = 8
 
@@ -27,9 +28,9 @@ def plain_key(key: Key | None) -> Any:
     return key
 
 
-def plain_event(event: Event) -> dict[str, Any]:
+def plain_event(event: Event) -> Document:
     """An event's name and columns, as JSON values."""
-    out: dict[str, Any] = {"event": type(event).__name__}
+    out: Document = {"event": type(event).__name__}
     out.update((name, _plain(value)) for name, value in columns_of(event).items())
     if isinstance(event, PoolCreated):
         out["groups"] = [str(kind) for kind in event.groups]
@@ -44,7 +45,7 @@ def _plain(value: Any) -> Any:
     return plain_key(value)
 
 
-def plain_record(record: Record) -> dict[str, Any]:
+def plain_record(record: Record) -> Document:
     """A commit with its events, or a note, as JSON values."""
     if isinstance(record, LoggedCommit):
         events = [plain_event(event) for event in record.commit.events]
@@ -160,7 +161,7 @@ def blocks_of(event: Event) -> tuple[int, ...]:
     return tuple([getattr(event, name) for name in ("source", "target") if hasattr(event, name)])
 
 
-def occupancy(state: LedgerState) -> dict[str, Any]:
+def occupancy(state: LedgerState) -> Document:
     """Where the blocks are, in blocks, and how full the pool is (0..1)."""
     pool = state.pool
     evictable = pool.num_evictable_blocks()
@@ -175,7 +176,7 @@ def occupancy(state: LedgerState) -> dict[str, Any]:
     }
 
 
-def state_as_dict(state: LedgerState) -> dict[str, Any]:
+def state_as_dict(state: LedgerState) -> Document:
     """The whole state as JSON values, block tables and the order of the free queue included."""
     pool = state.pool
     requests = {
@@ -221,7 +222,7 @@ class _Tally:
             self.times = [min(self.times), max(self.times)]
 
 
-def log_stats(reader: LogReader) -> dict[str, Any]:
+def log_stats(reader: LogReader) -> Document:
     """The answer of `kvledger log stats --json`. Reads the log once, a batch at a time."""
     tally = _Tally()
     for placed in reader.batches():

@@ -16,6 +16,7 @@ from ...core.events import Commit, PoolCreated
 from ...core.ledger.audit import ConservationAudit, ConservationFault
 from ...core.ledger.event_log import can_be_restored, restore_snapshot, take_snapshot
 from ...core.ledger.state import LedgerState
+from ..figures import Document
 from .text import blocks_of, described, occupancy, plain_record, rows_of
 
 # A check of all promises looks at every block; done once for so many blocks' worth of commits it costs as little as
@@ -73,7 +74,7 @@ class Verification:
             return [*lines, "sound: every checksum matches, every commit applies, every invariant holds"]
         return [*lines, f"NOT SOUND ({self.fault.kind}): {self.fault.description}"]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Document:
         """Plain values for `--json`."""
         return {
             "sound": self.is_sound,
@@ -108,7 +109,7 @@ class LogVerifier:
         self._found = Verification()
         self._state: LedgerState | None = None
         self._audit: ConservationAudit | None = None
-        self._good: dict[str, Any] | None = None
+        self._good: Document | None = None
         self._since_good: list[Commit] = []
         self._snapshots = dict(reader.snapshots())
 
@@ -268,7 +269,7 @@ def _commits(reader: LogReader):
     return (record for record in reader.records() if isinstance(record, LoggedCommit))
 
 
-def divergence_as_dict(divergence: Divergence | None, one: LogReader) -> dict[str, Any]:
+def divergence_as_dict(divergence: Divergence | None, one: LogReader) -> Document:
     """The answer of `kvledger log diff --json`."""
     if divergence is None:
         return {"equal": True, "first_divergence": None}
@@ -284,7 +285,7 @@ def divergence_as_dict(divergence: Divergence | None, one: LogReader) -> dict[st
     }
 
 
-def _state_before(divergence: Divergence, one: LogReader) -> dict[str, Any] | None:
+def _state_before(divergence: Divergence, one: LogReader) -> Document | None:
     """What the differing events are about, as both logs had it before: occupancy, requests, blocks."""
     if not divergence.commit:
         return None
@@ -309,7 +310,7 @@ def _state_before(divergence: Divergence, one: LogReader) -> dict[str, Any] | No
     }
 
 
-def _block(state: LedgerState, block: int) -> dict[str, Any]:
+def _block(state: LedgerState, block: int) -> Document:
     return {"ref_cnt": state.pool.ref_cnt(block), "is_findable": state.pool.key_of(block) is not None}
 
 

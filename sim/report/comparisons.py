@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...core.errors import InputError
-from ..figures import at_path, millions, percent, seconds, shown
+from ..figures import Document, at_path, millions, percent, seconds, shown
 from .console import console, table
 
 
@@ -114,7 +114,7 @@ def print_worth(document: Mapping[str, Any]) -> None:
     out.print(table(None, ("assumption", "value"), rows, left=(0, 1)))
 
 
-def print_sweep(document: dict[str, Any], figures: list[str] | None) -> None:
+def print_sweep(document: Document, figures: list[str] | None) -> None:
     """A row a point: the options that differ, the figures asked for, or the error; then the best."""
     best = document["best"]
     names = list(document["grid"])
@@ -141,7 +141,7 @@ def print_sweep(document: dict[str, Any], figures: list[str] | None) -> None:
         out.print(f"[bold]Best[/bold] ({best['of']} {best['figure']}): {found}  {chosen}", soft_wrap=True)
 
 
-def _cell(result: dict[str, Any], path: str) -> str:
+def _cell(result: Document, path: str) -> str:
     try:
         return shown(at_path(result, path))
     except (KeyError, IndexError, ValueError, TypeError):

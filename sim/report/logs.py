@@ -1,16 +1,15 @@
 """What `kvledger log` prints: the state of a ledger, what is in a log, and step times of a live run."""
 
 from collections.abc import Mapping
-from typing import Any
 
-from ..figures import percent
+from ..figures import Document, percent
 from ..logs.live_report import LiveReport
 from .console import console, table
 
 NEXT_SHOWN = 16
 
 
-def print_state(commit: int, state: dict[str, Any]) -> None:
+def print_state(commit: int, state: Document) -> None:
     """The tables of `kvledger log at` (`state` is what `state_as_dict` returned)."""
     out = console()
     usage = percent(state["kv_cache_usage"])
@@ -28,7 +27,7 @@ def print_state(commit: int, state: dict[str, Any]) -> None:
     )
 
 
-def print_stats(stats: dict[str, Any]) -> None:
+def print_stats(stats: Document) -> None:
     """The tables of `kvledger log stats`."""
     out = console()
     out.print(
@@ -93,7 +92,7 @@ LINE_HEADER = (
 )
 
 
-def line_of(report: dict[str, Any]) -> str:
+def line_of(report: Document) -> str:
     """One report as a line under `LINE_HEADER`."""
     twice = report["twice_memory"]["prefix_hit_rate"]
     stream = report["stream"] or {}
@@ -104,7 +103,7 @@ def line_of(report: dict[str, Any]) -> str:
     )
 
 
-def describe_report(report: dict[str, Any], assumptions: Mapping[str, str]) -> list[str]:
+def describe_report(report: Document, assumptions: Mapping[str, str]) -> list[str]:
     """The last report, and what it rests on."""
     twice, stream = report["twice_memory"], report["stream"]
     lines = [

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from ..figures import at_path, gib, memory, millions, percent, seconds, shown
+from ..figures import Document, at_path, gib, memory, millions, percent, seconds, shown
 from ..study.answer import Figure, Sentence
 from ..study.sentences import answer_sentences
 from .plots import PLOT_TEXTS, row_colour, study_plots
@@ -59,7 +59,7 @@ def breakable(name: str) -> Html:
     return Html(html(name).replace("_", "_<wbr>"))
 
 
-def data(document: dict[str, Any], path: str, show: Callable[[Any], str]) -> Html:
+def data(document: Document, path: str, show: Callable[[Any], str]) -> Html:
     """A figure of the document: its value for programs, as shown for people, and its path."""
     value = at_path(document, path)
     return tag("data", show(value), value=_plain(value), data_path=path)
@@ -126,7 +126,7 @@ SHARES = (
 )
 
 
-def render_page(document: dict[str, Any]) -> str:
+def render_page(document: Document) -> str:
     """The page of a study's document (`Study.document`), as HTML with its style, its script and its plots inside."""
     from plotly.offline import get_plotlyjs
 
@@ -166,7 +166,7 @@ def render_page(document: dict[str, Any]) -> str:
     return _shell(title["heading"], body, plots, get_plotlyjs())
 
 
-def _shell(title: str, body: Html, plots: dict[str, Any], plotly_js: str) -> str:
+def _shell(title: str, body: Html, plots: Document, plotly_js: str) -> str:
     here = files(__package__ or "")
     style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     # Inside a script element only "<" could end it or open a comment.
@@ -181,14 +181,14 @@ def _shell(title: str, body: Html, plots: dict[str, Any], plotly_js: str) -> str
     )
 
 
-def _not_done(document: dict[str, Any]) -> Html:
+def _not_done(document: Document) -> Html:
     notes = [f"{PART_NAMES[part]}: {reason}." for part, reason in document["not_done"].items()]
     if not notes:
         return Html("")
     return tag("div", tag("p", tag("strong", "Not in this report")), bullets(notes), class_="notice")
 
 
-def _answer(document: dict[str, Any]) -> Html:
+def _answer(document: Document) -> Html:
     cards = [
         tag("div", tag("dt", sentence.question), tag("dd", answered(sentence)))
         for sentence in answer_sentences(document)
@@ -199,7 +199,7 @@ def _answer(document: dict[str, Any]) -> Html:
     return joined((tag("dl", *cards, class_="answer"), *shown_warnings))
 
 
-def _curve(document: dict[str, Any], is_drawn: bool) -> Html | None:
+def _curve(document: Document, is_drawn: bool) -> Html | None:
     curve = document["curve"]
     if curve is None or not is_drawn:
         return None
@@ -238,7 +238,7 @@ def _curve(document: dict[str, Any], is_drawn: bool) -> Html | None:
     )
 
 
-def _time(document: dict[str, Any]) -> Html | None:
+def _time(document: Document) -> Html | None:
     replay = document["replay"]
     if replay is None:
         return None
@@ -262,7 +262,7 @@ def _time(document: dict[str, Any]) -> Html | None:
     return joined((plot("plot-time", caption), table("The replay in figures", ["", "value"], rows)))
 
 
-def _latency(document: dict[str, Any]) -> Html | None:
+def _latency(document: Document) -> Html | None:
     if document["replay"] is None:
         return None
     meanings = {
@@ -288,7 +288,7 @@ def _latency(document: dict[str, Any]) -> Html | None:
     return joined(pieces)
 
 
-def _ledger(document: dict[str, Any]) -> Html | None:
+def _ledger(document: Document) -> Html | None:
     plan = document["plan"]
     if plan is None:
         return None
@@ -320,7 +320,7 @@ def _ledger(document: dict[str, Any]) -> Html | None:
     )
 
 
-def _users_table(document: dict[str, Any]) -> Html | None:
+def _users_table(document: Document) -> Html | None:
     capacity = document["plan"]["capacity"]
     if not document["plan"]["fits"]:
         return None
@@ -333,7 +333,7 @@ def _users_table(document: dict[str, Any]) -> Html | None:
     return table("Requests at once, if all are of one length", ["context", "requests"], rows)
 
 
-def _compare(document: dict[str, Any]) -> Html | None:
+def _compare(document: Document) -> Html | None:
     compare = document["compare"]
     if compare is None:
         return None
@@ -360,7 +360,7 @@ def _compare(document: dict[str, Any]) -> Html | None:
     )
 
 
-def _what_if(document: dict[str, Any]) -> Html | None:
+def _what_if(document: Document) -> Html | None:
     if not document["what_if"]:
         return None
     rows: list[list[Content]] = []
@@ -382,7 +382,7 @@ def _what_if(document: dict[str, Any]) -> Html | None:
     return joined((note, table("The same study with one option changed", columns, rows)))
 
 
-def _assumptions(document: dict[str, Any]) -> Html:
+def _assumptions(document: Document) -> Html:
     out: list[Html] = []
     for part, name in PART_NAMES.items():
         payload = document[part]
@@ -398,7 +398,7 @@ def _assumptions(document: dict[str, Any]) -> Html:
     return joined(out)
 
 
-def _figures(document: dict[str, Any]) -> Html:
+def _figures(document: Document) -> Html:
     rows: list[list[Content]] = []
     for name, figure in document["answer"]["figures"].items():
         value = data(document, f"answer.figures.{name}.value", lambda _, text=figure["shown"]: text)
@@ -411,7 +411,7 @@ def _figures(document: dict[str, Any]) -> Html:
     )
 
 
-def _reproduce(document: dict[str, Any]) -> Html:
+def _reproduce(document: Document) -> Html:
     steps = [tag("h3", step["question"]) for step in document["next"]]
     commands = [tag("pre", step["command"], tabindex="0") for step in document["next"]]
     following = joined(joined(pair) for pair in zip(steps, commands, strict=True))

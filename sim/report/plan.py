@@ -10,7 +10,7 @@ from ...core.deployment.startup_log import PoolExplanation, log_lines
 from ...core.memory.ledger import LedgerRow, RowRole, RowSource
 from ...core.planner.report import CapacityRow
 from ...core.quantities import GIB, MIB, format_bytes, format_gib
-from ..figures import percent
+from ..figures import Document, percent
 from ..scenario.deployment import PlanQuestion
 from ..scenario.plan import PlanResult, explanation, totals
 from .console import console, table
@@ -203,7 +203,7 @@ def _print_hanging(out: Any, head: str, text: str) -> None:
     out.print(Padding(grid, 0))
 
 
-def _totals_sentence(plan: DeploymentPlan, all_gpus: dict[str, Any]) -> str:
+def _totals_sentence(plan: DeploymentPlan, all_gpus: Document) -> str:
     held = f"{format_gib(all_gpus['kv_cache_bytes'])} of KV cache hold {all_gpus['kv_cache_tokens']:,} tokens"
     deployment = plan.deployment
     reasons: list[str] = []

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import InputError
+from ..figures import Document
 from .plots import PLOT_TEXTS
 
 FORMATS = ("svg", "png")
@@ -69,9 +70,9 @@ def page_colours() -> dict[str, str]:
     return dict(re.findall(r"(--[a-z-]+): (#[0-9a-f]{6})", light))
 
 
-def _metadata(plot_id: str, kind: str) -> dict[str, Any]:
+def _metadata(plot_id: str, kind: str) -> Document:
     text = PLOT_TEXTS[plot_id]
-    common: dict[str, Any] = {"Title": text.title, "Description": text.alt}
+    common: Document = {"Title": text.title, "Description": text.alt}
     return {**common, "Date": None, "Creator": "kvledger"} if kind == "svg" else {**common, "Software": "kvledger"}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from ..figures import GIB
+from ..figures import GIB, Document
 from .replay import LATENCIES
 
 LEGEND_ABOVE = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
@@ -45,9 +45,9 @@ SHARES = (
 )
 
 
-def study_plots(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def study_plots(document: Document) -> dict[str, Document]:
     """Plots by the id of their place on the page; those whose part is not done are left out."""
-    out: dict[str, dict[str, Any]] = {}
+    out: dict[str, Document] = {}
     curve, replay, plan, compare = (document[part] for part in ("curve", "replay", "plan", "compare"))
     if curve is not None and document["derived"]["claims_reuse"]:
         out["plot-curve"] = curve_plot(curve, replay)
@@ -60,14 +60,14 @@ def study_plots(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return out
 
 
-def curve_plot(curve: dict[str, Any], replay: dict[str, Any] | None) -> dict[str, Any]:
+def curve_plot(curve: Document, replay: Document | None) -> Document:
     """Hit rate against capacity: LRU, the optimum, the ceiling, this pool, and what the replayed engine reached."""
     in_bytes = "bytes" in curve["infinite"]
 
-    def size(point: dict[str, Any]) -> float:
+    def size(point: Document) -> float:
         return point["bytes"] / GIB if in_bytes else point["tokens"]
 
-    def line(name: str, points: list[dict[str, Any]], **style: Any) -> dict[str, Any]:
+    def line(name: str, points: list[Document], **style: Any) -> Document:
         return {
             "type": "scatter",
             "name": name,
@@ -121,16 +121,16 @@ def curve_plot(curve: dict[str, Any], replay: dict[str, Any] | None) -> dict[str
     return {"data": data, "layout": layout}
 
 
-def replay_plots(replay: dict[str, Any], distributions: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def replay_plots(replay: Document, distributions: Document) -> dict[str, Document]:
     """The plots of one replay by their ids: its document, and `latency_distributions` of its final state."""
     out = {"plot-time": time_plot(replay["series"], replay.get("last_arrival_s")), "plot-latency": latency_plot(replay)}
     return out | ({"plot-distribution": distribution_plot(distributions)} if distributions else {})
 
 
-def time_plot(series: dict[str, list[float]], last_arrival_s: float | None) -> dict[str, Any]:
+def time_plot(series: dict[str, list[float]], last_arrival_s: float | None) -> Document:
     """Occupancy, running and waiting requests over time, one above the other; where known, the last arrival."""
     minutes = [time_s / 60 for time_s in series["time_s"]]
-    data: list[dict[str, Any]] = []
+    data: list[Document] = []
     layout = layout_of(height=520, showlegend=False)
     layout["xaxis"] = axis_of("minutes since the first arrival", anchor="y3", rangemode="tozero")
     for index, (name, title, colour) in enumerate(SERIES):
@@ -161,10 +161,10 @@ def time_plot(series: dict[str, list[float]], last_arrival_s: float | None) -> d
     return {"data": data, "layout": layout}
 
 
-def latency_plot(replay: dict[str, Any]) -> dict[str, Any]:
+def latency_plot(replay: Document) -> Document:
     """Percentiles of each latency on one logarithmic axis, a line from p50 to p99."""
     measured = [(key, name) for key, name in reversed(LATENCIES) if replay[key]["count"]]
-    data: list[dict[str, Any]] = [
+    data: list[Document] = [
         {
             "type": "scatter",
             "x": [value for key, _ in measured for value in (replay[key]["p50"], replay[key]["p99"], None)],
@@ -197,7 +197,7 @@ def latency_plot(replay: dict[str, Any]) -> dict[str, Any]:
     return {"data": data, "layout": layout}
 
 
-def distribution_plot(distributions: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+def distribution_plot(distributions: dict[str, dict[str, list[float]]]) -> Document:
     """For each latency the share of its samples within a time; exact at the markers."""
     data = [
         {
@@ -229,7 +229,7 @@ def _rising_part(distribution: dict[str, list[float]]) -> dict[str, list[float]]
     return {"x": times_s[first:last], "y": [100 * share for share in shares[first:last]]}
 
 
-def ledger_plot(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def ledger_plot(rows: list[Document]) -> Document:
     """One bar: where every byte of a GPU goes."""
     data = [
         {
@@ -261,7 +261,7 @@ def row_colour(name: str) -> str:
     return ROW_COLOURS.get(name, "--libraries")
 
 
-def compare_plot(allocators: list[dict[str, Any]]) -> dict[str, Any]:
+def compare_plot(allocators: list[Document]) -> Document:
     """Shares of the memory under each allocator, with the requests that run at a time beside its name."""
     labels = [f"{row['name']}<br>{row['mean_batch']:,.1f} at a time" for row in reversed(allocators)]
     data = [
@@ -284,7 +284,7 @@ def compare_plot(allocators: list[dict[str, Any]]) -> dict[str, Any]:
     return {"data": data, "layout": layout}
 
 
-def layout_of(**own: Any) -> dict[str, Any]:
+def layout_of(**own: Any) -> Document:
     """What all plots have in common, and what is this one's own."""
     return {
         "paper_bgcolor": "rgba(0,0,0,0)",
@@ -297,7 +297,7 @@ def layout_of(**own: Any) -> dict[str, Any]:
     }
 
 
-def axis_of(title: str, **own: Any) -> dict[str, Any]:
+def axis_of(title: str, **own: Any) -> Document:
     """An axis with its title."""
     return {
         "title": {"text": title, "standoff": 8},
@@ -312,7 +312,7 @@ def axis_of(title: str, **own: Any) -> dict[str, Any]:
     }
 
 
-def logarithmic(values: Iterable[float]) -> dict[str, Any]:
+def logarithmic(values: Iterable[float]) -> Document:
     """A logarithmic axis over positive values, with a label in full at every tick: 20, 50, 100, not 2, 5, 100."""
     positive = [value for value in values if value > 0] or [1.0]
     low, high = floor(log10(min(positive))), ceil(log10(max(positive)))
@@ -322,12 +322,12 @@ def logarithmic(values: Iterable[float]) -> dict[str, Any]:
     return {"type": "log", "tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks]}
 
 
-def _vertical(x: float) -> dict[str, Any]:
+def _vertical(x: float) -> Document:
     line = {"color": "--ink", "width": 1.5, "dash": "dashdot"}
     return {"type": "line", "xref": "x", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "line": line}
 
 
-def _note(text: str, x: float, log: bool = False) -> dict[str, Any]:
+def _note(text: str, x: float, log: bool = False) -> Document:
     """A label at the top of a vertical line; on a logarithmic axis plotly wants the exponent."""
     place = log10(x) if log else x
     note = {"text": text, "x": place, "xref": "x", "y": 1, "yref": "paper", "showarrow": False}

@@ -1,8 +1,6 @@
 """One replay on the terminal: what was asked, what happened, what it rests on."""
 
-from typing import Any
-
-from ..figures import percent, seconds, shown
+from ..figures import Document, percent, seconds, shown
 from ..fleet.fleet import EngineName
 from ..scenario.sampling import SamplingResult
 from .console import console, table
@@ -15,13 +13,13 @@ LATENCIES = (
 )
 
 
-def print_replay(report: dict[str, Any]) -> None:
+def print_replay(report: Document) -> None:
     """The tables of one replay (`report` is the document of `--json`)."""
     print_outcome(report)
     print_assumptions(report)
 
 
-def print_outcome(report: dict[str, Any]) -> None:
+def print_outcome(report: Document) -> None:
     """What happened."""
     from rich.markup import escape
 
@@ -58,7 +56,7 @@ def print_outcome(report: dict[str, Any]) -> None:
         out.print(f"rejected: {reason}", soft_wrap=True)
 
 
-def print_assumptions(report: dict[str, Any]) -> None:
+def print_assumptions(report: Document) -> None:
     """What it rests on, and how long it took to find out."""
     out = console()
     assumptions = report["assumptions"]
@@ -68,7 +66,7 @@ def print_assumptions(report: dict[str, Any]) -> None:
     out.print(f"[dim]took {timing['wall_seconds']:.1f} s, {timing['us_per_step']:.0f} us an engine step[/dim]")
 
 
-def _latency_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
+def _latency_rows(report: Document) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for key, name in LATENCIES:
         figures = report[key]
@@ -77,11 +75,11 @@ def _latency_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _assumption_rows(assumptions: dict[str, Any]) -> list[tuple[str, str]]:
+def _assumption_rows(assumptions: Document) -> list[tuple[str, str]]:
     return [(name, shown(value)) for name, value in assumptions.items()]
 
 
-def print_fleet(document: dict[str, Any]) -> None:
+def print_fleet(document: Document) -> None:
     """The tables of one fleet (`document` is that of `--json`)."""
     print_outcome(document)
     if "kv_transfer" in document:
@@ -111,11 +109,11 @@ def print_fleet(document: dict[str, Any]) -> None:
     print_assumptions(document)
 
 
-def _name(one: dict[str, Any]) -> str:
+def _name(one: Document) -> str:
     return str(EngineName(one["replica"], one["data_parallel_rank"], one.get("pool", "")))
 
 
-def _print_transfers(document: dict[str, Any]) -> None:
+def _print_transfers(document: Document) -> None:
     moved = document["kv_transfer"]
     times, waits = moved["transfer_s"], moved["wait_for_blocks_s"]
     rows = [
@@ -128,7 +126,7 @@ def _print_transfers(document: dict[str, Any]) -> None:
     console().print(table("Transfer of keys and values", ("what", "value"), rows))
 
 
-def _print_tiers(document: dict[str, Any]) -> None:
+def _print_tiers(document: Document) -> None:
     out = console()
     out.print(f"Hit rate with tiers: {percent(document['prefix_cache']['hit_rate_with_tiers'])}", soft_wrap=True)
     rows = [

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from ..figures import percent, seconds, shown
+from ..figures import Document, percent, seconds, shown
 from ..search.size_search import SizeWatch
 from ..search.slo import Trial
 from .console import console, table
@@ -62,7 +62,7 @@ def _nearest(document: Mapping[str, Any]) -> str:
     )
 
 
-def _traffic(document: Mapping[str, Any]) -> dict[str, Any]:
+def _traffic(document: Mapping[str, Any]) -> Document:
     """What was replayed: every figure depends on it."""
     trace = document["trace"]
     if trace is None:
@@ -299,11 +299,11 @@ FIGURES = {
 }
 
 
-def size_plots(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def size_plots(document: Mapping[str, Any]) -> dict[str, Document]:
     """Plots by id; those that would be empty are left out. Without an answer, those of the nearest promise."""
     if document["answer"] is None and document["instead"] is not None:
         return size_plots(document["instead"])
-    out: dict[str, dict[str, Any]] = {}
+    out: dict[str, Document] = {}
     runs = search_plot(document["shapes"], document["asked"])
     if runs is not None:
         out["plot-search"] = runs
@@ -313,7 +313,7 @@ def size_plots(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return out
 
 
-def search_plot(shapes: Sequence[Mapping[str, Any]], asked: str) -> dict[str, Any] | None:
+def search_plot(shapes: Sequence[Mapping[str, Any]], asked: str) -> Document | None:
     """The first promise's figure of every run to its end, a line for each shape, with the limit.
 
     None where no run came to its end.
@@ -325,7 +325,7 @@ def search_plot(shapes: Sequence[Mapping[str, Any]], asked: str) -> dict[str, An
     promise = promises[0]
     title, unit = FIGURES[promise]
     styles = (("--lru", "circle"), ("--optimum", "diamond"), ("--engine", "square"), ("--muted", "cross"))
-    data: list[dict[str, Any]] = []
+    data: list[Document] = []
     limit = None
     for index, (size, search) in enumerate(searches):
         ended = [trial for trial in search["trials"] if trial["slo"][promise]["value"] is not None]
@@ -365,7 +365,7 @@ def search_plot(shapes: Sequence[Mapping[str, Any]], asked: str) -> dict[str, An
     return {"data": data, "layout": layout}
 
 
-def tornado_plot(rows: Sequence[Mapping[str, Any]], asked: str, answer: float) -> dict[str, Any]:
+def tornado_plot(rows: Sequence[Mapping[str, Any]], asked: str, answer: float) -> Document:
     """One bar an assumption, from the answer at one end to that at the other; the widest on top, the answer a line.
 
     Ends at which nothing that was tried keeps the SLO have no place on the axis: such a bar ends at the answer, and its
@@ -407,7 +407,7 @@ def tornado_plot(rows: Sequence[Mapping[str, Any]], asked: str, answer: float) -
     return {"data": data, "layout": layout}
 
 
-def _tried_axis(asked: str, span: float) -> dict[str, Any]:
+def _tried_axis(asked: str, span: float) -> Document:
     """Replicas are whole numbers, and so are the ticks."""
     if asked != "replicas":
         return axis_of("times the recorded rate")

@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from ..figures import memory, millions, percent, seconds
+from ..figures import Document, memory, millions, percent, seconds
 from .console import console, table
 from .replay import LATENCIES
 
 SHARES = ("token_pct", "reservation_pct", "internal_pct", "external_pct")
 
 
-def print_study(document: dict[str, Any], page: Path, data: Path) -> None:
+def print_study(document: Document, page: Path, data: Path) -> None:
     """Everything on standard output (`document` is the study's JSON)."""
     from rich.text import Text
 
@@ -40,7 +40,7 @@ def print_study(document: dict[str, Any], page: Path, data: Path) -> None:
         out.print(Text(f"    {step['command']}", style="cyan"), soft_wrap=True)
 
 
-def _answer_table(document: dict[str, Any]) -> Any:
+def _answer_table(document: Document) -> Any:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -53,7 +53,7 @@ def _answer_table(document: dict[str, Any]) -> Any:
     return out
 
 
-def _curve_table(curve: dict[str, Any]) -> Any:
+def _curve_table(curve: Document) -> Any:
     in_bytes = "bytes" in curve["infinite"]
     pool = curve["at_pool"]["lru"]["num_blocks"] if curve["at_pool"] is not None else None
     optimum = curve["policies"]["optimum"]
@@ -72,18 +72,18 @@ def _curve_table(curve: dict[str, Any]) -> Any:
     return table("Prompt tokens that a prefix cache serves", columns, rows, left=())
 
 
-def _hit_cells(point: dict[str, Any], best: dict[str, Any], in_bytes: bool) -> tuple[str, str, str]:
+def _hit_cells(point: Document, best: Document, in_bytes: bool) -> tuple[str, str, str]:
     size = memory(point["bytes"]) if in_bytes else millions(point["tokens"])
     return size, percent(point["token_hit_rate"], 1), percent(best["token_hit_rate"], 1)
 
 
-def _latency_table(replay: dict[str, Any]) -> Any:
+def _latency_table(replay: Document) -> Any:
     columns = ("mean", "p50", "p90", "p99", "max")
     rows = [(name, *(seconds(replay[key][column]) for column in columns)) for key, name in LATENCIES]
     return table("Latency, queueing included", ("", *columns), rows)
 
 
-def _compare_table(allocators: list[dict[str, Any]]) -> Any:
+def _compare_table(allocators: list[Document]) -> Any:
     rows = [
         (
             row["name"],
@@ -97,7 +97,7 @@ def _compare_table(allocators: list[dict[str, Any]]) -> Any:
     return table("Where the KV memory goes, all requests waiting", columns, rows)
 
 
-def _what_if_table(rows: list[dict[str, Any]]) -> Any:
+def _what_if_table(rows: list[Document]) -> Any:
     columns = ("one option changed", "GPUs", "blocks", "tokens", "LRU")
     cells = [
         (
@@ -112,7 +112,7 @@ def _what_if_table(rows: list[dict[str, Any]]) -> Any:
     return table("What would change the answer", columns, cells)
 
 
-def _print_lists(out: Any, document: dict[str, Any]) -> None:
+def _print_lists(out: Any, document: Document) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
@@ -131,7 +131,7 @@ def _print_lists(out: Any, document: dict[str, Any]) -> None:
             out.print()
 
 
-def _remedies(plan: dict[str, Any] | None) -> list[str]:
+def _remedies(plan: Document | None) -> list[str]:
     if plan is None:
         return []
     return [

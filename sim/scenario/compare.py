@@ -10,7 +10,7 @@ from ...core.errors import DoesNotFitError, InputError
 from ...core.models.geometry import load_geometry
 from ...core.quantities import format_bytes
 from ..baselines.baselines import AllocatorUsage, compare_allocators
-from ..figures import gib, percent
+from ..figures import Document, gib, percent
 from ..traces import Trace
 from .options import ENGINE, HARDWARE, option, options
 from .results import Table
@@ -38,9 +38,9 @@ class CompareResult:
     """
 
     usages: list[AllocatorUsage]
-    setup: dict[str, Any]
+    setup: Document
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Document:
         """The document of `kvledger compare --json`."""
         allocators = [usage.as_dict() for usage in self.usages]
         return {**self.setup, "allocators": allocators, "assumptions": assumptions(self.usages, self.setup)}
@@ -263,7 +263,7 @@ SATURATED_QUEUE = (
 )
 
 
-def assumptions(usages: list[AllocatorUsage], setup: dict[str, Any]) -> list[str]:
+def assumptions(usages: list[AllocatorUsage], setup: Document) -> list[str]:
     """What the figures rest on, one sentence each."""
     watermark, max_num_seqs = setup["watermark"], setup["max_num_seqs"]
     out = [
@@ -285,7 +285,7 @@ def assumptions(usages: list[AllocatorUsage], setup: dict[str, Any]) -> list[str
     return out
 
 
-def compare_sentences(usages: list[AllocatorUsage], setup: dict[str, Any]) -> list[str]:
+def compare_sentences(usages: list[AllocatorUsage], setup: Document) -> list[str]:
     """The answer in words, the costs of growing, and what was refused."""
     by_name = {usage.name: usage for usage in usages}
     paged, reserving = by_name["paged"], [by_name[name] for name in ("static", "pow2", "oracle")]
@@ -310,7 +310,7 @@ def compare_sentences(usages: list[AllocatorUsage], setup: dict[str, Any]) -> li
     return out
 
 
-def _refusal(usage: AllocatorUsage, setup: dict[str, Any]) -> str:
+def _refusal(usage: AllocatorUsage, setup: Document) -> str:
     too_long = f"longer than max_model_len {setup['max_model_len']:,}"
     never_fit = f"larger than its {setup['num_slots']:,} slots can ever hold"
     never_fitting = usage.refused - usage.refused_too_long

@@ -8,6 +8,7 @@ import attrs
 from ...core.errors import InputError
 from ...core.models.geometry import load_geometry
 from ..cache.capacity_curve import CapacityCurve, capacity_curve
+from ..figures import Document
 from ..traces import Trace, TraceInfo, TraceRequest
 from .options import ENGINE, OUTPUT, option, options
 from .results import Table
@@ -50,7 +51,7 @@ class CurveResult:
     curve: CapacityCurve
     bytes_per_block: int | None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Document:
         """The document of `kvledger curve --json`."""
         return self.curve.as_dict(self.bytes_per_block)
 

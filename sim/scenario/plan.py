@@ -23,6 +23,7 @@ from ...core.models.geometry import load_geometry
 from ...core.planner.parallel import tensor_parallel_layers
 from ...core.planner.report import CapacityRow, capacity_mix, explain_plan, plan_as_dict
 from ...core.planner.verdict import PlanRefusedError
+from ..figures import Document
 from .deployment import PlanQuestion, read_log, read_question
 from .options import HARDWARE, OUTPUT, TRAFFIC, option, options
 from .results import Table
@@ -72,14 +73,14 @@ class PlanResult:
     capacity: Sequence[CapacityRow]
     diagnoses: Sequence[Diagnosis]
     warnings: Sequence[str]
-    mix: dict[str, Any] | None = None
+    mix: Document | None = None
 
     @property
     def fits(self) -> bool:
         """Whether the engine starts and serves one request of the longest length."""
         return self.plan.fits
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Document:
         """The document of `kvledger plan --json`."""
         document = _plan_as_dict(self)
         return document if self.mix is None else {**document, "context_mix": self.mix}
@@ -122,7 +123,7 @@ def _lengths(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _mix_as_dict(plan: DeploymentPlan, text: str) -> dict[str, Any]:
+def _mix_as_dict(plan: DeploymentPlan, text: str) -> Document:
     shares: dict[int, float] = {}
     for part in text.split(","):
         length, _, share = part.strip().partition(":")
@@ -194,7 +195,7 @@ class LogExplanation:
     found: PoolExplanation
     num_layers: int | None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Document:
         """The document of `kvledger plan --logged-memory ... --json`."""
         found = self.found
         return {
@@ -238,7 +239,7 @@ def _page_of_model(scenario: Scenario, block_size: int) -> tuple[int | None, int
     return (pages.pop() if len(pages) == 1 else None), geometry.num_hidden_layers
 
 
-def _plan_as_dict(result: PlanResult) -> dict[str, Any]:
+def _plan_as_dict(result: PlanResult) -> Document:
     """The ledger of the stage that decides the pool, the pool, and everything beside them."""
     question, plan = result.question, result.plan
     deployment = plan.deployment
@@ -275,7 +276,7 @@ def _plan_as_dict(result: PlanResult) -> dict[str, Any]:
     }
 
 
-def _row_as_dict(row: LedgerRow, total_bytes: int) -> dict[str, Any]:
+def _row_as_dict(row: LedgerRow, total_bytes: int) -> Document:
     """One row of the ledger."""
     return {
         "name": row.name,
@@ -289,7 +290,7 @@ def _row_as_dict(row: LedgerRow, total_bytes: int) -> dict[str, Any]:
     }
 
 
-def _stage_as_dict(plan: DeploymentPlan, stage: StagePlan) -> dict[str, Any]:
+def _stage_as_dict(plan: DeploymentPlan, stage: StagePlan) -> Document:
     return {
         "stage": stage.stage,
         "layers": [stage.layers.start, stage.layers.stop - 1],
@@ -299,7 +300,7 @@ def _stage_as_dict(plan: DeploymentPlan, stage: StagePlan) -> dict[str, Any]:
     }
 
 
-def totals(plan: DeploymentPlan) -> dict[str, Any]:
+def totals(plan: DeploymentPlan) -> Document:
     """What all GPUs hold together: bytes multiply with every kind of parallelism, tokens with data parallelism only."""
     deployment = plan.deployment
     engine_bytes = sum(max(rank.bytes_used, 0) for rank in plan.pool.ranks)
@@ -313,7 +314,7 @@ def totals(plan: DeploymentPlan) -> dict[str, Any]:
     }
 
 
-def _capacity_as_dict(plan: DeploymentPlan, row: CapacityRow) -> dict[str, Any]:
+def _capacity_as_dict(plan: DeploymentPlan, row: CapacityRow) -> Document:
     """Users of one length, over all data-parallel engines; blocks and bytes are of one user on the tightest rank."""
     engines = plan.deployment.data_parallel_size
     return {
@@ -328,7 +329,7 @@ def _capacity_as_dict(plan: DeploymentPlan, row: CapacityRow) -> dict[str, Any]:
     }
 
 
-def _suggestions_as_dict(values: FittingValues) -> dict[str, Any]:
+def _suggestions_as_dict(values: FittingValues) -> Document:
     """Values to paste, and vLLM's own beside them."""
     return {
         "kv_cache_memory_bytes_for_this_pool": values.same_pool.num_bytes,
@@ -347,7 +348,7 @@ def _suggestions_as_dict(values: FittingValues) -> dict[str, Any]:
     }
 
 
-def _diagnosis_as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
+def _diagnosis_as_dict(diagnosis: Diagnosis) -> Document:
     """A diagnosis with its remedies."""
     return {
         "complaint": diagnosis.complaint,
@@ -361,9 +362,9 @@ def _diagnosis_as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
     }
 
 
-def _refusal_as_dict(refusal: DoesNotFitError) -> dict[str, Any]:
+def _refusal_as_dict(refusal: DoesNotFitError) -> Document:
     """Why not, with the numbers."""
-    out: dict[str, Any] = {"message": str(refusal)}
+    out: Document = {"message": str(refusal)}
     if isinstance(refusal, MemoryShortfallError | PlanRefusedError):
         out |= {
             "condition": str(refusal.condition),

@@ -9,6 +9,7 @@ from ..engine.listener import RunListener
 from ..engine.metrics import RequestRecord
 from ..engine.replay import ReplayReport, replay
 from ..engine.vllm_metrics import HistogramCounts, Snapshot
+from ..figures import Document
 from ..traces import Trace
 from ..workloads.samples import SampledTrace
 from .engine import Engine, engine_of
@@ -35,10 +36,10 @@ class ReplayResult:
     """
 
     report: ReplayReport
-    trace: dict[str, Any]
+    trace: Document
     requests: Table
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Document:
         """The document of `kvledger replay --json`."""
         return {"trace": self.trace, **self.report.to_json()}
 

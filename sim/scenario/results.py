@@ -6,6 +6,7 @@ from typing import Any
 import attrs
 
 from ...core.errors import InputError
+from ..figures import Document
 from ..traces.trace import TraceInfo
 
 
@@ -28,7 +29,7 @@ class Table:
         """How many rows."""
         return len(next(iter(self.columns.values()), ()))
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Document]:
         """Iterate over the rows as dicts."""
         for values in zip(*self.columns.values(), strict=True):
             yield dict(zip(self.columns, values, strict=True))
@@ -52,7 +53,7 @@ class Table:
         raise InputError("data frames need pandas or polars: pip install pandas")
 
 
-def trace_as_dict(info: TraceInfo) -> dict[str, Any]:
+def trace_as_dict(info: TraceInfo) -> Document:
     """What was replayed, for JSON: name, units, window, and what was left out."""
     window = info.window
     return {

@@ -1,12 +1,12 @@
 """Sampling: what sharing saves when one prompt of a scenario's traffic has many continuations."""
 
 from collections.abc import Callable
-from typing import Any
 
 import attrs
 
 from ...core.errors import InputError
 from ..engine.sampling import BeamSearch, DraftTree, ParallelSampling, SamplingReport, run_sampling
+from ..figures import Document
 from .options import ENGINE, option, options
 from .results import trace_as_dict
 from .scenario import Scenario
@@ -64,12 +64,12 @@ class SamplingResult:
     """What sharing saved, with what was run."""
 
     report: SamplingReport
-    trace: dict[str, Any]
-    kind: dict[str, Any]
+    trace: Document
+    kind: Document
     block_size: int
     seed: int
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Document:
         """The document of `kvledger sampling --json`."""
         return {
             "trace": self.trace,

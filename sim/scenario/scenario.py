@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from ...core.errors import InputError
+from ..figures import Document
 from .options import ENGINE, HARDWARE, LATENCY, MODEL, TRAFFIC, given_values, option, options
 
 if TYPE_CHECKING:
@@ -267,7 +268,7 @@ class Scenario:
         _check_names(changes)
         return attrs.evolve(self, **changes)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Document:
         """Every field that is not at its default, as plain JSON values; `from_dict` reads it."""
         return {name: list(v) if isinstance(v, tuple) else _plain(v) for name, v in given_values(self).items()}
 

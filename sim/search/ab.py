@@ -1,12 +1,11 @@
 """Two configurations on one trace, side by side: every figure, what differs, and what the difference comes from."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import attrs
 
 from ...core.errors import InputError, KVLedgerError
-from ..figures import at_path, millions, percent, seconds, shown
+from ..figures import Document, at_path, millions, percent, seconds, shown
 from ..scenario.fleet import FleetOptions, replay_fleet_scenario
 from ..scenario.options import OptionSet, read_texts, texts_of
 from ..scenario.replay import replay_scenario
@@ -20,7 +19,7 @@ NOTICEABLE = 0.005
 POOL_SIZE = ("num_blocks", "usable_blocks", "groups", "pool", "num_blocks_if_estimates_are_off")
 
 
-def explanation(document: dict[str, Any]) -> list[str]:
+def explanation(document: Document) -> list[str]:
     """Sentences about B against A (`document` is that of `kvledger ab`)."""
     a, b = document["a"]["result"], document["b"]["result"]
     return [
@@ -34,7 +33,7 @@ def explanation(document: dict[str, Any]) -> list[str]:
     ]
 
 
-def _options(document: dict[str, Any]) -> Iterator[str]:
+def _options(document: Document) -> Iterator[str]:
     told = [
         f"{row['name']} {'at its default' if row['b'] is None else row['b']} instead of "
         f"{'its default' if row['a'] is None else row['a']}"
@@ -43,7 +42,7 @@ def _options(document: dict[str, Any]) -> Iterator[str]:
     yield f"B has {'; '.join(told)}. Nothing else was changed."
 
 
-def _pool(document: dict[str, Any], a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
+def _pool(document: Document, a: Document, b: Document) -> Iterator[str]:
     one, other = a["assumptions"]["num_blocks"], b["assumptions"]["num_blocks"]
     sizes = _block_size(document, "a"), _block_size(document, "b")
     if None not in sizes:
@@ -58,7 +57,7 @@ def _pool(document: dict[str, Any], a: dict[str, Any], b: dict[str, Any]) -> Ite
         yield f"Its pool has {other:,} blocks rather than {one:,}: {other / one:.2f} times as many."
 
 
-def _block_size(document: dict[str, Any], side: str) -> int | None:
+def _block_size(document: Document, side: str) -> int | None:
     """Of a pool of one group of full attention; None where there are several."""
     groups = document[side]["result"]["assumptions"]["groups"]
     if len(groups) != 1 or not groups[0].startswith("FullAttention(block_size="):
@@ -66,7 +65,7 @@ def _block_size(document: dict[str, Any], side: str) -> int | None:
     return int(groups[0].removeprefix("FullAttention(block_size=").rstrip(")"))
 
 
-def _cache(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
+def _cache(a: Document, b: Document) -> Iterator[str]:
     one, other = a["prefix_cache"], b["prefix_cache"]
     if _alike(one["hits_tokens"], other["hits_tokens"]):
         return
@@ -80,7 +79,7 @@ def _cache(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _preemptions(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
+def _preemptions(a: Document, b: Document) -> Iterator[str]:
     one, other = a["preemptions"], b["preemptions"]
     if one["total"] != other["total"]:
         yield (
@@ -89,7 +88,7 @@ def _preemptions(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _steps(document: dict[str, Any]) -> Iterator[str]:
+def _steps(document: Document) -> Iterator[str]:
     latency = [
         row
         for row in document["assumptions_that_differ"]
@@ -100,7 +99,7 @@ def _steps(document: dict[str, Any]) -> Iterator[str]:
         yield f"What its steps rest on is different: {told}."
 
 
-def _waiting(document: dict[str, Any]) -> Iterator[str]:
+def _waiting(document: Document) -> Iterator[str]:
     pairs = document["pairs"]
     if pairs is not None and not _alike(pairs["mean_running_a"], pairs["mean_running_b"]):
         yield (
@@ -118,7 +117,7 @@ def _waiting(document: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _verdict(document: dict[str, Any]) -> Iterator[str]:
+def _verdict(document: Document) -> Iterator[str]:
     better = {side: [row["name"] for row in document["figures"] if row["better"] == side] for side in ("a", "b")}
     if not better["a"] and not better["b"]:
         yield "No figure differs."
@@ -210,22 +209,22 @@ class Side:
     """One of the two runs: its options as text, its document, and its finished requests (none of a fleet)."""
 
     options: dict[str, str]
-    result: dict[str, Any]
+    result: Document
     requests: Table
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Document:
         """Options and document."""
         return {"options": self.options, "result": self.result}
 
 
-def ab_document(question: AbQuestion) -> dict[str, Any]:
+def ab_document(question: AbQuestion) -> Document:
     """Both runs, their figures side by side, what differs between their options and assumptions, and why.
 
     Raises:
         InputError: a run that cannot be made, with its reason.
     """
     a, b = _run(question, "A", question.a), _run(question, "B", question.b)
-    document: dict[str, Any] = {
+    document: Document = {
         "command": question.command,
         "trace": a.result["trace"],
         "same": {name: text for name, text in a.options.items() if b.options.get(name) == text},
@@ -258,12 +257,12 @@ def _run(question: AbQuestion, name: str, changes: dict[str, str]) -> Side:
     return Side(options=options, result=result, requests=run.requests)
 
 
-def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
+def _differing(a: Document, b: Document) -> list[Document]:
     names = list(dict.fromkeys([*a, *b]))
     return [{"name": name, "a": a.get(name), "b": b.get(name)} for name in names if a.get(name) != b.get(name)]
 
 
-def _figure(path: str, name: str, is_more_better: bool | None, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+def _figure(path: str, name: str, is_more_better: bool | None, a: Document, b: Document) -> Document:
     one, other = at_path(a, path), at_path(b, path)
     better = difference = ratio = None
     if one is not None and other is not None:
@@ -281,7 +280,7 @@ def _figure(path: str, name: str, is_more_better: bool | None, a: dict[str, Any]
     }
 
 
-def _pairs(a: Side, b: Side) -> dict[str, Any] | None:
+def _pairs(a: Side, b: Side) -> Document | None:
     """The same requests in both runs: how many got their first token sooner, and how queueing changed.
 
     None for a fleet, which keeps no requests, and where no request finished in both.

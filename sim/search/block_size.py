@@ -6,12 +6,11 @@ within a tolerance, as good as the best of any size.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import attrs
 
 from ...core.errors import InputError
-from ..figures import at_path
+from ..figures import Document, at_path
 from ..scenario.options import texts_of
 from ..scenario.scenario import Scenario
 from .sweep import Point, content_of, run_sweep
@@ -64,9 +63,7 @@ def parse_block_sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def block_size_document(
-    question: BlockSizeQuestion, on_row: Callable[[dict[str, Any]], None] = lambda row: None
-) -> dict[str, Any]:
+def block_size_document(question: BlockSizeQuestion, on_row: Callable[[Document], None] = lambda row: None) -> Document:
     """A row for each size, and the answer. A size that the model or the trace does not allow has an `error`.
 
     `on_row` is called with each row of the sweep as it is done.
@@ -107,7 +104,7 @@ def _options(question: BlockSizeQuestion, size: int) -> tuple[tuple[str, str], .
     return tuple(options.items())
 
 
-def _row(size: int, result: dict[str, Any]) -> dict[str, Any]:
+def _row(size: int, result: Document) -> Document:
     if "error" in result:
         return {"block_size": size, "error": result["error"]}
     document = result["result"]
@@ -118,7 +115,7 @@ def _row(size: int, result: dict[str, Any]) -> dict[str, Any]:
     return {"block_size": size, "figures": figures, "blocks_of_the_longest_request": longest}
 
 
-def judged(rows: Sequence[dict[str, Any]], tolerance: float) -> dict[str, Any]:
+def judged(rows: Sequence[Document], tolerance: float) -> Document:
     """The answer. Rows (`block_size`, `figures`) get `behind`: how far each figure is behind the best of any size, as a
     share of that best; and `most_behind`, the largest of these.
     """
@@ -137,7 +134,7 @@ def judged(rows: Sequence[dict[str, Any]], tolerance: float) -> dict[str, Any]:
     return _answer(rows, tolerance)
 
 
-def _answer(rows: Sequence[dict[str, Any]], tolerance: float) -> dict[str, Any]:
+def _answer(rows: Sequence[Document], tolerance: float) -> Document:
     good = [row for row in rows if row["most_behind"] <= tolerance]
     chosen = max(good, key=lambda row: row["block_size"]) if good else min(rows, key=lambda row: row["most_behind"])
     size = chosen["block_size"]

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from ...core.errors import InputError, KVLedgerError
+from ..figures import Document
 from ..scenario.options import OptionSet, read_texts, spelled
 from ..scenario.scenario import Scenario
 
@@ -60,9 +61,9 @@ class Job:
 
     name: str
     options: tuple[OptionSet, ...]
-    run: Callable[..., dict[str, Any]]
+    run: Callable[..., Document]
 
-    def document(self, texts: Mapping[str, str], files: tuple[str, ...] = ()) -> dict[str, Any]:
+    def document(self, texts: Mapping[str, str], files: tuple[str, ...] = ()) -> Document:
         """The document for options as typed on a command line.
 
         Raises:
@@ -75,7 +76,7 @@ class Job:
         return self.run(scenario, *asked)
 
 
-def _plan(scenario: Scenario, asked: Any) -> dict[str, Any]:
+def _plan(scenario: Scenario, asked: Any) -> Document:
     from ..scenario.plan import asks_for_explanation, explain_log, plan_scenario
 
     if asks_for_explanation(scenario, asked):
@@ -83,31 +84,31 @@ def _plan(scenario: Scenario, asked: Any) -> dict[str, Any]:
     return plan_scenario(scenario, asked).to_dict()
 
 
-def _curve(scenario: Scenario, asked: Any) -> dict[str, Any]:
+def _curve(scenario: Scenario, asked: Any) -> Document:
     from ..scenario.curve import curve_of_scenario
 
     return curve_of_scenario(scenario, asked).to_dict()
 
 
-def _replay(scenario: Scenario) -> dict[str, Any]:
+def _replay(scenario: Scenario) -> Document:
     from ..scenario.replay import replay_scenario
 
     return replay_scenario(scenario).to_dict()
 
 
-def _fleet(scenario: Scenario, asked: Any) -> dict[str, Any]:
+def _fleet(scenario: Scenario, asked: Any) -> Document:
     from ..scenario.fleet import replay_fleet_scenario
 
     return replay_fleet_scenario(scenario, asked).to_dict()
 
 
-def _compare(scenario: Scenario, asked: Any) -> dict[str, Any]:
+def _compare(scenario: Scenario, asked: Any) -> Document:
     from ..scenario.compare import compare_scenario
 
     return compare_scenario(scenario, asked).to_dict()
 
 
-def _size(scenario: Scenario, asked: Any) -> dict[str, Any]:
+def _size(scenario: Scenario, asked: Any) -> Document:
     from .size_search import SizeStudy
 
     study = SizeStudy(scenario, asked)
@@ -115,7 +116,7 @@ def _size(scenario: Scenario, asked: Any) -> dict[str, Any]:
     return study.document()
 
 
-def _optimum(scenario: Scenario, asked: Any) -> dict[str, Any]:
+def _optimum(scenario: Scenario, asked: Any) -> Document:
     from .optimum import optimum_worth
 
     return optimum_worth(scenario, asked).to_dict()

@@ -8,7 +8,7 @@ import attrs
 from ...core.errors import InputError
 from ...core.types import LatencyModel, StepLoad
 from ..cache.capacity_curve import ASSUMPTIONS, CapacityCurve, capacity_curve
-from ..figures import duration, millions, percent
+from ..figures import Document, duration, millions, percent
 from ..scenario.engine import engine_of
 from ..scenario.options import SEARCH, option, options
 from ..scenario.results import Table
@@ -45,7 +45,7 @@ class Worth:
     seconds_per_token: float
     num_gpus: int
     price_per_gpu_hour: float | None
-    assumptions: dict[str, Any]
+    assumptions: Document
 
     @property
     def saved_tokens(self) -> int:
@@ -80,7 +80,7 @@ class Worth:
         """A data frame with a row for each policy."""
         return Table.of_rows(self.to_dict()["policies"]).to_frame()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Document:
         """The document of `kvledger optimum --json`."""
         curve = self.curve
         rows = {name: points[0] for name, points in curve.policies.items()}

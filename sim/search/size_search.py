@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 
 from ...core.errors import DoesNotFitError, InputError
+from ..figures import Document
 from ..scenario.engine import Engine, engine_of
 from ..scenario.results import trace_as_dict
 from ..scenario.scenario import Scenario
@@ -23,10 +24,10 @@ HOURS_A_MONTH = 730
 SHARE_OF_THOSE_WHO_CAN = 0.99
 
 
-def answer_of(question: SizeQuestion, best: Mapping[str, Any], trace: Mapping[str, Any]) -> dict[str, Any]:
+def answer_of(question: SizeQuestion, best: Mapping[str, Any], trace: Mapping[str, Any]) -> Document:
     """The answer of the best shape."""
     gpu = question.scenario.gpu
-    out: dict[str, Any] = {
+    out: Document = {
         "sentence": "",
         "gpu": gpu,
         "gpus": best["gpus"] if gpu else None,
@@ -85,9 +86,7 @@ def slo_of_feasible_requests(slo: Slo, shapes: Sequence[Mapping[str, Any]]) -> S
     return Slo(goodput_share=share, ttft_s=slo.ttft_p99_s, tpot_s=slo.tpot_p99_s) if share > 0 else None
 
 
-def assumptions_of_answer(
-    best: Mapping[str, Any] | None, shapes: Sequence[Mapping[str, Any]], name: str
-) -> dict[str, Any]:
+def assumptions_of_answer(best: Mapping[str, Any] | None, shapes: Sequence[Mapping[str, Any]], name: str) -> Document:
     """What the answer rests on: where the pool comes from, and those of the run that is the answer.
 
     Without an answer, those of the last shape that has any.
@@ -102,7 +101,7 @@ def assumptions_of_answer(
     return {**best["assumptions"], **run["assumptions"]}
 
 
-def answer_trial(best: Mapping[str, Any], name: str) -> dict[str, Any]:
+def answer_trial(best: Mapping[str, Any], name: str) -> Document:
     """The run that is the answer of a shape."""
     trials = [trial for search in best["searches"] for trial in search["trials"]]
     return next(trial for trial in trials if trial["value"] == best[name] and trial["met"])
@@ -218,12 +217,12 @@ class SizeStudy:
         """
         self._question = question = SizeQuestion.of(scenario, asked)
         self._watch = watch or SizeWatch()
-        self._shapes: list[dict[str, Any]] = []
+        self._shapes: list[Document] = []
         self._settings: dict[tuple[int, int | None], Setting] = {}
-        self._going_on: tuple[dict[str, Any], int | None, _Recorder] | None = None
-        self._rows: list[dict[str, Any]] = []
+        self._going_on: tuple[Document, int | None, _Recorder] | None = None
+        self._rows: list[Document] = []
         self._instead: SizeStudy | None = None
-        self._trace: dict[str, Any] | None = None
+        self._trace: Document | None = None
         self._reason: str | None = INTERRUPTED
         self._name = question.search(1).name
 
@@ -249,7 +248,7 @@ class SizeStudy:
             self._search_feasible_requests()
         self._reason = None
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Document:
         """`answer` (None where nothing keeps the SLO), `shapes`, `tornado`, `trace` and what all of it rests on."""
         question, best = self._question, self._best()
         self._note_what_goes_on()
@@ -267,7 +266,7 @@ class SizeStudy:
             "not_done": self._reason,
         }
 
-    def _best(self) -> dict[str, Any] | None:
+    def _best(self) -> Document | None:
         """The shape with the fewest GPUs, or the highest rate."""
         found = [shape for shape in self._shapes if shape[self._name] is not None]
         if self._name == "rate_scale":
@@ -302,7 +301,7 @@ class SizeStudy:
         self._watch.shape(f"tensor parallel size {size}")
         self._search_seeds(row, engine, most)
 
-    def _search_seeds(self, row: dict[str, Any], engine: Engine, most: int) -> None:
+    def _search_seeds(self, row: Document, engine: Engine, most: int) -> None:
         """Every seed must keep the SLO: the answer is the worst one's."""
         question, search = self._question, self._question.search(most)
         answers: list[float] = []
@@ -332,9 +331,7 @@ class SizeStudy:
         row["gpus"] = row["replicas"] * row["gpus_per_replica"]
         row[f"{self._name}_over_seeds"] = confidence_interval([float(answer) for answer in answers]).as_dict()
 
-    def _searched(
-        self, row: dict[str, Any], seed: int | None, find: Callable[[SearchWatch], SearchResult]
-    ) -> SearchResult:
+    def _searched(self, row: Document, seed: int | None, find: Callable[[SearchWatch], SearchResult]) -> SearchResult:
         recorder = _Recorder(self._watch)
         self._going_on = row, seed, recorder
         found = find(recorder)
@@ -353,7 +350,7 @@ class SizeStudy:
         row["searches"].append({**_search_as_dict(seed, partial, self._name), "not_done": INTERRUPTED})
         row["reason"] = INTERRUPTED + _between(partial, self._name)
 
-    def _ask_what_matters(self, best: dict[str, Any]) -> None:
+    def _ask_what_matters(self, best: Document) -> None:
         answer, size = best[self._name], best["tensor_parallel_size"]
         seed = next(one["seed"] for one in best["searches"] if one[self._name] == answer)
         setting = self._settings[size, seed]
@@ -361,7 +358,7 @@ class SizeStudy:
         search = self._question.search(self._question.asked.max_replicas)
         self._watch.tornado(0, len(assumptions))
 
-        def on_row(row: dict[str, Any]) -> None:
+        def on_row(row: Document) -> None:
             self._rows.append(row)
             self._watch.tornado(len(self._rows), len(assumptions))
 
@@ -380,7 +377,7 @@ class SizeStudy:
             self._instead.run()
 
 
-def _read_trace(question: SizeQuestion) -> dict[str, Any]:
+def _read_trace(question: SizeQuestion) -> Document:
     """What the trace is; a first reading also finds its bad rows before hours are spent on it."""
     source = open_traffic(question.scenario)
     for _ in source:
@@ -388,15 +385,15 @@ def _read_trace(question: SizeQuestion) -> dict[str, Any]:
     return trace_as_dict(source.info)
 
 
-def _empty_row(size: int, gpus: int, name: str, num_replicas: int | None) -> dict[str, Any]:
-    row: dict[str, Any] = {"tensor_parallel_size": size, "gpus_per_replica": gpus, "num_gpu_blocks": None}
+def _empty_row(size: int, gpus: int, name: str, num_replicas: int | None) -> Document:
+    row: Document = {"tensor_parallel_size": size, "gpus_per_replica": gpus, "num_gpu_blocks": None}
     row |= {"replicas": num_replicas, "gpus": None if num_replicas is None else gpus * num_replicas}
     if name == "rate_scale":
         row["rate_scale"] = None
     return {**row, "reason": None, "idle": None, "idle_share_in_time": None, "assumptions": {}, "searches": []}
 
 
-def _search_as_dict(seed: int | None, found: SearchResult, name: str) -> dict[str, Any]:
+def _search_as_dict(seed: int | None, found: SearchResult, name: str) -> Document:
     answer = found.answer if found.answer is None or name == "rate_scale" else int(found.answer)
     return {
         "seed": seed,

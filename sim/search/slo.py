@@ -13,6 +13,7 @@ import attrs
 
 from ...core.errors import InputError
 from ..engine.metrics import RequestRecord
+from ..figures import Document
 
 PERCENT = 99
 
@@ -68,7 +69,7 @@ class Verdict:
     """
 
     met: bool
-    figures: dict[str, dict[str, Any]]
+    figures: dict[str, Document]
 
 
 class SloTally:
@@ -127,7 +128,7 @@ class SloTally:
         """The run of `num_requests` requests is over; those that did not finish never got a token."""
         slo = self._slo
         num_lost = num_requests - len(self._ttft_s)
-        figures: dict[str, dict[str, Any]] = {}
+        figures: dict[str, Document] = {}
         if slo.ttft_p99_s is not None:
             figures["ttft_p99_s"] = _within(slo.ttft_p99_s, _percentile(self._ttft_s, num_lost))
         if slo.tpot_p99_s is not None:
@@ -138,7 +139,7 @@ class SloTally:
         return Verdict(met=all(figure["met"] for figure in figures.values()), figures=figures)
 
 
-def _within(limit: float, value: float | None) -> dict[str, Any]:
+def _within(limit: float, value: float | None) -> Document:
     is_finite = value is not None and math.isfinite(value)
     return {"limit": limit, "value": value if is_finite else None, "met": value is None or value <= limit}
 
@@ -164,14 +165,14 @@ class Trial:
 
     value: float
     verdict: Verdict
-    figures: dict[str, Any] = attrs.field(factory=dict)
+    figures: Document = attrs.field(factory=dict)
 
     @property
     def met(self) -> bool:
         """Whether it met the SLO."""
         return self.verdict.met
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Document:
         """For JSON."""
         return {"value": self.value, "met": self.met, "slo": self.verdict.figures, **self.figures}
 
@@ -396,7 +397,7 @@ class Interval:
     high: float | None
     num_samples: int
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Document:
         """For JSON."""
         return attrs.asdict(self)
 

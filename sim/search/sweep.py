@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from ...core.errors import InputError, KVLedgerError
-from ..figures import at_path
+from ..figures import Document, at_path
 from .jobs import job, reason
 
 # Figures that depend on the machine's clock have no place in a row.
@@ -82,7 +82,7 @@ def content_of(files: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def run_point(point: Point, kept_in: str | None) -> dict[str, Any]:
+def run_point(point: Point, kept_in: str | None) -> Document:
     """The row of one point: `options`, and its `result`, or the `error` for which it has none.
 
     A result that is kept in the folder `kept_in` is read; a new one is kept there, whole or not at all. An error is
@@ -111,8 +111,8 @@ def run_sweep(
     num_workers: int = 1,
     kept_in: str | None = None,
     cluster: bool = False,
-    on_row: Callable[[dict[str, Any]], None] = lambda row: None,
-) -> list[dict[str, Any]]:
+    on_row: Callable[[Document], None] = lambda row: None,
+) -> list[Document]:
     """The rows of all points, in their order, whatever the workers do.
 
     Args:
@@ -135,7 +135,7 @@ def run_sweep(
     backend = _ray_backend() if cluster else "loky"
     # Ray's backend hands its results over all at once, so it is given the points in portions.
     portion = PORTION_OF_A_WORKER * num_workers if cluster else max(len(points), 1)
-    rows: list[dict[str, Any]] = []
+    rows: list[Document] = []
     with (
         parallel_config(backend=backend, n_jobs=num_workers),
         Parallel(return_as="list" if cluster else "generator") as parallel,
@@ -148,7 +148,7 @@ def run_sweep(
     return rows
 
 
-def best_row(rows: Sequence[dict[str, Any]], path: str, maximize: bool, required: Sequence[str]) -> int | None:
+def best_row(rows: Sequence[Document], path: str, maximize: bool, required: Sequence[str]) -> int | None:
     """The index of the first row with the smallest (or largest) figure among those that meet all requirements.
 
     Args:
@@ -185,14 +185,14 @@ def _requirement(text: str) -> tuple[str, str, float]:
     return found[1], found[2], float(found[3])
 
 
-def _meets(result: dict[str, Any], path: str, relation: str, bound: float) -> bool:
+def _meets(result: Document, path: str, relation: str, bound: float) -> bool:
     figure = _figure(result, path)
     if figure is None:
         return False
     return figure <= bound if relation == "<=" else figure >= bound
 
 
-def _figure(result: dict[str, Any], path: str) -> Any:
+def _figure(result: Document, path: str) -> Any:
     try:
         return at_path(result, path)
     except (KeyError, IndexError, ValueError, TypeError):
@@ -254,14 +254,14 @@ class Sweep:
     def __init__(self, question: SweepQuestion) -> None:
         self._question = question
         self._points = question.points()
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[Document] = []
 
     @property
     def num_points(self) -> int:
         """How many points the grid has."""
         return len(self._points)
 
-    def run(self, on_row: Callable[[dict[str, Any]], None] = lambda row: None) -> None:
+    def run(self, on_row: Callable[[Document], None] = lambda row: None) -> None:
         """Run every point; `on_row` is called with each row as it is done.
 
         Raises:
@@ -269,7 +269,7 @@ class Sweep:
         """
         question = self._question
 
-        def keep(row: dict[str, Any]) -> None:
+        def keep(row: Document) -> None:
             self.rows.append(row)
             on_row(row)
 
@@ -281,7 +281,7 @@ class Sweep:
             on_row=keep,
         )
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Document:
         """`command`, `grid`, `rows` in the order of the grid, and `best`.
 
         It does not say how many workers there were, nor when: it is the same, byte for byte, for all of them.
@@ -289,7 +289,7 @@ class Sweep:
         return _document(self._question, self.rows, len(self._points))
 
 
-def _document(question: SweepQuestion, rows: list[dict[str, Any]], num_points: int) -> dict[str, Any]:
+def _document(question: SweepQuestion, rows: list[Document], num_points: int) -> Document:
     figure = question.minimize or question.maximize
     index = None if figure is None else best_row(rows, figure, question.maximize is not None, question.require)
     return {
@@ -303,7 +303,7 @@ def _document(question: SweepQuestion, rows: list[dict[str, Any]], num_points: i
     }
 
 
-def _best(rows: list[dict[str, Any]], index: int | None, question: SweepQuestion, figure: str) -> dict[str, Any]:
+def _best(rows: list[Document], index: int | None, question: SweepQuestion, figure: str) -> Document:
     asked = {
         "figure": figure,
         "of": "smallest" if question.minimize else "largest",

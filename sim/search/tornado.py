@@ -6,6 +6,7 @@ from typing import Any
 import attrs
 
 from ...core.errors import DoesNotFitError, InputError
+from ..figures import Document
 from ..latency.linear import LinearLatency
 from ..latency.roofline import RooflineLatency
 from ..traces.reblocking import ChangedTrace
@@ -54,8 +55,8 @@ def tornado(
     assumptions: Sequence[Assumption],
     *,
     num_workers: int = 1,
-    on_row: Callable[[dict[str, Any]], None] = lambda row: None,
-) -> list[dict[str, Any]]:
+    on_row: Callable[[Document], None] = lambda row: None,
+) -> list[Document]:
     """For each assumption the answer at both ends, and the SLO's figures of the unchanged answer there.
 
     Rows come with the largest swing of the answer first, then the largest swing of the first SLO figure. An end whose
@@ -69,19 +70,19 @@ def tornado(
         num_workers: processes; the rows are the same for any number.
         on_row: hears of each row as it is there, in the order of the assumptions.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[Document] = []
     for row in _rows(setting, search, answer, assumptions, num_workers):
         rows.append(row)
         on_row(row)
     return ranked(rows, search.name)
 
 
-def ranked(rows: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+def ranked(rows: Sequence[Document], name: str) -> list[Document]:
     """Rows with the largest swing of the answer (`name`) first."""
     return sorted(rows, key=lambda row: (-row[f"swing_{name}"], -row["swing_slo"], row["assumption"]))
 
 
-def most_important(rows: Sequence[dict[str, Any]], name: str) -> list[str]:
+def most_important(rows: Sequence[Document], name: str) -> list[str]:
     """The two assumptions that move the answer most, or, where it stays, its figure; fewer where nothing moves."""
     moving = [row["assumption"] for row in rows if row[f"swing_{name}"] or row["swing_slo"]]
     return moving[:2]
@@ -89,7 +90,7 @@ def most_important(rows: Sequence[dict[str, Any]], name: str) -> list[str]:
 
 def _rows(
     setting: Setting, search: Search, answer: Trial, assumptions: Sequence[Assumption], num_workers: int
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Document]:
     if num_workers == 1:
         for one in assumptions:
             yield tornado_row(setting, search, answer, one)
@@ -100,9 +101,9 @@ def _rows(
     yield from parallel(delayed(tornado_row)(setting, search, answer, one) for one in assumptions)
 
 
-def tornado_row(setting: Setting, search: Search, answer: Trial, one: Assumption) -> dict[str, Any]:
+def tornado_row(setting: Setting, search: Search, answer: Trial, one: Assumption) -> Document:
     """The row of one assumption."""
-    row: dict[str, Any] = {"assumption": one.name}
+    row: Document = {"assumption": one.name}
     row["low"] = _end(one.name, one.low_label, setting, one.low, search, answer)
     row["high"] = _end(one.name, one.high_label, setting, one.high, search, answer)
     beyond = search.most + 1 if isinstance(search, FleetSearch) else 0.0
@@ -111,7 +112,7 @@ def tornado_row(setting: Setting, search: Search, answer: Trial, one: Assumption
     return row
 
 
-def _end(name: str, label: str, setting: Setting, change: Change, search: Search, answer: Trial) -> dict[str, Any]:
+def _end(name: str, label: str, setting: Setting, change: Change, search: Search, answer: Trial) -> Document:
     try:
         changed = change(setting)
         if changed == setting:
@@ -126,13 +127,13 @@ def _end(name: str, label: str, setting: Setting, change: Change, search: Search
     return _end_as_dict(label, search.name, found.answer, there)
 
 
-def _end_as_dict(label: str, name: str, answer: float | None, there: Trial) -> dict[str, Any]:
+def _end_as_dict(label: str, name: str, answer: float | None, there: Trial) -> Document:
     first = next(iter(there.verdict.figures.values()))
     kept = {} if answer is not None else {"reason": "nothing tried keeps the SLO"}
     return {"value": label, name: answer, "slo_value": first["value"], **kept}
 
 
-def _swing(row: dict[str, Any], figure: str, missing: float | None) -> float:
+def _swing(row: Document, figure: str, missing: float | None) -> float:
     """How far apart the two ends are; `missing` stands for an end without a figure (None: the swing is unknown, 0)."""
     ends = [row[end] for end in ("low", "high")]
     if any("does_not_apply" in end for end in ends):

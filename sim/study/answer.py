@@ -5,7 +5,6 @@ as its source. Terminal, JSON and page tell the same sentences.
 """
 
 from bisect import bisect_right
-from typing import Any
 
 import attrs
 
@@ -15,6 +14,7 @@ from ...core.deployment.remedies import try_plan
 from ...core.models.weights import quantization_schemes
 from ...core.planner.report import capacity_mix
 from ..cache.capacity_curve import CapacityCurve
+from ..figures import Document
 
 
 @attrs.frozen(kw_only=True)
@@ -60,7 +60,7 @@ class Sentence:
         return tuple(part for part in self.parts if isinstance(part, Figure))
 
 
-def answer_as_dict(sentences: list[Sentence]) -> dict[str, Any]:
+def answer_as_dict(sentences: list[Sentence]) -> Document:
     """For JSON: `sentences` in order, and every figure in them once, by name."""
     figures = {figure.name: figure for sentence in sentences for figure in sentence.figures}
     return {
@@ -82,7 +82,7 @@ SHARE_LEFT_WAITING = 0.01
 LEAST_LEFT_WAITING = 10
 
 
-def derived_figures(parts: dict[str, dict[str, Any]], plan: DeploymentPlan | None) -> dict[str, Any]:
+def derived_figures(parts: dict[str, Document], plan: DeploymentPlan | None) -> Document:
     """What follows from the parts that are done.
 
     `pool_pinned_by`: the option that sizes the pool whatever else the memory says; None: the memory decides.
@@ -92,7 +92,7 @@ def derived_figures(parts: dict[str, dict[str, Any]], plan: DeploymentPlan | Non
     `most_waiting`: the longest queue sampled. `falls_behind`: more than 1 % of all requests, and more than 10, were
     left waiting at the last arrival.
     """
-    out: dict[str, Any] = {"pool_pinned_by": None if plan is None else _pinned_by(plan)}
+    out: Document = {"pool_pinned_by": None if plan is None else _pinned_by(plan)}
     curve, replay = parts.get("curve"), parts.get("replay")
     if curve is not None:
         trace = curve["trace"]
@@ -106,7 +106,7 @@ def derived_figures(parts: dict[str, dict[str, Any]], plan: DeploymentPlan | Non
     return out
 
 
-def _queue(replay: dict[str, Any]) -> dict[str, Any]:
+def _queue(replay: Document) -> Document:
     last_arrival_s, series = replay["last_arrival_s"], replay["series"]
     waiting = series["num_requests_waiting"]
     sample = bisect_right(series["time_s"], last_arrival_s) - 1
@@ -131,7 +131,7 @@ def _pinned_by(plan: DeploymentPlan) -> str | None:
 HIGHER_UTILIZATION = 0.95
 
 
-def what_if(plan: DeploymentPlan, curve: CapacityCurve, mean_request_tokens: int) -> list[dict[str, Any]]:
+def what_if(plan: DeploymentPlan, curve: CapacityCurve, mean_request_tokens: int) -> list[Document]:
     """One row an option: what it makes of the pool, of the requests at once, and of the LRU hit rate.
 
     Each row is a deployment that was planned; those that do not go together with the model are left out. The first one
@@ -165,7 +165,7 @@ def _changes(deployment: Deployment) -> list[tuple[str, Deployment]]:
     return out
 
 
-def _row(option: str, plan: DeploymentPlan, curve: CapacityCurve, mean_request_tokens: int) -> dict[str, Any]:
+def _row(option: str, plan: DeploymentPlan, curve: CapacityCurve, mean_request_tokens: int) -> Document:
     pool = plan.pool
     tokens = max(pool.kv_cache_size_tokens, 0) if plan.fits else 0
     point = curve.lru.at(tokens // curve.block_size)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from itertools import count
-from typing import Any
 
 import attrs
 import numpy as np
@@ -11,6 +10,7 @@ from ...core.deployment.plan import DeploymentPlan
 from ...core.errors import InputError
 from ..cache.capacity_curve import CapacityCurve, capacity_curve
 from ..engine.metrics import RequestRecord
+from ..figures import Document
 from ..fleet.fleet import EngineParts
 from ..latency.devices import find_device
 from ..scenario.compare import Sourced, compare_on, compare_sentences, read_lengths, token_bytes
@@ -103,7 +103,7 @@ def usable_tokens(plan: DeploymentPlan) -> int:
     return max(pool.kv_cache_size_tokens, 0) * max(pool.num_usable_blocks, 0) // max(pool.num_blocks, 1)
 
 
-def plan_part(question: StudyQuestion) -> tuple[DeploymentPlan, dict[str, Any]]:
+def plan_part(question: StudyQuestion) -> tuple[DeploymentPlan, Document]:
     """The plan and the JSON of `kvledger plan`."""
     found = attrs.evolve(plan_scenario(question.scenario), question=question.plan_question)
     return found.plan, found.to_dict()
@@ -111,7 +111,7 @@ def plan_part(question: StudyQuestion) -> tuple[DeploymentPlan, dict[str, Any]]:
 
 def curve_part(
     question: StudyQuestion, plan: DeploymentPlan | None, progress: Progress
-) -> tuple[CapacityCurve, dict[str, Any]]:
+) -> tuple[CapacityCurve, Document]:
     """The curve, and the JSON of `kvledger curve` with three more keys.
 
     `at_pool`: one point for each policy at the plan's capacity, None without a pool. `at_90_percent`: the LRU point
@@ -166,7 +166,7 @@ def _line_sizes(curve: CapacityCurve) -> list[int]:
     return sorted(set(sizes.astype(int).tolist()))
 
 
-def compare_part(question: StudyQuestion, plan: DeploymentPlan, progress: Progress) -> dict[str, Any]:
+def compare_part(question: StudyQuestion, plan: DeploymentPlan, progress: Progress) -> Document:
     """The JSON of `kvledger compare` with `sentences`: five allocators on the pool's memory.
 
     Raises:
@@ -190,7 +190,7 @@ def compare_part(question: StudyQuestion, plan: DeploymentPlan, progress: Progre
 
 def replay_part(
     question: StudyQuestion, plan: DeploymentPlan, num_requests: int | None, progress: Progress
-) -> dict[str, Any]:
+) -> Document:
     """The JSON of `kvledger replay` with two more keys.
 
     `last_arrival_s`: of a finished request, in simulated time. `distributions`: of the latencies, see

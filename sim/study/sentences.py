@@ -5,13 +5,13 @@ wins.
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..figures import at_path, gib, memory, millions, percent, seconds
+from ..figures import Document, at_path, gib, memory, millions, percent, seconds
 from .answer import Figure, Sentence
 
 NINETY = "90%"
 
 
-def answer_sentences(document: dict[str, Any]) -> list[Sentence]:
+def answer_sentences(document: Document) -> list[Sentence]:
     """The answer, as far as the parts of the study are done: `plan`, `curve`, `replay`, `compare`."""
     out: list[Sentence] = []
     for part, tell in (("plan", _of_plan), ("curve", _of_curve), ("replay", _of_replay), ("compare", _of_compare)):
@@ -28,7 +28,7 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else percent(value, 1)
 
 
-def _of_plan(document: dict[str, Any]) -> Iterator[Sentence]:
+def _of_plan(document: Document) -> Iterator[Sentence]:
     plan = document["plan"]
     rows = "the estimated rows of the ledger, each with its range" if _has_estimates(plan) else "the ledger's rows"
 
@@ -75,17 +75,17 @@ def _of_plan(document: dict[str, Any]) -> Iterator[Sentence]:
     )
 
 
-def _has_estimates(plan: dict[str, Any]) -> bool:
+def _has_estimates(plan: Document) -> bool:
     return any(row["source"] == "estimate" for row in plan["ledger"])
 
 
-def largest_row(plan: dict[str, Any]) -> dict[str, Any]:
+def largest_row(plan: Document) -> Document:
     """The largest row of the ledger that is not the pool: where to look first."""
     others = [row for row in plan["ledger"] if row["role"] != "pool"]
     return max(others, key=lambda row: row["bytes"])
 
 
-def _users_of_mean_length(document: dict[str, Any]) -> Iterator[str | Figure]:
+def _users_of_mean_length(document: Document) -> Iterator[str | Figure]:
     derived = document["derived"]
     if derived.get("users_of_mean_length") is None:
         return
@@ -110,7 +110,7 @@ def _users_of_mean_length(document: dict[str, Any]) -> Iterator[str | Figure]:
     )
 
 
-def _of_curve(document: dict[str, Any]) -> Iterator[Sentence]:
+def _of_curve(document: Document) -> Iterator[Sentence]:
     curve = document["curve"]
     question = "How much of the prompts does the prefix cache serve?"
     if not document["derived"]["claims_reuse"]:
@@ -149,7 +149,7 @@ def _of_curve(document: dict[str, Any]) -> Iterator[Sentence]:
     yield from _memory_for_ninety(document, sequential, ceiling)
 
 
-def _memory_for_ninety(document: dict[str, Any], assumption: str, ceiling: Figure) -> Iterator[Sentence]:
+def _memory_for_ninety(document: Document, assumption: str, ceiling: Figure) -> Iterator[Sentence]:
     curve = document["curve"]
     path = f"curve.working_set.lru_blocks_for_share_of_ceiling.{NINETY}"
     num_tokens = at_path(document, path) * curve["block_size"]
@@ -199,7 +199,7 @@ def _memory_for_ninety(document: dict[str, Any], assumption: str, ceiling: Figur
     yield Sentence("How much memory would serve nearly all?", (*parts, "."))
 
 
-def _of_replay(document: dict[str, Any]) -> Iterator[Sentence]:
+def _of_replay(document: Document) -> Iterator[Sentence]:
     replay = document["replay"]
     model = str(replay["assumptions"].get("latency_model", "the latency model"))
 
@@ -256,7 +256,7 @@ def _of_replay(document: dict[str, Any]) -> Iterator[Sentence]:
         )
 
 
-def _keeping_up(document: dict[str, Any], figure: Callable[..., Figure]) -> Iterator[str | Figure]:
+def _keeping_up(document: Document, figure: Callable[..., Figure]) -> Iterator[str | Figure]:
     derived = document["derived"]
 
     def of_derived(name: str, show: Callable[[Any], str], unit: str, assumption: str) -> Figure:
@@ -284,7 +284,7 @@ def _keeping_up(document: dict[str, Any], figure: Callable[..., Figure]) -> Iter
     yield "."
 
 
-def _of_compare(document: dict[str, Any]) -> Iterator[Sentence]:
+def _of_compare(document: Document) -> Iterator[Sentence]:
     names = [row["name"] for row in document["compare"]["allocators"]]
     saturated = "a queue that is never empty; no prefix is shared (compare.assumptions)"
 

@@ -12,7 +12,7 @@ from typing import Any
 from ...core.deployment.plan import DeploymentPlan
 from ...core.errors import DoesNotFitError, InputError
 from ..cache.capacity_curve import CapacityCurve
-from ..figures import millions
+from ..figures import Document, millions
 from ..scenario.curve import CurveOptions
 from ..scenario.options import texts_of
 from ..scenario.scenario import Scenario
@@ -42,7 +42,7 @@ def command_line(command: str, *asked: Any, **flags: bool) -> str:
     return shlex.join([*words, *(f"--{name}" for name, given in flags.items() if given)])
 
 
-def next_steps(scenario: Scenario, capacities: CurveOptions, document: dict[str, Any]) -> list[dict[str, str]]:
+def next_steps(scenario: Scenario, capacities: CurveOptions, document: Document) -> list[dict[str, str]]:
     """What to try after a study: each a `question` and the `command` that answers it.
 
     Args:
@@ -77,14 +77,14 @@ def _only(scenario: Scenario, is_wanted: Callable[[str], bool]) -> Scenario:
     return Scenario.from_dict({name: value for name, value in scenario.to_dict().items() if is_wanted(name)})
 
 
-def _other_traffic(scenario: Scenario, capacities: CurveOptions, document: dict[str, Any]) -> dict[str, str]:
+def _other_traffic(scenario: Scenario, capacities: CurveOptions, document: Document) -> dict[str, str]:
     falls_behind = document["derived"]["falls_behind"]
     question, factor = ("Would half the traffic keep up?", 0.5) if falls_behind else ("And twice the traffic?", 2.0)
     changed = scenario.evolve(rate_scale=scenario.rate_scale * factor)
     return {"question": question, "command": command_line("study", changed, capacities)}
 
 
-def _remedies(scenario: Scenario, capacities: CurveOptions, plan: dict[str, Any]) -> list[dict[str, str]]:
+def _remedies(scenario: Scenario, capacities: CurveOptions, plan: Document) -> list[dict[str, str]]:
     """The study again, with what was found to make the deployment fit."""
     out: list[dict[str, str]] = []
     for diagnosis in plan["diagnoses"]:
@@ -119,7 +119,7 @@ class Study:
         self._progress: Progress = progress or (lambda text, completed, total: None)
         self._plan: DeploymentPlan | None = None
         self._curve: CapacityCurve | None = None
-        self._parts: dict[str, dict[str, Any]] = {}
+        self._parts: dict[str, Document] = {}
         self._timing: dict[str, dict[str, float]] = {}
         self.not_done: dict[str, str] = dict.fromkeys(PARTS, INTERRUPTED)
 
@@ -153,11 +153,11 @@ class Study:
                 self.not_done[part] = reason
             on_part(part, reason)
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Document:
         """Plain values for JSON; all but `timing` is the same from run to run."""
         question, plan, curve = self._question, self._plan, self._curve
         derived = derived_figures(self._parts, plan)
-        document: dict[str, Any] = {
+        document: Document = {
             "title": question.title | _window(self._parts.get("curve")),
             "command": command_line("study", question.scenario, question.curve),
             "answer": None,
@@ -192,19 +192,19 @@ class Study:
                 return str(error)
         return None
 
-    def _on_pool(self, part: str, plan: DeploymentPlan) -> dict[str, Any]:
+    def _on_pool(self, part: str, plan: DeploymentPlan) -> Document:
         if part == "compare":
             return compare_part(self._question, plan, self._progress)
         num_requests = None if self._curve is None else self._curve.info.num_requests
         return replay_part(self._question, plan, num_requests, self._progress)
 
-    def _keep(self, part: str, payload: dict[str, Any]) -> None:
+    def _keep(self, part: str, payload: Document) -> None:
         """The clock's figures stand apart, so that all others are the same from run to run."""
         self._timing[part] = payload.pop("timing", {})
         self._parts[part] = payload
 
 
-def _window(curve: dict[str, Any] | None) -> dict[str, str]:
+def _window(curve: Document | None) -> dict[str, str]:
     """The part of the trace that was measured: every figure depends on it."""
     if curve is None:
         return {}
