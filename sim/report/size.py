@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any
 
 from ..figures import Document, percent, seconds, shown
-from ..search.size_search import SizeWatch
+from ..search.sizing import SearchWatch
 from ..search.slo import Trial
 from .console import console, table
 from .plots import LEGEND_ABOVE, axis_of, layout_of
@@ -216,7 +216,7 @@ def _print_nearest(instead: Mapping[str, Any]) -> None:
 # How a search gets on, on a terminal: the shape, the run, how many are left, and the time that is left for the run.
 
 
-class SizeProgress(SizeWatch):
+class SizeProgress(SearchWatch):
     """Two bars on standard error while it is entered as a context; silent where that is no terminal.
 
     The first bar counts runs: how many there will be is known once the answer is bracketed, and is an upper bound. The

@@ -191,20 +191,10 @@ class _Recorder(SearchWatch):
         self._listener.left(num_runs)
 
 
-class SizeWatch(SearchWatch):
-    """Hears how `SizeStudy` gets on; this one does nothing."""
-
-    def shape(self, text: str) -> None:
-        """A shape is searched."""
-
-    def tornado(self, num_done: int, num_rows: int) -> None:
-        """So many assumptions of the tornado are done."""
-
-
 class SizeStudy:
     """The search over every shape. `document` holds what is done by the time that it is asked for."""
 
-    def __init__(self, scenario: Scenario, asked: SizeOptions, watch: SizeWatch | None = None) -> None:
+    def __init__(self, scenario: Scenario, asked: SizeOptions, watch: SearchWatch | None = None) -> None:
         """Check the question.
 
         Args:
@@ -216,7 +206,7 @@ class SizeStudy:
             InputError: an option is missing, wrong or has no effect.
         """
         self._question = question = SizeQuestion.of(scenario, asked)
-        self._watch = watch or SizeWatch()
+        self._watch = watch or SearchWatch()
         self._shapes: list[Document] = []
         self._settings: dict[tuple[int, int | None], Setting] = {}
         self._going_on: tuple[Document, int | None, _Recorder] | None = None

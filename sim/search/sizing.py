@@ -50,19 +50,25 @@ class Setting:
 
 
 class SearchWatch:
-    """Hears how a search gets on; this one does nothing."""
+    """Told how a search proceeds; the methods of this class do nothing."""
 
     def starts(self, value: float, num_requests: int | None) -> None:
-        """A run of `value` starts; requests in the trace, where they are counted."""
+        """A run of `value` starts; the trace has `num_requests` requests, where they are counted."""
 
     def routed(self, num_requests: int) -> None:
-        """So many requests of the run came so far."""
+        """`num_requests` requests of the run have arrived."""
 
     def ended(self, trial: Trial) -> None:
         """A run ended."""
 
     def left(self, num_runs: int) -> None:
-        """So many runs are left at most."""
+        """At most `num_runs` runs are left."""
+
+    def shape(self, text: str) -> None:
+        """The search of one shape of engine starts."""
+
+    def tornado(self, num_done: int, num_rows: int) -> None:
+        """`num_done` assumptions of the tornado are done."""
 
 
 class Search(Protocol):
