@@ -8,9 +8,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from .checks import check, check_cache_view, check_dtypes, check_rows, check_scale, check_slots, check_vector, describe
+from .checks import check_cache_view, check_dtypes, check_rows, check_slots, check_vector, describe
+from .errors import KernelInputError
 from .fp8 import quantize, typed_cache
-from .scales import warn_of_missing_scale
+from .scales import check_scale
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -36,13 +37,12 @@ def flash_pair(key_cache: Tensor, value_cache: Tensor, kv_cache_dtype: str) -> C
     Raises:
         KernelInputError: other shapes, a last stride that is not 1, overlapping elements, unsupported dtypes.
     """
-    key, value = (
-        typed_cache(key_cache, kv_cache_dtype, "key_cache"),
-        typed_cache(value_cache, kv_cache_dtype, "value_cache"),
-    )
+    key = typed_cache(key_cache, kv_cache_dtype, "key_cache")
+    value = typed_cache(value_cache, kv_cache_dtype, "value_cache")
     check_cache_view(key, 4, "key_cache")
     check_cache_view(value, 4, "value_cache")
-    _check_like(key, value, key.shape[:3] == value.shape[:3])
+    if key.shape[:3] != value.shape[:3] or key.dtype != value.dtype or key.device != value.device:
+        raise _unlike(key, value)
     return CachePair(key, value, key.shape[0] * key.shape[1])
 
 
@@ -53,22 +53,19 @@ def classic_pair(key_cache: Tensor, value_cache: Tensor, kv_cache_dtype: str) ->
     Raises:
         KernelInputError: as `flash_pair`.
     """
-    key, value = (
-        typed_cache(key_cache, kv_cache_dtype, "key_cache"),
-        typed_cache(value_cache, kv_cache_dtype, "value_cache"),
-    )
+    key = typed_cache(key_cache, kv_cache_dtype, "key_cache")
+    value = typed_cache(value_cache, kv_cache_dtype, "value_cache")
     check_cache_view(key, 5, "key_cache")
     check_cache_view(value, 4, "value_cache")
     num_blocks, num_heads, _, block_size, _ = key.shape
-    _check_like(key, value, (*value.shape[:2], value.shape[3]) == (num_blocks, num_heads, block_size))
+    has_like_shape = (*value.shape[:2], value.shape[3]) == (num_blocks, num_heads, block_size)
+    if not has_like_shape or key.dtype != value.dtype or key.device != value.device:
+        raise _unlike(key, value)
     return CachePair(key.permute(0, 3, 1, 2, 4), value.permute(0, 3, 1, 2), num_blocks * block_size)
 
 
-def _check_like(key: Tensor, value: Tensor, has_like_shape: bool) -> None:
-    check(
-        has_like_shape and key.dtype == value.dtype and key.device == value.device,
-        f"key_cache and value_cache do not belong together: {describe(key)} and {describe(value)}",
-    )
+def _unlike(key: Tensor, value: Tensor) -> KernelInputError:
+    return KernelInputError(f"key_cache and value_cache do not belong together: {describe(key)} and {describe(value)}")
 
 
 def check_write(
@@ -90,26 +87,20 @@ def check_write(
     device = pair.key.device
     for name, rows, size in (("key", key, head_size), ("value", value, v_head_size)):
         check_rows(rows, 3, name)
-        check(
-            tuple(rows.shape[1:]) == (num_heads, size) and rows.device == device,
-            f"{name} must be [num_tokens, {num_heads}, {size}] on {device}: {describe(rows)}",
-        )
+        if rows.shape[1:] != (num_heads, size) or rows.device != device:
+            raise KernelInputError(f"{name} must be [num_tokens, {num_heads}, {size}] on {device}: {describe(rows)}")
         check_dtypes(rows, pair.key, name)
     check_vector(slot_mapping, torch.int64, "slot_mapping", device)
-    check(
-        len(slot_mapping) <= len(key) and len(key) == len(value) and key.dtype == value.dtype,
-        f"{len(slot_mapping)} slots, {len(key)} keys ({key.dtype}) and {len(value)} values ({value.dtype}): keys and "
-        "values must be alike and at least as many as slots",
-    )
+    if not len(slot_mapping) <= len(key) == len(value) or key.dtype != value.dtype:
+        raise KernelInputError(
+            f"{len(slot_mapping)} slots, {len(key)} keys ({key.dtype}) and {len(value)} values ({value.dtype}): keys "
+            "and values must be alike and at least as many as slots"
+        )
     is_quantized = key.dtype != pair.key.dtype
     check_scale(k_scale, is_quantized, "k_scale", device, checked)
     check_scale(v_scale, is_quantized, "v_scale", device, checked)
-    if is_quantized and k_scale is None:
-        warn_of_missing_scale("k_scale")
-    if is_quantized and v_scale is None:
-        warn_of_missing_scale("v_scale")
     if checked:
-        check_slots(slot_mapping, len(key), pair.num_slots)
+        check_slots(slot_mapping, pair.num_slots)
     return is_quantized
 
 
