@@ -88,7 +88,7 @@ class BlockRegions:
 
 
 def _regions_of(index: int, cache: Tensor) -> list[Region]:
-    """The dense runs of one cache: inner dimensions are merged while they are dense, the others are enumerated."""
+    """Return the dense runs of one cache: inner dimensions are merged while they are dense, the others enumerated."""
     item = cache.element_size()
     dims = sorted((stride, size) for stride, size in zip(cache.stride()[1:], cache.shape[1:], strict=True) if size > 1)
     run, outer, span = 1, [(0, 1)], 1

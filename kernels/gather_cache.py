@@ -166,7 +166,7 @@ def gather_mla_cache(
 
 
 def slots_of(table: BlockTableRows, cu_seqlens: Tensor, first_positions: Tensor | None, num_tokens: int) -> Tensor:
-    """int64 `[num_tokens]`: the slot of each token to read, -1 for padding sequences and outside the table."""
+    """Compute the slot of each token to read, int64 `[num_tokens]`; -1 for padding sequences and outside the table."""
     starts = cu_seqlens.long()
     sequences = torch.arange(len(table.rows), device=starts.device).repeat_interleave(starts.diff())[:num_tokens]
     positions = torch.arange(len(sequences), device=starts.device) - starts[sequences]
@@ -181,7 +181,7 @@ def slots_of(table: BlockTableRows, cu_seqlens: Tensor, first_positions: Tensor 
 
 
 def read_slots(cache: Tensor, slots: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """`cache[slot // block_size, slot % block_size]` in `dtype`; zeros where a slot is outside the cache."""
+    """Read `cache[slot // block_size, slot % block_size]` in `dtype`; zeros for slots outside the cache."""
     num_blocks, block_size = cache.shape[:2]
     is_inside = (slots >= 0) & (slots < num_blocks * block_size)
     safe = slots.where(is_inside, 0)

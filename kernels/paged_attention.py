@@ -1,4 +1,4 @@
-"""Attention over a paged cache: decode steps and prefill chunks in one batch. The twin of the Triton kernel."""
+"""Computes attention over a paged cache, decodes and prefill chunks in one batch. The twin of the Triton kernel."""
 
 import attrs
 import torch
@@ -116,7 +116,7 @@ def paged_attention(
 
 @attrs.frozen
 class _Sequence:
-    """Where a sequence that is attended lies: its place in the batch, its query tokens, its keys from `first` on."""
+    """One sequence of a batch: its place, its query tokens (begin to end), and its keys from `first` on."""
 
     place: int
     begin: int
@@ -126,7 +126,7 @@ class _Sequence:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it has one query token, and a key."""
+        """Whether it has one query token and at least one key."""
         return self.end - self.begin == 1 and self.seq_len > 0
 
 
@@ -141,7 +141,7 @@ def _attend_together(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """Attention of many single query tokens; their outputs are written. A window is in where their keys begin."""
+    """Write the attention of many single query tokens. Their first keys already respect the window."""
     device = query.device
     for batch in batches_of([each.seq_len - each.first for each in decodes], pair.key[0, 0].numel()):
         members = [decodes[number] for number in batch]
@@ -169,7 +169,7 @@ def _keys_and_values(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One sequence's keys and values from position `first` on, float32 `[num_kv_heads, seq_len - first, head_size]`,
+    """Read a sequence's keys and values from position `first` on, float32 `[num_kv_heads, seq_len - first, head_size]`,
     and which of them the cache holds, bool `[seq_len - first]`.
     """
     device = pair.key.device
@@ -192,7 +192,7 @@ def _attend(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Causal attention of the last query tokens of a sequence, `[num_queries, num_q_heads, head_size]` in float32."""
+    """Compute causal attention of a sequence's last tokens, `[num_queries, num_q_heads, head_size]` in float32."""
     num_queries, num_q_heads, _ = query.shape
     heads_per_kv_head = num_q_heads // len(key)
     key, value = key.repeat_interleave(heads_per_kv_head, 0), value.repeat_interleave(heads_per_kv_head, 0)

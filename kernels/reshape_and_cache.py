@@ -1,7 +1,7 @@
 """Writes the keys and values of a batch to their slots. The plain-torch twin of the Triton kernels.
 
-Flash, HND, interleaved and packed K|V layouts are one thing here: logical `[num_blocks, block_size, num_kv_heads,
-head_size]` views with the strides that they have. The classic layout is split within a head, so it has its own pair.
+Flash, HND, interleaved and packed K|V layouts are the same here: logical `[num_blocks, block_size, num_kv_heads,
+head_size]` views that differ in strides. The classic layout splits a head, so it has functions of its own.
 """
 
 import attrs
@@ -32,7 +32,7 @@ class CachePair:
 
 
 def flash_pair(key_cache: Tensor, value_cache: Tensor, kv_cache_dtype: str) -> CachePair:
-    """Check two logical views of one shape (head sizes may differ); their strides are free.
+    """Check two logical views of one shape (head sizes may differ) with any strides.
 
     Raises:
         KernelInputError: other shapes, a last stride that is not 1, overlapping elements, unsupported dtypes.
@@ -157,7 +157,7 @@ def _write(
 
 
 def tokens_with_slots(slot_mapping: Tensor, num_slots: int) -> tuple[Tensor | None, Tensor]:
-    """The tokens that are stored (None: all of them) and their slots."""
+    """Return the tokens that are stored (None: all) and their slots."""
     is_stored = (slot_mapping >= 0) & (slot_mapping < num_slots)
     if bool(is_stored.all()):
         return None, slot_mapping
@@ -166,8 +166,9 @@ def tokens_with_slots(slot_mapping: Tensor, num_slots: int) -> tuple[Tensor | No
 
 
 def store_rows(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """`cache[slot // block_size, slot % block_size] = row`, as the widest words that both allow: NaN payloads stay as
-    they are, and a word at a time is two to four times as fast as an element at a time.
+    """Store `cache[slot // block_size, slot % block_size] = row` in the widest words that both allow.
+
+    NaN payloads stay as they are, and words are two to four times as fast as elements.
 
     Args:
         rows: `[num_tokens, ...]`, any strides.
@@ -189,7 +190,7 @@ def store_rows(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 
 def widest_word(*tensors: Tensor) -> torch.dtype:
-    """The widest integer dtype as which all tensors (of one element size, dense last dimensions) can be viewed."""
+    """Return the widest integer dtype that all tensors (of one element size, last dimension dense) can be viewed as."""
     element_size = tensors[0].element_size()
     for word_bytes, word in WORDS.items():
         per_word, rest = divmod(word_bytes, element_size)

@@ -173,7 +173,7 @@ def compute_slot_mapping(
 def _rows_and_positions(
     rows: Tensor, starts: Tensor, first_positions: Tensor, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """The table row and the position of every token."""
+    """Return the table row and the position of every token."""
     counts = starts.diff()
     requests = torch.arange(len(rows), device=rows.device).repeat_interleave(counts)[:num_tokens]
     tokens = torch.arange(num_tokens, device=rows.device)
@@ -181,7 +181,7 @@ def _rows_and_positions(
 
 
 def _slots(tables: SlotTables, group: int, table: Tensor, token_rows: Tensor, positions: Tensor) -> Tensor:
-    """Slots of one group; -1 for padding requests, for other ranks' tokens and outside the table."""
+    """Compute the slots of one group; -1 for padding requests, other ranks' tokens and outside the table."""
     size, (num_rows, width) = tables.block_sizes[group], table.shape
     indices, offsets = positions // size, positions % size
     is_here = (token_rows >= 0) & (token_rows < num_rows) & (positions >= 0) & (indices < width)

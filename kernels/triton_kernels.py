@@ -1,9 +1,9 @@
 """The kernels in Triton, for a GPU, or for any tensors under Triton's interpreter.
 
 A cache write checks its arguments once per layout (dtypes, shapes, strides, alignments) and keeps the checked launch,
-so that the next layer and the next step repeat neither the checks nor Triton's specialisation. Nothing waits for the
-device unless `checked=True`, and nothing but results and their parts is allocated, so that calls can be captured in a
-CUDA graph after one call of each kind and shape.
+so that the next layer and the next step repeat neither the checks nor Triton's specialisation. No call waits for the
+device unless `checked=True`, and only results and their parts are allocated, so that calls can be captured in a CUDA
+graph after one call of each kind and shape.
 """
 
 from collections.abc import Callable
@@ -34,10 +34,10 @@ from .triton_launches import (
 
 
 class TritonKernels:
-    """`Kernels` in Triton. Launches go to the current stream of the current device, which must be the tensors' own."""
+    """`Kernels` in Triton. Launches go to the current stream of the current device, where the tensors must be."""
 
     def __init__(self) -> None:
-        """Find what Triton compiles for.
+        """Find the target that Triton compiles for.
 
         Raises:
             KernelInputError: Triton finds no GPU and its interpreter is not on.
@@ -300,7 +300,7 @@ class TritonKernels:
         output = query.new_zeros(num_tokens, num_q_heads, pair.value.shape[3])
         if not (num_tokens and num_seqs):
             return output
-        # Lanes for the mean sequence; a longer chunk's queries take turns.
+        # Enough lanes for the mean sequence; the queries of a longer chunk take turns.
         num_lanes = num_lanes_for(num_tokens, num_seqs * query_tile_for(num_q_heads // num_kv_heads))
         max_keys = table.block_size * block_table.shape[1]
         num_splits = num_splits_for(

@@ -234,11 +234,6 @@ class CudaBackend:
         return self._tables.tables
 
     @property
-    def host_block_tables(self) -> list[NDArray[np.int32]]:
-        """int32 `[max_num_reqs, width]` per group, on the host: as of the last commit."""
-        return self._tables.host_tables
-
-    @property
     def num_blocks_per_row(self) -> list[NDArray[np.int32]]:
         """int32 `[max_num_reqs]` per group, on the host: as of the last commit."""
         return self._tables.num_blocks_per_row
