@@ -1,6 +1,6 @@
-"""What does as the events say: the simulated backend, and (with torch) the CUDA backend.
+"""Backends follow the allocator's events: one in simulated memory, one (with torch) in the memory of a device.
 
-Each name is imported when it is first used: some need torch, and whoever wants one part need not wait for the others.
+Each name is imported when it is first used, because some need torch.
 """
 
 from importlib import import_module

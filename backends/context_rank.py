@@ -7,12 +7,12 @@ from ..core.errors import InputError
 
 @attrs.frozen
 class ContextRank:
-    """One rank of decode context parallelism.
+    """One rank of decode context parallelism; rank 0 of 1 holds every token.
 
     Attributes:
-        rank: which one, from 0.
-        size: how many there are.
-        interleave_tokens: consecutive tokens that one rank holds before the next one's turn.
+        rank: number of this rank, from 0.
+        size: number of ranks.
+        interleave_tokens: consecutive tokens that one rank holds before the next rank's turn (a stripe).
     """
 
     rank: int = 0
@@ -24,4 +24,13 @@ class ContextRank:
             raise InputError(
                 f"rank {self.rank} of {self.size} with stripes of {self.interleave_tokens} tokens: ranks are 0 to size "
                 "- 1, stripes at least 1"
+            )
+
+    def check_divides(self, block_size: int) -> None:
+        """Raise `InputError` if blocks of this many tokens do not divide into the stripes of all ranks."""
+        stripes = self.size * self.interleave_tokens
+        if self.size > 1 and block_size % stripes:
+            raise InputError(
+                f"blocks of {block_size} tokens do not divide into stripes of {self.interleave_tokens} on {self.size} "
+                f"ranks; use a multiple of {stripes}"
             )

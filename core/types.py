@@ -241,16 +241,28 @@ class RemoteTokens(Protocol):
 
 
 class Backend(EventSink, Protocol):
-    """Something that does what the events say, in simulated or in real memory."""
+    """Follows the allocator's events in simulated or real memory and computes the steps of an engine.
 
-    def slot_mapping(self, batch: TokenBatch, group: int = 0) -> Any:
-        """The slot of every token: int64 `[num_tokens]`; -1 where padded."""
-        ...
+    Subclass it for the default of `repeats_before`: a backend that only prints events needs the other three methods.
+    """
 
     def submit(self, step: ScheduledStep) -> None:
         """Start the step's work; never waits for a device."""
         ...
 
     def collect(self) -> StepResult:
-        """The result of the step that was submitted last."""
+        """Return the result of the submitted step: `step.num_steps` durations, and what it produced."""
         ...
+
+    def repeats_before(self, step: ScheduledStep, limit: int, horizon_ns: float) -> int:
+        """Return how often a decode step may be repeated, at most `limit` times; the repetitions become one macro-step.
+
+        A backend that computes one step at a time returns 0, the default.
+
+        Args:
+            step: a decode-only step.
+            limit: the most repetitions wanted.
+            horizon_ns: nanoseconds from the start of `step` to the next thing that may happen to its engine. Every
+                repetition must start before it.
+        """
+        return 0

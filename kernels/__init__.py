@@ -1,6 +1,6 @@
-"""Kernels that write, copy and read a paged KV cache, each with a plain-torch twin.
+"""Triton kernels that write, copy and read a paged KV cache, each with a plain-torch twin.
 
-`TorchKernels` needs torch; `TritonKernels` needs triton too. Both are imported when they are asked for, not before.
+`TorchKernels` needs torch; `TritonKernels` needs triton too. Both are imported on first use.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""How paged attention is launched: tiles, the warps that hold them, and splits along the sequence."""
+"""Makes the launches of paged attention: tiles, the warps that hold them, and splits along the sequence."""
 
 import math
 
@@ -12,39 +12,39 @@ from .triton_launches import CacheSide, current_target, warp_size
 
 MIN_DOT_SIZE = 16
 MAX_KEYS_TILE = 32
-# Elements of the keys, or of the values, of one step through the cache: more of them would spill registers.
+# Elements of the keys, or of the values, of one step through the cache; more would spill registers.
 MAX_STEP_ELEMENTS = 8192
-# A larger head is several tiles: keys of so many bytes each, values one of this size and the rest. A single one would
-# be half empty at 576 dimensions, and spill in float32.
+# A larger head takes several tiles: its keys tiles of KEY_TILE_BYTES, its values one of this size and one for the rest.
+# A single tile would be half empty at 576 dimensions, and would spill in float32.
 MAX_HEAD_TILE = 512
 KEY_TILE_BYTES = 256
-# Beyond this tile a head needs the registers of more threads: of so many.
+# A head with a wider tile needs the registers of WIDE_HEAD_THREADS threads.
 MAX_TILE_BYTES_OF_4_WARPS = 256
 WIDE_HEAD_THREADS = 256
 MAX_REGISTERS = 255
 
-# Programs that fill a large GPU: with 128 registers a thread, four programs of four warps share one of 132
-# multiprocessors. Fixed, so that the same call splits alike on every GPU and in every graph.
+# Programs that fill a large GPU: with 128 registers per thread, four programs of four warps share one of 132
+# multiprocessors. The number is fixed, so that the same call splits alike on every GPU and in every graph.
 FILLING_PROGRAMS = 512
-# So that a split is at least eight steps of the largest tile.
+# A split is at least eight steps of the largest tile.
 MIN_SPLIT_KEYS = 256
-# A merge of as many heads of 128 is sixteen steps.
+# A merge of this many splits of a head of 128 takes sixteen steps.
 MAX_SPLITS = 128
 MERGE_TILE_ELEMENTS = 1024
 
 
 def num_splits_for(num_programs: int, max_keys: int) -> int:
-    """Splits along the sequence, from what is known before a launch and does not change in a graph.
+    """Return the splits along the sequence, from numbers that are known before a launch and fixed in a graph.
 
     Args:
-        num_programs: that there are without splits.
-        max_keys: the most keys that a query can see: what a row of the block table holds, or the window.
+        num_programs: programs without splits.
+        max_keys: the most keys that a query can see: those of a row of the block table, or the window.
     """
     return max(min(-(-FILLING_PROGRAMS // num_programs), max_keys // MIN_SPLIT_KEYS, MAX_SPLITS), 1)
 
 
 def key_tiles_for(head_size: int, item_bytes: int) -> tuple[int, int]:
-    """Dimensions of one tile of a key, and how many tiles it is worked through in."""
+    """Return the dimensions of one tile of a key, and the number of tiles."""
     if head_size <= MAX_HEAD_TILE:
         return max(next_power_of_2(head_size), MIN_DOT_SIZE), 1
     tile = KEY_TILE_BYTES // item_bytes
@@ -52,19 +52,19 @@ def key_tiles_for(head_size: int, item_bytes: int) -> tuple[int, int]:
 
 
 def value_tiles_for(head_size: int) -> tuple[int, int]:
-    """Dimensions of the first tile of a value, and of the tile for the rest of it (0: there is none)."""
+    """Return the dimensions of the first tile of a value, and of the tile for its rest (0: no rest)."""
     if MAX_HEAD_TILE < head_size < 2 * MAX_HEAD_TILE:
         return MAX_HEAD_TILE, max(next_power_of_2(head_size - MAX_HEAD_TILE), MIN_DOT_SIZE)
     return max(next_power_of_2(head_size), MIN_DOT_SIZE), 0
 
 
 def keys_tile_for(*tiles: int) -> int:
-    """Keys of one step through the cache."""
+    """Return the keys of one step through the cache."""
     return max(MIN_DOT_SIZE, min(MAX_KEYS_TILE, MAX_STEP_ELEMENTS // max(tiles)))
 
 
 def query_tile_for(heads_per_kv_head: int) -> int:
-    """Query tokens that fill the rows of a matrix product together with the heads of a group."""
+    """Return the query tokens that, times the heads of a group, fill the rows of a matrix product."""
     return max(MIN_DOT_SIZE // next_power_of_2(heads_per_kv_head), 1)
 
 
@@ -78,8 +78,9 @@ def attention_launch(
     v_scale: Tensor | None,
     is_split: bool,
 ) -> Launch:
-    """One program a sequence, a key head, a lane and a split; `num_tokens`, `num_splits` and `scale` change from call
-    to call.
+    """Launch one program per sequence, key head, lane and split.
+
+    `num_tokens`, `num_splits` and `scale` change from call to call.
     """
     num_kv_heads, head_size, v_head_size = pair.key.shape[2], pair.key.shape[3], pair.value.shape[3]
     group = query.shape[1] // num_kv_heads
@@ -134,13 +135,13 @@ def attention_launch(
 
 
 def _max_registers(item_bytes: int) -> int | None:
-    """All that there are for products of float32, which hold whole rows in registers."""
+    """Return the most registers for products of float32, which hold whole rows in registers."""
     target = current_target()
     return MAX_REGISTERS if item_bytes == 4 and target is not None and target.backend == "cuda" else None
 
 
 def merge_launch(output: Tensor, num_rows: int) -> Launch:
-    """One program a sequence, a query head and a lane; `num_tokens` and `num_splits` change from call to call."""
+    """Launch one program per sequence, query head and lane; `num_tokens` and `num_splits` change from call to call."""
     _, num_heads, v_head_size = output.shape
     value_tile = next_power_of_2(v_head_size)
     splits_tile = min(max(MERGE_TILE_ELEMENTS // value_tile, 1), MAX_SPLITS)

@@ -1,80 +1,83 @@
-"""What the kernels refuse before they touch memory: strides, shapes, dtypes, devices, and in checked mode contents."""
+"""Checks tensors before a kernel touches memory: strides, shapes, dtypes, devices, and in checked mode their contents.
+
+Checks run at every call, so each is a plain comparison, and its text is formatted only when it fails.
+"""
 
 import torch
 from torch import Tensor
 
 from .errors import KernelInputError
-from .scales import check_scale_value
 
 MAX_LISTED = 8
-
-
-def check(holds: bool, message: str) -> None:
-    """Raise `KernelInputError` unless the condition holds."""
-    if not holds:
-        raise KernelInputError(message)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def describe(tensor: Tensor) -> str:
-    """`torch.bfloat16 [4, 16, 8, 128] strides (16384, 1024, 128, 1) on cpu`."""
+    """Describe a tensor: `torch.bfloat16 [4, 16, 8, 128] strides (16384, 1024, 128, 1) on cpu`."""
     return f"{tensor.dtype} {list(tensor.shape)} strides {tuple(tensor.stride())} on {tensor.device}"
 
 
 def check_cache_view(cache: Tensor, num_dims: int, name: str) -> None:
-    """A cache: `num_dims` dimensions, the last one dense, and no two elements in one place."""
-    check(cache.dim() == num_dims, f"{name} has {cache.dim()} dimensions, not {num_dims}: {describe(cache)}")
-    check(
-        cache.stride(-1) == 1 or cache.shape[-1] == 1,
-        f"{name} needs a last stride of 1: {describe(cache)}; permute a dense buffer instead",
-    )
+    """Check a cache: `num_dims` dimensions, the last one dense, and no two elements in one place."""
+    strides, shape = cache.stride(), cache.shape
+    if len(shape) != num_dims:
+        raise KernelInputError(f"{name} has {len(shape)} dimensions, not {num_dims}: {describe(cache)}")
+    if strides[-1] != 1 and shape[-1] != 1:
+        raise KernelInputError(f"{name} needs a last stride of 1: {describe(cache)}; permute a dense buffer instead")
     span = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(cache.stride(), cache.shape, strict=True)):
+    for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1:
-            check(stride >= span, f"{name} holds two elements in one place: {describe(cache)}")
+            if stride < span:
+                raise KernelInputError(f"{name} holds two elements in one place: {describe(cache)}")
             span += stride * (size - 1)
 
 
 def check_rows(tensor: Tensor, num_dims: int, name: str) -> None:
-    """Tokens to store: a dense last dimension; any other stride (a slice of a fused qkv, an expanded head)."""
-    check(tensor.dim() == num_dims, f"{name} has {tensor.dim()} dimensions, not {num_dims}: {describe(tensor)}")
-    check(
-        tensor.stride(-1) == 1 or tensor.shape[-1] == 1,
-        f"{name} needs a last stride of 1: {describe(tensor)}; call .contiguous() first",
-    )
+    """Check tokens to store: a dense last dimension; any other stride (a slice of a fused qkv, an expanded head)."""
+    shape = tensor.shape
+    if len(shape) != num_dims:
+        raise KernelInputError(f"{name} has {len(shape)} dimensions, not {num_dims}: {describe(tensor)}")
+    if shape[-1] != 1 and tensor.stride(-1) != 1:
+        raise KernelInputError(f"{name} needs a last stride of 1: {describe(tensor)}; call .contiguous() first")
 
 
 def check_vector(tensor: Tensor, dtype: torch.dtype, name: str, device: torch.device) -> None:
-    """A dense vector of indices."""
-    check(
-        tensor.dim() == 1 and tensor.dtype == dtype and tensor.is_contiguous() and tensor.device == device,
-        f"{name} must be a contiguous {dtype} vector on {device}: {describe(tensor)}",
-    )
+    """Check a dense vector of indices."""
+    if tensor.dtype != dtype or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device != device:
+        raise KernelInputError(f"{name} must be a contiguous {dtype} vector on {device}: {describe(tensor)}")
+
+
+def check_block_table(table: Tensor, name: str, device: torch.device) -> None:
+    """Check a block table: int32 `[max_num_reqs, max_num_blocks_per_req]` with dense rows, and not empty."""
+    if (
+        table.dtype != torch.int32
+        or table.dim() != 2
+        or table.device != device
+        or not table.numel()
+        or (table.stride(1) != 1 and table.shape[1] != 1)
+    ):
+        raise KernelInputError(
+            f"{name} must be int32 [max_num_reqs, max_num_blocks_per_req] with dense rows on {device}, and not empty: "
+            f"{describe(table)}"
+        )
 
 
 def check_dtypes(rows: Tensor, cache: Tensor, name: str) -> None:
-    """Rows are stored as they are, or quantised from a 16- or 32-bit float."""
-    floats = (torch.float32, torch.float16, torch.bfloat16)
-    check(
-        rows.dtype == cache.dtype or (cache.element_size() == 1 and rows.dtype in floats),
-        f"{name} is {rows.dtype} and its cache {cache.dtype}; only 8-bit caches convert, from {floats}",
-    )
+    """Check that rows can be stored as they are, or quantised from a 16- or 32-bit float."""
+    if rows.dtype != cache.dtype and not (cache.element_size() == 1 and rows.dtype in FLOATS):
+        raise KernelInputError(
+            f"{name} is {rows.dtype} and its cache {cache.dtype}; only 8-bit caches convert, from {FLOATS}"
+        )
 
 
-def check_scale(scale: Tensor | None, is_quantized: bool, name: str, device: torch.device, checked: bool) -> None:
-    """One float32 on the cache's device, only where something is converted; its value is read in checked mode."""
-    if scale is None:
-        return
-    check(is_quantized, f"{name} is given, but nothing is quantised here; pass None")
-    check(
-        scale.dtype == torch.float32 and scale.numel() == 1 and scale.device == device,
-        f"{name} must be one float32 on {device}: {describe(scale)}; make it with kv_scale()",
-    )
-    if checked:
-        check_scale_value(scale.item(), name)
+def check_starts(starts: list[int], highest: int, name: str, limit: str) -> None:
+    """Check that the starts of requests, read back from the device, rise from 0 to at most `highest`."""
+    if starts[0] != 0 or starts[-1] > highest or starts != sorted(starts):
+        raise KernelInputError(f"{name} must rise from 0 to at most {highest} ({limit}): {starts[:MAX_LISTED]}")
 
 
-def check_slots(slot_mapping: Tensor, num_tokens: int, num_slots: int) -> None:
-    """Every slot is -1 (skip) or inside the cache. Waits for the device: for tests and debugging.
+def check_slots(slot_mapping: Tensor, num_slots: int) -> None:
+    """Check that every slot is -1 (skip) or inside the cache. Waits for the device: for tests and debugging.
 
     Raises:
         KernelInputError: lists the first slots that are out of bounds, with their tokens and the bound (field report

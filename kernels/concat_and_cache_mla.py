@@ -3,14 +3,15 @@
 import torch
 from torch import Tensor
 
-from .checks import check, check_cache_view, check_dtypes, check_rows, check_scale, check_slots, check_vector, describe
+from .checks import check_cache_view, check_dtypes, check_rows, check_slots, check_vector, describe
+from .errors import KernelInputError
 from .fp8 import quantize, typed_cache
 from .reshape_and_cache import store_rows, tokens_with_slots
-from .scales import warn_of_missing_scale
+from .scales import check_scale
 
 
 def check_mla_cache(cache: Tensor, kv_cache_dtype: str) -> Tensor:
-    """The checked cache `[num_blocks, block_size, latent + rope]` in the dtype of its numbers."""
+    """Check and return the cache `[num_blocks, block_size, latent + rope]` in the dtype of its numbers."""
     cache = typed_cache(cache, kv_cache_dtype, "cache")
     check_cache_view(cache, 3, "cache")
     return cache
@@ -24,23 +25,23 @@ def check_mla_write(
     for name, rows in (("kv_c", kv_c), ("k_pe", k_pe)):
         check_rows(rows, 2, name)
         check_dtypes(rows, cache, name)
-        check(rows.device == device, f"{name} must be on {device}: {describe(rows)}")
-    check(
-        kv_c.shape[1] + k_pe.shape[1] == cache.shape[2],
-        f"a latent of {kv_c.shape[1]} and a rotary key of {k_pe.shape[1]} do not fill a cache row of {cache.shape[2]}",
-    )
+        if rows.device != device:
+            raise KernelInputError(f"{name} must be on {device}: {describe(rows)}")
+    latent_size, rope_size, row_size = kv_c.shape[1], k_pe.shape[1], cache.shape[2]
+    if latent_size + rope_size != row_size:
+        raise KernelInputError(
+            f"a latent of {latent_size} and a rotary key of {rope_size} do not fill a cache row of {row_size}"
+        )
     check_vector(slot_mapping, torch.int64, "slot_mapping", device)
-    check(
-        len(slot_mapping) <= len(kv_c) and len(kv_c) == len(k_pe) and kv_c.dtype == k_pe.dtype,
-        f"{len(slot_mapping)} slots, {len(kv_c)} latents ({kv_c.dtype}) and {len(k_pe)} rotary keys ({k_pe.dtype}): "
-        "both must be alike and at least as many as slots",
-    )
+    if not len(slot_mapping) <= len(kv_c) == len(k_pe) or kv_c.dtype != k_pe.dtype:
+        raise KernelInputError(
+            f"{len(slot_mapping)} slots, {len(kv_c)} latents ({kv_c.dtype}) and {len(k_pe)} rotary keys "
+            f"({k_pe.dtype}): both must be alike and at least as many as slots"
+        )
     is_quantized = kv_c.dtype != cache.dtype
     check_scale(scale, is_quantized, "scale", device, checked)
-    if is_quantized and scale is None:
-        warn_of_missing_scale("scale")
     if checked:
-        check_slots(slot_mapping, len(kv_c), cache.shape[0] * cache.shape[1])
+        check_slots(slot_mapping, cache.shape[0] * cache.shape[1])
     return is_quantized
 
 

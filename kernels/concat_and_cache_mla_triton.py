@@ -1,4 +1,4 @@
-"""The kernel that writes a latent and a rotary key side by side to their slot: one program a token."""
+"""The kernel that writes a latent and a rotary key side by side to their slot: one program per token."""
 
 # Type checkers cannot follow what Triton makes of annotations and ranges.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportOptionalSubscript=false, reportArgumentType=false
@@ -37,7 +37,7 @@ def concat_and_cache_mla_kernel(
 ):
     """Program (token); see `reshape_and_cache_kernel` for the units of the strides.
 
-    Both parts are one tile: a tile of the rotary key alone is so short that each thread would move one element of it.
+    Both parts are one tile: in a tile of the short rotary key alone each thread would move one element.
     """
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, ROW_TILE)

@@ -1,4 +1,4 @@
-"""Copies whole blocks within the caches of all layers (copy on write), byte for byte. The twin of the Triton kernel."""
+"""Copies whole blocks in the caches of all layers (copy on write), byte for byte. The twin of the Triton kernel."""
 
 import math
 from collections.abc import Sequence
@@ -7,14 +7,15 @@ import attrs
 import torch
 from torch import Tensor
 
-from .checks import MAX_LISTED, check, check_vector, describe
+from .checks import MAX_LISTED, check_vector, describe
+from .errors import KernelInputError
 from .launch import MAX_GRID
 from .reshape_and_cache import WORDS
 
 
 @attrs.frozen
 class Region:
-    """Evenly spaced runs of bytes, one run a block.
+    """Evenly spaced runs of bytes, one run per block.
 
     Attributes:
         tensor: index of the tensor that it belongs to.
@@ -31,13 +32,13 @@ class Region:
 
 @attrs.frozen(eq=False)
 class BlockRegions:
-    """Where the bytes of each block are, in all layers: made once for caches that stay where they are.
+    """Where the bytes of each block are, in all layers: made once for caches that keep their addresses.
 
     Attributes:
         tensors: the caches, kept alive.
-        num_blocks: of every one of them.
+        num_blocks: blocks of every cache.
         regions: a block is one run of bytes in each. A block that is not dense (heads outside blocks) has several.
-        longest_run_bytes: of all regions.
+        longest_run_bytes: length of the longest run of all regions.
         word_bytes: the widest word (up to 16) that divides all pointers, strides and lengths.
         descriptors: int64 `[num_regions, 3]` on the device: pointer, block stride and length, both in bytes.
     """
@@ -58,25 +59,27 @@ class BlockRegions:
         Raises:
             KernelInputError: no caches, different block counts or devices, elements that overlap, memory given twice.
         """
-        check(len(caches) > 0, "copy_blocks needs the cache of at least one layer")
+        if not caches:
+            raise KernelInputError("copy_blocks needs the cache of at least one layer")
         num_blocks, device = caches[0].shape[0], caches[0].device
         for index, cache in enumerate(caches):
-            check(
-                cache.dim() >= 2 and cache.shape[0] == num_blocks and cache.device == device,
-                f"cache {index} must have {num_blocks} blocks in its first dimension, on {device}: {describe(cache)}",
-            )
+            if cache.dim() < 2 or cache.shape[0] != num_blocks or cache.device != device:
+                raise KernelInputError(
+                    f"cache {index} must have {num_blocks} blocks in its first dimension, on {device}: "
+                    f"{describe(cache)}"
+                )
         regions = tuple(region for index, cache in enumerate(caches) for region in _regions_of(index, cache))
         given: dict[int, int] = {}
         for region in regions:
-            check(
-                given.setdefault(region.pointer, region.tensor) == region.tensor,
-                f"caches {given[region.pointer]} and {region.tensor} share an address: pass shared memory once",
+            if given.setdefault(region.pointer, region.tensor) != region.tensor:
+                raise KernelInputError(
+                    f"caches {given[region.pointer]} and {region.tensor} share an address: pass shared memory once"
+                )
+        if len(regions) > MAX_GRID:
+            raise KernelInputError(
+                f"{len(caches)} caches have {len(regions)} dense runs of bytes per block, and one launch takes "
+                f"{MAX_GRID}; pass whole blocks (keys and values together) where they are dense"
             )
-        check(
-            len(regions) <= MAX_GRID,
-            f"{len(caches)} caches have {len(regions)} dense runs of bytes a block, and one launch takes "
-            f"{MAX_GRID}; pass whole blocks (keys and values together) where they are dense",
-        )
         word_bytes = math.gcd(16, *(n for r in regions for n in (r.pointer, r.block_stride_bytes, r.num_bytes)))
         described = [(r.pointer, r.block_stride_bytes, r.num_bytes) for r in regions]
         descriptors = torch.tensor(described, dtype=torch.int64, device=device)
@@ -85,12 +88,13 @@ class BlockRegions:
 
 
 def _regions_of(index: int, cache: Tensor) -> list[Region]:
-    """The dense runs of one cache: inner dimensions are merged while they are dense, the others are enumerated."""
+    """Return the dense runs of one cache: inner dimensions are merged while they are dense, the others enumerated."""
     item = cache.element_size()
     dims = sorted((stride, size) for stride, size in zip(cache.stride()[1:], cache.shape[1:], strict=True) if size > 1)
     run, outer, span = 1, [(0, 1)], 1
     for stride, size in dims:
-        check(stride >= span, f"cache {index} holds two elements in one place: {describe(cache)}")
+        if stride < span:
+            raise KernelInputError(f"cache {index} holds two elements in one place: {describe(cache)}")
         span += stride * (size - 1)
         if stride == run and len(outer) == 1:
             run *= size
@@ -100,10 +104,8 @@ def _regions_of(index: int, cache: Tensor) -> list[Region]:
     for stride, size in outer[1:]:
         offsets = [offset + i * stride for i in range(size) for offset in offsets]
     block_stride = cache.stride(0)
-    check(
-        cache.shape[0] <= 1 or block_stride >= run,
-        f"blocks of cache {index} overlap: {describe(cache)}",
-    )
+    if cache.shape[0] > 1 and block_stride < run:
+        raise KernelInputError(f"blocks of cache {index} overlap: {describe(cache)}")
     return [Region(index, cache.data_ptr() + offset * item, block_stride * item, run * item) for offset in offsets]
 
 
@@ -112,19 +114,23 @@ def check_copy(caches: BlockRegions, sources: Tensor, targets: Tensor, checked: 
     device = caches.descriptors.device
     check_vector(sources, torch.int64, "sources", device)
     check_vector(targets, torch.int64, "targets", device)
-    check(len(sources) == len(targets), f"{len(sources)} sources and {len(targets)} targets: one of each a copy")
+    if len(sources) != len(targets):
+        raise KernelInputError(f"{len(sources)} sources and {len(targets)} targets: give one of each per copy")
     if not checked:
         return
     pairs = [(s, t) for s, t in zip(sources.tolist(), targets.tolist(), strict=True) if s >= 0 and t >= 0]
     wrong = [pair for pair in pairs if max(pair) >= caches.num_blocks]
-    check(not wrong, f"(source, target) {wrong[:MAX_LISTED]} are outside a cache of {caches.num_blocks} blocks")
+    if wrong:
+        raise KernelInputError(
+            f"(source, target) {wrong[:MAX_LISTED]} are outside a cache of {caches.num_blocks} blocks"
+        )
     written = [target for _, target in pairs]
     clashes = sorted({t for t in written if written.count(t) > 1} | (set(written) & {s for s, _ in pairs}))
-    check(
-        not clashes,
-        f"blocks {clashes[:MAX_LISTED]} are the target of one copy and the source or target of another: all copies of "
-        "a call run at once, so their order is not defined",
-    )
+    if clashes:
+        raise KernelInputError(
+            f"blocks {clashes[:MAX_LISTED]} are the target of one copy and the source or target of another: all copies "
+            "of a call run at once, so their order is not defined"
+        )
 
 
 def copy_blocks(*, caches: BlockRegions, sources: Tensor, targets: Tensor, checked: bool = False) -> None:

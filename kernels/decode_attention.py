@@ -1,4 +1,4 @@
-"""Attention of many decodes at once, in plain torch: sequences with one query token each, padded to the longest."""
+"""Computes attention of many decodes at once in plain torch; keys are padded to the longest sequence."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from .gather_cache import BlockTableRows, read_slots, slots_of
 from .reshape_and_cache import CachePair
 
-# Numbers of the keys that are gathered at once, padding included: more of them would leave the processor's cache.
+# Numbers of the keys that are gathered at once, padding included; more would not fit the processor's cache.
 MAX_GATHERED_NUMBERS = 1 << 18
-# Sequences up to so many times the shortest one of a batch join it, or up to so many keys more.
+# A sequence joins a batch if it has at most MAX_RATIO times the keys of the shortest one, or MAX_EXTRA_KEYS more.
 MAX_RATIO, MAX_EXTRA_KEYS = 2, 32
 
 
 def batches_of(num_keys: Sequence[int], numbers_per_key: int) -> Iterator[list[int]]:
-    """Sequences (by place) of similar lengths, so that padding at most about doubles what is gathered."""
+    """Yield batches of sequences (by place) of similar lengths, so that padding at most about doubles the keys."""
     batch: list[int] = []
     for place in sorted(range(len(num_keys)), key=num_keys.__getitem__):
         longest = num_keys[place]
@@ -41,7 +41,7 @@ def decode_attention(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> Tensor:
-    """Attention of one query token of each sequence over its keys.
+    """Compute attention of one query token of each sequence over its keys.
 
     Args:
         query: `[num_seqs, num_q_heads, head_size]`.
@@ -49,10 +49,10 @@ def decode_attention(
         table: the rows of these sequences, none of them padding.
         first_positions: the first key that each query sees.
         seq_lens: tokens of each sequence; its query sees the last one of them.
-        scale: of the scores.
+        scale: factor of the scores.
         softcap: scores become softcap * tanh(score / softcap).
-        k_scale: of an 8-bit cache's keys.
-        v_scale: of its values.
+        k_scale: scale of an 8-bit cache's keys.
+        v_scale: scale of its values.
 
     Returns:
         `[num_seqs, num_q_heads, v_head_size]`, float32; zeros for a query that sees no key.
@@ -65,7 +65,7 @@ def decode_attention(
     slots = slots_of(table, cu_seqlens, firsts, num_seqs * longest).view(num_seqs, longest)
     positions = firsts[:, None] + torch.arange(longest, device=device)
     is_seen = (positions < ends[:, None]) & (slots >= 0) & (slots < pair.num_slots)
-    # What is not seen reads as zeros, whatever the table and the cache hold behind a sequence's end.
+    # Keys that no query sees are read as zeros, whatever the table and the cache hold behind a sequence's end.
     slots = slots.where(is_seen, -1).flatten()
     key, value = (
         read_slots(cache, slots, query.dtype, cache_scale)

@@ -1,8 +1,8 @@
-"""What a kernel refuses."""
+"""The error that kernels raise."""
 
 
 class KernelInputError(ValueError):
-    """A tensor that a kernel cannot take: its shape, strides, dtype, device or (in checked mode) its content.
+    """A kernel cannot take a tensor: its shape, strides, dtype, device or (in checked mode) its content is wrong.
 
-    The message names the argument, what it is and what it must be. Nothing has been written.
+    The message names the argument, describes it and says what it must be. Nothing has been written.
     """

@@ -1,4 +1,4 @@
-"""Eight-bit caches: which bytes stand for which numbers, and the rounding that twin and kernel share bit for bit."""
+"""Converts numbers to and from 8-bit caches, with a rounding that twin and kernel share bit for bit."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 def typed_cache(cache: Tensor, kv_cache_dtype: str, name: str) -> Tensor:
-    """The cache in the dtype of its numbers: uint8 storage becomes the 8-bit format that `kv_cache_dtype` names.
+    """View the cache in the dtype of its numbers: uint8 storage becomes the 8-bit format that `kv_cache_dtype` names.
 
     Raises:
         KernelInputError: a dtype that no kernel stores, uint8 without a format, or a format that contradicts the dtype.
@@ -37,15 +37,15 @@ def typed_cache(cache: Tensor, kv_cache_dtype: str, name: str) -> Tensor:
 
 
 def numbers_of(cache: Tensor, kv_cache_dtype: str) -> Tensor:
-    """`typed_cache` of a cache that has been checked before."""
+    """Return `typed_cache` of a cache that was checked before."""
     return cache if kv_cache_dtype == "auto" or cache.dtype != torch.uint8 else cache.view(FP8_DTYPES[kv_cache_dtype])
 
 
 def quantize(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """Numbers as they are stored: float32 product with 1 / scale, clamped, rounded to nearest even.
+    """Convert numbers for storage: float32 product with 1 / scale, clamped, rounded to nearest even.
 
-    The clamp is explicit because what a plain cast does beyond the largest number differs between versions and devices
-    (field report F05). NaN stays NaN, as the one positive byte that NVIDIA's conversion writes.
+    The clamp is explicit because a plain cast of larger numbers differs between versions and devices (field report
+    F05). NaN stays NaN, as the one positive byte that NVIDIA's conversion writes.
 
     Args:
         values: any float dtype.
@@ -61,7 +61,7 @@ def quantize(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor
 
 
 def dequantize(stored: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """Numbers as they are read: stored * scale in float32, rounded to `dtype`."""
+    """Convert stored numbers back: stored * scale in float32, rounded to `dtype`."""
     numbers = stored.float()
     if scale is not None:
         numbers = numbers * scale

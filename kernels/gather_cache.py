@@ -4,16 +4,17 @@ import attrs
 import torch
 from torch import Tensor
 
-from .checks import MAX_LISTED, check, check_scale, check_vector, describe
+from .checks import FLOATS, MAX_LISTED, check_block_table, check_vector
 from .concat_and_cache_mla import check_mla_cache
+from .errors import KernelInputError
 from .fp8 import dequantize
 from .reshape_and_cache import classic_pair, flash_pair
-from .scales import warn_of_missing_scale
+from .scales import check_scale
 
 
 @attrs.frozen(eq=False)
 class BlockTableRows:
-    """Which tokens are read: rows of one group's block table, and the size of its entries.
+    """The tokens to read: rows of one group's block table, and the size of its entries.
 
     Attributes:
         block_table: int32 `[max_num_reqs, max_num_blocks_per_req]`.
@@ -26,26 +27,16 @@ class BlockTableRows:
     block_size: int
 
 
-def check_table(
-    block_table: Tensor, rows: Tensor, block_size: int | None, cache: Tensor, num_dims_before: int = 1
-) -> BlockTableRows:
+def check_table(block_table: Tensor, rows: Tensor, block_size: int | None, cache: Tensor) -> BlockTableRows:
     """Check the table against a cache with the slot's dimensions first."""
-    device, kernel_block_size = cache.device, cache.shape[num_dims_before]
+    device, kernel_block_size = cache.device, cache.shape[1]
     block_size = kernel_block_size if block_size is None else block_size
-    check(
-        block_table.dim() == 2
-        and block_table.dtype == torch.int32
-        and block_table.device == device
-        and block_table.numel() > 0
-        and (block_table.stride(1) == 1 or block_table.shape[1] == 1),
-        f"block_table must be int32 [max_num_reqs, max_num_blocks_per_req] with dense rows on {device}, and not empty: "
-        f"{describe(block_table)}",
-    )
+    check_block_table(block_table, "block_table", device)
     check_vector(rows, torch.int32, "rows", device)
-    check(
-        block_size > 0 and block_size % kernel_block_size == 0,
-        f"a table entry of {block_size} tokens is not a multiple of the cache's blocks of {kernel_block_size}",
-    )
+    if block_size < 1 or block_size % kernel_block_size:
+        raise KernelInputError(
+            f"a table entry of {block_size} tokens is not a multiple of the cache's blocks of {kernel_block_size}"
+        )
     return BlockTableRows(block_table, rows, block_size)
 
 
@@ -59,49 +50,46 @@ def check_gather(
     """Check one call; in checked mode also that all positions are inside the table, which waits for the device."""
     device, num_seqs = table.rows.device, len(table.rows)
     check_vector(cu_seqlens, torch.int32, "cu_seqlens", device)
-    check(len(cu_seqlens) == num_seqs + 1, f"{num_seqs} rows need {num_seqs + 1} cu_seqlens, not {len(cu_seqlens)}")
-    check(num_tokens >= 0, f"num_tokens is {num_tokens}; it is what cu_seqlens ends with")
+    if len(cu_seqlens) != num_seqs + 1:
+        raise KernelInputError(f"{num_seqs} rows need {num_seqs + 1} cu_seqlens, not {len(cu_seqlens)}")
+    if num_tokens < 0:
+        raise KernelInputError(f"num_tokens is {num_tokens}; it is the last of cu_seqlens")
     if first_positions is not None:
         check_vector(first_positions, torch.int64, "first_positions", device)
-        check(len(first_positions) == num_seqs, f"{num_seqs} rows, but {len(first_positions)} first positions")
+        if len(first_positions) != num_seqs:
+            raise KernelInputError(f"{num_seqs} rows, but {len(first_positions)} first positions")
     if not checked:
         return
     starts = cu_seqlens.tolist()
-    check(
-        starts[0] == 0 and starts[-1] == num_tokens and starts == sorted(starts),
-        f"cu_seqlens must rise from 0 to num_tokens = {num_tokens}: {starts[:MAX_LISTED]}",
-    )
+    if starts[0] != 0 or starts[-1] != num_tokens or starts != sorted(starts):
+        raise KernelInputError(f"cu_seqlens must rise from 0 to num_tokens = {num_tokens}: {starts[:MAX_LISTED]}")
     firsts = [0] * num_seqs if first_positions is None else first_positions.tolist()
     spans = zip(table.rows.tolist(), firsts, starts, starts[1:], strict=False)
     check_positions(table, [(row, first, first + end - begin) for row, first, begin, end in spans])
 
 
 def check_positions(table: BlockTableRows, spans: list[tuple[int, int, int]]) -> None:
-    """Every (row, first position, end) lies inside the block table (field report F04: a page holds no more)."""
+    """Check that every (row, first position, end) lies inside the block table (field report F04)."""
     num_rows, width = table.block_table.shape
     capacity = width * table.block_size
     wrong = [span for span in spans if span[0] >= num_rows or span[1] < 0 or (span[0] >= 0 and span[2] > capacity)]
-    check(
-        not wrong,
-        f"(row, first position, end) {wrong[:MAX_LISTED]} lie outside a block table of {num_rows} rows of {width} "
-        f"blocks of {table.block_size} tokens",
-    )
+    if wrong:
+        raise KernelInputError(
+            f"(row, first position, end) {wrong[:MAX_LISTED]} lie outside a block table of {num_rows} rows of {width} "
+            f"blocks of {table.block_size} tokens"
+        )
 
 
-def check_read_scales(
-    cache: Tensor, dtype: torch.dtype | None, scales: dict[str, Tensor | None], checked: bool
-) -> torch.dtype:
-    """The dtype of what is read: the cache's own, or for an 8-bit cache the float that was asked for."""
+def check_read(cache: Tensor, dtype: torch.dtype | None, checked: bool, **scales: Tensor | None) -> torch.dtype:
+    """Check the scales of a read. Returns its dtype: the cache's own, or the float asked for of an 8-bit cache."""
     out = cache.dtype if dtype is None else dtype
     is_quantized = out != cache.dtype
-    check(
-        not is_quantized or (cache.element_size() == 1 and out in (torch.float32, torch.float16, torch.bfloat16)),
-        f"a {cache.dtype} cache cannot be read as {out}; only 8-bit caches convert, to 16- or 32-bit floats",
-    )
+    if is_quantized and not (cache.element_size() == 1 and out in FLOATS):
+        raise KernelInputError(
+            f"a {cache.dtype} cache cannot be read as {out}; only 8-bit caches convert, to 16- or 32-bit floats"
+        )
     for name, scale in scales.items():
         check_scale(scale, is_quantized, name, cache.device, checked)
-        if is_quantized and scale is None:
-            warn_of_missing_scale(name)
     return out
 
 
@@ -125,7 +113,7 @@ def gather_cache(
     pair = flash_pair(key_cache, value_cache, kv_cache_dtype)
     table = check_table(block_table, rows, block_size, pair.key)
     check_gather(table, cu_seqlens, first_positions, num_tokens, checked)
-    out = check_read_scales(pair.key, dtype, {"k_scale": k_scale, "v_scale": v_scale}, checked)
+    out = check_read(pair.key, dtype, checked, k_scale=k_scale, v_scale=v_scale)
     slots = slots_of(table, cu_seqlens, first_positions, num_tokens)
     return read_slots(pair.key, slots, out, k_scale), read_slots(pair.value, slots, out, v_scale)
 
@@ -150,7 +138,7 @@ def gather_cache_classic(
     pair = classic_pair(key_cache, value_cache, kv_cache_dtype)
     table = check_table(block_table, rows, block_size, pair.key)
     check_gather(table, cu_seqlens, first_positions, num_tokens, checked)
-    out = check_read_scales(pair.key, dtype, {"k_scale": k_scale, "v_scale": v_scale}, checked)
+    out = check_read(pair.key, dtype, checked, k_scale=k_scale, v_scale=v_scale)
     slots = slots_of(table, cu_seqlens, first_positions, num_tokens)
     return read_slots(pair.key, slots, out, k_scale).flatten(2), read_slots(pair.value, slots, out, v_scale)
 
@@ -173,12 +161,12 @@ def gather_mla_cache(
     cache = check_mla_cache(cache, kv_cache_dtype)
     table = check_table(block_table, rows, block_size, cache)
     check_gather(table, cu_seqlens, first_positions, num_tokens, checked)
-    out = check_read_scales(cache, dtype, {"scale": scale}, checked)
+    out = check_read(cache, dtype, checked, scale=scale)
     return read_slots(cache, slots_of(table, cu_seqlens, first_positions, num_tokens), out, scale)
 
 
 def slots_of(table: BlockTableRows, cu_seqlens: Tensor, first_positions: Tensor | None, num_tokens: int) -> Tensor:
-    """int64 `[num_tokens]`: the slot of each token to read, -1 for padding sequences and outside the table."""
+    """Compute the slot of each token to read, int64 `[num_tokens]`; -1 for padding sequences and outside the table."""
     starts = cu_seqlens.long()
     sequences = torch.arange(len(table.rows), device=starts.device).repeat_interleave(starts.diff())[:num_tokens]
     positions = torch.arange(len(sequences), device=starts.device) - starts[sequences]
@@ -193,7 +181,7 @@ def slots_of(table: BlockTableRows, cu_seqlens: Tensor, first_positions: Tensor 
 
 
 def read_slots(cache: Tensor, slots: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """`cache[slot // block_size, slot % block_size]` in `dtype`; zeros where a slot is outside the cache."""
+    """Read `cache[slot // block_size, slot % block_size]` in `dtype`; zeros for slots outside the cache."""
     num_blocks, block_size = cache.shape[:2]
     is_inside = (slots >= 0) & (slots < num_blocks * block_size)
     safe = slots.where(is_inside, 0)

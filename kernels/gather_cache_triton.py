@@ -1,4 +1,4 @@
-"""The kernel that reads keys and values back by block table: the write's addresses, the other way round."""
+"""The kernel that reads keys and values back by block table: the inverse of the write."""
 
 # Type checkers cannot follow what Triton makes of annotations and ranges.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportOptionalSubscript=false, reportArgumentType=false
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def as_read(stored, scale_ptr, element_type: tl.constexpr, CONVERTS: tl.constexpr, HAS_SCALE: tl.constexpr):
-    """What 8-bit numbers stand for: the product with the scale in float32, rounded to the result's dtype."""
+    """Convert 8-bit numbers: the product with the scale in float32, rounded to the result's dtype."""
     if CONVERTS:
         numbers = stored.to(tl.float32)
         if HAS_SCALE:

@@ -1,8 +1,8 @@
-"""What every set of kernels does: `TorchKernels` on any device, `TritonKernels` on a GPU or in Triton's interpreter.
+"""The interface of a set of kernels: `TorchKernels` on any device, `TritonKernels` on a GPU or in Triton's interpreter.
 
-Both give the same bytes (paged attention: the same numbers up to rounding). Everything is a keyword; outputs are
-written in place. Calls make no decision from device memory unless `checked=True`, so that `TritonKernels` neither waits
-for the device nor breaks the capture of a CUDA graph.
+Both give the same bytes (paged attention: the same numbers up to rounding). All arguments are keywords; outputs are
+written in place. Calls do not read device memory unless `checked=True`, so that `TritonKernels` neither waits for the
+device nor breaks the capture of a CUDA graph.
 """
 
 from typing import Protocol
@@ -28,7 +28,7 @@ class Kernels(Protocol):
         block_table, rows: int32 `[max_num_reqs, max_num_blocks_per_req]` and int32 `[num_seqs]`, the row of each
             sequence, -1 for padding.
         block_size: tokens of one table entry, if the cache is viewed in smaller (kernel) blocks.
-        checked: verify the contents of index tensors and scales, too; waits for the device.
+        checked: verify the contents of index tensors and scales as well; waits for the device.
     """
 
     def compute_slot_mapping(
@@ -41,10 +41,10 @@ class Kernels(Protocol):
         slot_mapping: Tensor,
         checked: bool = False,
     ) -> None:
-        """The slot of every token of a batch, for all groups in one launch.
+        """Compute the slot of every token of a batch, for all groups in one launch.
 
         Token t of request i is at position `first_positions[i] + t - query_start_loc[i]`. Padding requests (row -1),
-        tokens that another context-parallel rank holds, positions outside the table, and everything from
+        tokens that another context-parallel rank holds, positions outside the table, and all entries from
         `query_start_loc[-1]` to the end of the buffer get -1. Sizes are read on the device: a captured graph of
         `len(rows)` requests serves any batch that fits.
 
@@ -75,7 +75,7 @@ class Kernels(Protocol):
         Beside the shared arguments:
             key: `[num_tokens, num_kv_heads, head_size]`, last stride 1 (a slice of a fused qkv is fine); may be longer
                 than `slot_mapping` (a graph-padded batch). Of the cache's dtype, or any float for an 8-bit cache.
-            value: as `key`; its head size may differ.
+            value: like `key`; its head size may differ.
         """
         ...
 
@@ -92,8 +92,8 @@ class Kernels(Protocol):
         kv_cache_dtype: str = "auto",
         checked: bool = False,
     ) -> None:
-        """The same for keys `[num_blocks, num_kv_heads, head_size / x, block_size, x]` and values `[num_blocks,
-        num_kv_heads, head_size, block_size]`.
+        """As `reshape_and_cache`, for keys `[num_blocks, num_kv_heads, head_size / x, block_size, x]` and values
+        `[num_blocks, num_kv_heads, head_size, block_size]`.
         """
         ...
 
@@ -114,7 +114,7 @@ class Kernels(Protocol):
         ...
 
     def copy_blocks(self, *, caches: BlockRegions, sources: Tensor, targets: Tensor, checked: bool = False) -> None:
-        """Copy blocks `sources[i]` to `targets[i]` in all layers, byte for byte, in one launch.
+        """Copy block `sources[i]` to `targets[i]` in all layers, byte for byte, in one launch.
 
         Beside the shared arguments:
             caches: the caches of all layers, prepared once.
@@ -142,13 +142,13 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Read keys and values back, sequence after sequence: two dense `[num_tokens, num_kv_heads, head_size]`.
 
-        Tokens of padding sequences, and positions outside the table, read as zeros.
+        Tokens of padding sequences and positions outside the table are read as zeros.
 
         Beside the shared arguments:
             cu_seqlens: int32 `[num_seqs + 1]`: sequence i fills `[cu_seqlens[i], cu_seqlens[i + 1])` of the result.
             num_tokens: `cu_seqlens[-1]`, on the host.
-            first_positions: int64 `[num_seqs]`, where each sequence starts to be read; None is 0.
-            dtype: of the result; None is the cache's own. An 8-bit cache is multiplied with its scale.
+            first_positions: int64 `[num_seqs]`, the first position read of each sequence; None is 0.
+            dtype: of the result; None is the cache's own. An 8-bit cache is multiplied by its scale.
         """
         ...
 
@@ -169,7 +169,7 @@ class Kernels(Protocol):
         dtype: torch.dtype | None = None,
         checked: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """The same from the classic layout."""
+        """As `gather_cache`, from the classic layout."""
         ...
 
     def gather_mla_cache(
@@ -187,7 +187,9 @@ class Kernels(Protocol):
         dtype: torch.dtype | None = None,
         checked: bool = False,
     ) -> Tensor:
-        """The same from a latent cache `[num_blocks, block_size, latent + rope]`: `[num_tokens, latent + rope]`."""
+        """As `gather_cache`, from a latent cache `[num_blocks, block_size, latent + rope]`; returns
+        `[num_tokens, latent + rope]`.
+        """
         ...
 
     def paged_attention(
@@ -209,7 +211,7 @@ class Kernels(Protocol):
         kv_cache_dtype: str = "auto",
         checked: bool = False,
     ) -> Tensor:
-        """Causal attention of a batch's query tokens over what the cache holds, their own keys included.
+        """Compute causal attention of a batch's query tokens over the cache, their own keys included.
 
         The query tokens of sequence i are its last ones: positions `seq_lens[i] - num_queries` to `seq_lens[i] - 1`
         (one for a decode, a chunk for a prefill). Grouped-query attention: `num_q_heads / num_kv_heads` query heads
@@ -220,8 +222,8 @@ class Kernels(Protocol):
             query: `[num_tokens, num_q_heads, head_size]`, last stride 1; at least `query_start_loc[-1]` tokens.
             query_start_loc: int32 `[num_seqs + 1]`.
             seq_lens: int32 `[num_seqs]`, tokens in the cache, the batch's own included.
-            scale: of the scores, usually head_size ** -0.5.
-            window: how many tokens a query sees, itself among them; earlier keys are not read.
+            scale: factor of the scores, usually head_size ** -0.5.
+            window: tokens that a query sees, itself included; earlier keys are not read.
             softcap: scores become softcap * tanh(score / softcap).
 
         Returns:

@@ -1,4 +1,4 @@
-"""How a Triton kernel is launched: how wide its accesses are, how many warps it gets, how little Python it costs."""
+"""Launches Triton kernels with little Python: the width of their memory accesses, their warps, and a launch cache."""
 
 import math
 from collections.abc import Callable
@@ -20,11 +20,11 @@ def next_power_of_2(number: int) -> int:
 
 
 def vector_elements(*tensors: Tensor) -> int:
-    """How many elements one memory access may span in all tensors: the largest power of two, up to 16 bytes, that
-    divides every address, every stride but the last, and the last size.
+    """Return how many elements one memory access may span in all tensors: the largest power of two, up to 16 bytes,
+    that divides every address, every stride but the last, and the last size.
 
-    Tensors of one element size, dense in the last dimension. Addresses are looked at, because a kernel that is told of
-    an alignment that is not there reads the wrong bytes.
+    The tensors have one element size and a dense last dimension. Addresses count, because a kernel compiled for an
+    alignment that its tensors lack reads the wrong bytes.
     """
     item = tensors[0].element_size()
     common = MAX_ACCESS_BYTES
@@ -35,7 +35,7 @@ def vector_elements(*tensors: Tensor) -> int:
 
 
 def num_warps_for(num_elements: int, narrower_item_bytes: int, warp_size: int = WARP_SIZE) -> int:
-    """Warps for a tile, so that every thread moves 16 bytes of the narrower side at once.
+    """Return the warps for a tile, so that every thread moves 16 bytes of the narrower side at once.
 
     More warps than that halve the width: at 16 warps a tile of 1,024 bfloat16 is moved 4 bytes at a time.
     """
@@ -44,19 +44,19 @@ def num_warps_for(num_elements: int, narrower_item_bytes: int, warp_size: int = 
 
 
 def num_lanes_for(num_items: int, items_per_lane: int) -> int:
-    """Lanes that share some work in turns: as many as it fills, within what a grid allows."""
+    """Return how many lanes share the work in turns: as many as it fills, within the limit of a grid."""
     return min(max(-(-num_items // items_per_lane), 1), MAX_GRID)
 
 
 @attrs.define(eq=False)
 class Launch:
-    """One kernel with everything that does not change from call to call.
+    """One kernel with all arguments that do not change from call to call.
 
-    The first call goes through Triton's own launcher, which specialises and compiles; later ones reuse its compiled
-    handle and skip the specialisation. That is sound because kernels here specialise on nothing but dtypes, constants
-    and the alignment of rows and caches, which are all in the cache's key: integers are 64-bit and not specialised,
-    other pointers not on their alignment. (NVIDIA's compiler learns the alignment from hints in the kernels; AMD's
-    from that of the pointers alone.)
+    The first call goes through Triton's own launcher, which specialises and compiles; later calls reuse its compiled
+    handle and skip the specialisation. This is sound because these kernels specialise only on dtypes, constants and the
+    alignment of rows and caches, and all of these are in the cache's key: integers are 64-bit and not specialised,
+    other pointers not specialised on their alignment. (NVIDIA's compiler learns the alignment from hints in the
+    kernels, AMD's from the pointers alone.)
 
     Attributes:
         kernel: the `triton.jit` function.
@@ -64,9 +64,9 @@ class Launch:
         constants: the constexpr arguments by name, in the kernel's order.
         num_warps: see `num_warps_for`.
         num_stages: software pipelining of loops; None is Triton's default.
-        max_registers: of a thread, on NVIDIA's GPUs; None leaves it to the assembler, which may spill a few registers
-            to fit one more program on a multiprocessor.
-        compiled: the handle, after the first call; None forever in the interpreter.
+        max_registers: registers of a thread, on NVIDIA's GPUs; None: the assembler chooses, and may spill a few
+            registers to fit one more program on a multiprocessor.
+        compiled: the handle, after the first call; always None in the interpreter.
     """
 
     kernel: Any
@@ -91,13 +91,13 @@ class Launch:
 
 
 class LaunchCache:
-    """Launches by what they depend on: dtypes, shapes, strides, alignments."""
+    """Keeps launches by the dtypes, shapes, strides and alignments that they depend on."""
 
     def __init__(self) -> None:
         self._launches: dict[tuple[Any, ...], Launch] = {}
 
     def get(self, key: tuple[Any, ...], make: Callable[[], Launch]) -> Launch:
-        """The launch of this key, made (and its arguments checked) the first time."""
+        """Return the launch of this key; the first time, make it and check its arguments."""
         launch = self._launches.get(key)
         if launch is None:
             launch = self._launches[key] = make()
@@ -105,7 +105,7 @@ class LaunchCache:
 
 
 def rows_key(*tensors: Tensor) -> tuple[Any, ...]:
-    """What a launch depends on in its inputs; how many there are (the first dimension) is left out."""
+    """Return the properties of inputs that a launch depends on: all but the first dimension, their number."""
     return tuple(
         (tensor.dtype, tensor.shape[1:], tensor.stride(), tensor.data_ptr() % MAX_ACCESS_BYTES, tensor.device)
         for tensor in tensors
@@ -113,7 +113,7 @@ def rows_key(*tensors: Tensor) -> tuple[Any, ...]:
 
 
 def memory_key(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """What a launch depends on in caches, tables and scales: everything but where they are."""
+    """Return the properties of caches, tables and scales that a launch depends on: all but their addresses."""
     return tuple(
         None
         if tensor is None

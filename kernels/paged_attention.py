@@ -1,12 +1,13 @@
-"""Attention over a paged cache: decode steps and prefill chunks in one batch. The twin of the Triton kernel."""
+"""Computes attention over a paged cache, decodes and prefill chunks in one batch. The twin of the Triton kernel."""
 
 import attrs
 import torch
 from torch import Tensor
 
-from .checks import MAX_LISTED, check, check_rows, check_vector, describe
+from .checks import FLOATS, MAX_LISTED, check_rows, check_starts, check_vector, describe
 from .decode_attention import batches_of, decode_attention
-from .gather_cache import BlockTableRows, check_positions, check_read_scales, check_table, read_slots, slots_of
+from .errors import KernelInputError
+from .gather_cache import BlockTableRows, check_positions, check_read, check_table, read_slots, slots_of
 from .reshape_and_cache import CachePair, flash_pair
 
 
@@ -24,37 +25,41 @@ def check_attention(
     device, num_seqs = pair.key.device, len(table.rows)
     check_rows(query, 3, "query")
     num_kv_heads, head_size = pair.key.shape[2:]
-    check(
-        query.device == device and query.shape[2] == head_size and query.shape[1] % num_kv_heads == 0,
-        f"query must be [num_tokens, a multiple of {num_kv_heads} heads, {head_size}] on {device}: {describe(query)}",
-    )
-    check(
-        query.dtype in (torch.float32, torch.float16, torch.bfloat16)
-        and (query.dtype == pair.key.dtype or pair.key.element_size() == 1),
-        f"query is {query.dtype} and the cache {pair.key.dtype}; they must be the same, or the cache 8-bit",
-    )
+    _, num_q_heads, query_size = query.shape
+    if query.device != device or query_size != head_size or num_q_heads % num_kv_heads:
+        raise KernelInputError(
+            f"query must be [num_tokens, a multiple of {num_kv_heads} heads, {head_size}] on {device}: "
+            f"{describe(query)}"
+        )
+    dtype = query.dtype
+    if dtype not in FLOATS or (dtype != pair.key.dtype and pair.key.element_size() != 1):
+        raise KernelInputError(
+            f"query is {dtype} and the cache {pair.key.dtype}; they must be the same, or the cache 8-bit"
+        )
     check_vector(query_start_loc, torch.int32, "query_start_loc", device)
     check_vector(seq_lens, torch.int32, "seq_lens", device)
-    check(
-        len(query_start_loc) == num_seqs + 1 and len(seq_lens) == num_seqs,
-        f"{num_seqs} rows need {num_seqs + 1} query starts and {num_seqs} seq_lens, not {len(query_start_loc)} and "
-        f"{len(seq_lens)}",
-    )
-    check(window is None or window > 0, f"window is {window}; it counts the tokens a query sees, itself among them")
-    check(softcap is None or softcap > 0, f"softcap is {softcap}; it must be positive, or None")
+    if len(query_start_loc) != num_seqs + 1 or len(seq_lens) != num_seqs:
+        raise KernelInputError(
+            f"{num_seqs} rows need {num_seqs + 1} query starts and {num_seqs} seq_lens, not {len(query_start_loc)} and "
+            f"{len(seq_lens)}"
+        )
+    if window is not None and window < 1:
+        raise KernelInputError(f"window is {window}; it counts the tokens that a query sees, itself included")
+    if softcap is not None and not softcap > 0:
+        raise KernelInputError(f"softcap is {softcap}; it must be positive, or None")
     if not checked:
         return
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
-    check(
-        starts[0] == 0 and starts == sorted(starts) and starts[-1] <= len(query),
-        f"query_start_loc must rise from 0 to at most {len(query)} (num_tokens): {starts[:MAX_LISTED]}",
-    )
+    check_starts(starts, len(query), "query_start_loc", "num_tokens")
     wrong = [
         (i, end - begin, length)
         for i, (begin, end, length) in enumerate(zip(starts, starts[1:], lengths, strict=False))
         if end - begin > length
     ]
-    check(not wrong, f"(sequence, query tokens, seq_len) {wrong[:MAX_LISTED]}: a sequence includes its query tokens")
+    if wrong:
+        raise KernelInputError(
+            f"(sequence, query tokens, seq_len) {wrong[:MAX_LISTED]}: a sequence includes its query tokens"
+        )
     check_positions(table, [(row, 0, length) for row, length in zip(table.rows.tolist(), lengths, strict=True)])
 
 
@@ -82,7 +87,7 @@ def paged_attention(
     pair = flash_pair(key_cache, value_cache, kv_cache_dtype)
     table = check_table(block_table, rows, block_size, pair.key)
     check_attention(pair, table, query, query_start_loc, seq_lens, window, softcap, checked)
-    check_read_scales(pair.key, query.dtype, {"k_scale": k_scale, "v_scale": v_scale}, checked)
+    check_read(pair.key, query.dtype, checked, k_scale=k_scale, v_scale=v_scale)
     output = torch.zeros(*query.shape[:2], pair.value.shape[3], dtype=query.dtype, device=query.device)
     starts = query_start_loc.tolist()
     sequences = [
@@ -111,7 +116,7 @@ def paged_attention(
 
 @attrs.frozen
 class _Sequence:
-    """Where a sequence that is attended lies: its place in the batch, its query tokens, its keys from `first` on."""
+    """One sequence of a batch: its place, its query tokens (begin to end), and its keys from `first` on."""
 
     place: int
     begin: int
@@ -121,7 +126,7 @@ class _Sequence:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it has one query token, and a key."""
+        """Whether it has one query token and at least one key."""
         return self.end - self.begin == 1 and self.seq_len > 0
 
 
@@ -136,7 +141,7 @@ def _attend_together(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """Attention of many single query tokens; their outputs are written. A window is in where their keys begin."""
+    """Write the attention of many single query tokens. Their first keys already respect the window."""
     device = query.device
     for batch in batches_of([each.seq_len - each.first for each in decodes], pair.key[0, 0].numel()):
         members = [decodes[number] for number in batch]
@@ -164,7 +169,7 @@ def _keys_and_values(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One sequence's keys and values from position `first` on, float32 `[num_kv_heads, seq_len - first, head_size]`,
+    """Read a sequence's keys and values from position `first` on, float32 `[num_kv_heads, seq_len - first, head_size]`,
     and which of them the cache holds, bool `[seq_len - first]`.
     """
     device = pair.key.device
@@ -187,7 +192,7 @@ def _attend(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Causal attention of the last query tokens of a sequence, `[num_queries, num_q_heads, head_size]` in float32."""
+    """Compute causal attention of a sequence's last tokens, `[num_queries, num_q_heads, head_size]` in float32."""
     num_queries, num_q_heads, _ = query.shape
     heads_per_kv_head = num_q_heads // len(key)
     key, value = key.repeat_interleave(heads_per_kv_head, 0), value.repeat_interleave(heads_per_kv_head, 0)

@@ -1,16 +1,17 @@
 """Writes the keys and values of a batch to their slots. The plain-torch twin of the Triton kernels.
 
-Flash, HND, interleaved and packed K|V layouts are one thing here: logical `[num_blocks, block_size, num_kv_heads,
-head_size]` views with the strides that they have. The classic layout is split within a head, so it has its own pair.
+Flash, HND, interleaved and packed K|V layouts are the same here: logical `[num_blocks, block_size, num_kv_heads,
+head_size]` views that differ in strides. The classic layout splits a head, so it has functions of its own.
 """
 
 import attrs
 import torch
 from torch import Tensor
 
-from .checks import check, check_cache_view, check_dtypes, check_rows, check_scale, check_slots, check_vector, describe
+from .checks import check_cache_view, check_dtypes, check_rows, check_slots, check_vector, describe
+from .errors import KernelInputError
 from .fp8 import quantize, typed_cache
-from .scales import warn_of_missing_scale
+from .scales import check_scale
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -31,18 +32,17 @@ class CachePair:
 
 
 def flash_pair(key_cache: Tensor, value_cache: Tensor, kv_cache_dtype: str) -> CachePair:
-    """Check two logical views of one shape (head sizes may differ); their strides are free.
+    """Check two logical views of one shape (head sizes may differ) with any strides.
 
     Raises:
         KernelInputError: other shapes, a last stride that is not 1, overlapping elements, unsupported dtypes.
     """
-    key, value = (
-        typed_cache(key_cache, kv_cache_dtype, "key_cache"),
-        typed_cache(value_cache, kv_cache_dtype, "value_cache"),
-    )
+    key = typed_cache(key_cache, kv_cache_dtype, "key_cache")
+    value = typed_cache(value_cache, kv_cache_dtype, "value_cache")
     check_cache_view(key, 4, "key_cache")
     check_cache_view(value, 4, "value_cache")
-    _check_like(key, value, key.shape[:3] == value.shape[:3])
+    if key.shape[:3] != value.shape[:3] or key.dtype != value.dtype or key.device != value.device:
+        raise _unlike(key, value)
     return CachePair(key, value, key.shape[0] * key.shape[1])
 
 
@@ -53,22 +53,19 @@ def classic_pair(key_cache: Tensor, value_cache: Tensor, kv_cache_dtype: str) ->
     Raises:
         KernelInputError: as `flash_pair`.
     """
-    key, value = (
-        typed_cache(key_cache, kv_cache_dtype, "key_cache"),
-        typed_cache(value_cache, kv_cache_dtype, "value_cache"),
-    )
+    key = typed_cache(key_cache, kv_cache_dtype, "key_cache")
+    value = typed_cache(value_cache, kv_cache_dtype, "value_cache")
     check_cache_view(key, 5, "key_cache")
     check_cache_view(value, 4, "value_cache")
     num_blocks, num_heads, _, block_size, _ = key.shape
-    _check_like(key, value, (*value.shape[:2], value.shape[3]) == (num_blocks, num_heads, block_size))
+    has_like_shape = (*value.shape[:2], value.shape[3]) == (num_blocks, num_heads, block_size)
+    if not has_like_shape or key.dtype != value.dtype or key.device != value.device:
+        raise _unlike(key, value)
     return CachePair(key.permute(0, 3, 1, 2, 4), value.permute(0, 3, 1, 2), num_blocks * block_size)
 
 
-def _check_like(key: Tensor, value: Tensor, has_like_shape: bool) -> None:
-    check(
-        has_like_shape and key.dtype == value.dtype and key.device == value.device,
-        f"key_cache and value_cache do not belong together: {describe(key)} and {describe(value)}",
-    )
+def _unlike(key: Tensor, value: Tensor) -> KernelInputError:
+    return KernelInputError(f"key_cache and value_cache do not belong together: {describe(key)} and {describe(value)}")
 
 
 def check_write(
@@ -90,26 +87,20 @@ def check_write(
     device = pair.key.device
     for name, rows, size in (("key", key, head_size), ("value", value, v_head_size)):
         check_rows(rows, 3, name)
-        check(
-            tuple(rows.shape[1:]) == (num_heads, size) and rows.device == device,
-            f"{name} must be [num_tokens, {num_heads}, {size}] on {device}: {describe(rows)}",
-        )
+        if rows.shape[1:] != (num_heads, size) or rows.device != device:
+            raise KernelInputError(f"{name} must be [num_tokens, {num_heads}, {size}] on {device}: {describe(rows)}")
         check_dtypes(rows, pair.key, name)
     check_vector(slot_mapping, torch.int64, "slot_mapping", device)
-    check(
-        len(slot_mapping) <= len(key) and len(key) == len(value) and key.dtype == value.dtype,
-        f"{len(slot_mapping)} slots, {len(key)} keys ({key.dtype}) and {len(value)} values ({value.dtype}): keys and "
-        "values must be alike and at least as many as slots",
-    )
+    if not len(slot_mapping) <= len(key) == len(value) or key.dtype != value.dtype:
+        raise KernelInputError(
+            f"{len(slot_mapping)} slots, {len(key)} keys ({key.dtype}) and {len(value)} values ({value.dtype}): keys "
+            "and values must be alike and at least as many as slots"
+        )
     is_quantized = key.dtype != pair.key.dtype
     check_scale(k_scale, is_quantized, "k_scale", device, checked)
     check_scale(v_scale, is_quantized, "v_scale", device, checked)
-    if is_quantized and k_scale is None:
-        warn_of_missing_scale("k_scale")
-    if is_quantized and v_scale is None:
-        warn_of_missing_scale("v_scale")
     if checked:
-        check_slots(slot_mapping, len(key), pair.num_slots)
+        check_slots(slot_mapping, pair.num_slots)
     return is_quantized
 
 
@@ -166,7 +157,7 @@ def _write(
 
 
 def tokens_with_slots(slot_mapping: Tensor, num_slots: int) -> tuple[Tensor | None, Tensor]:
-    """The tokens that are stored (None: all of them) and their slots."""
+    """Return the tokens that are stored (None: all) and their slots."""
     is_stored = (slot_mapping >= 0) & (slot_mapping < num_slots)
     if bool(is_stored.all()):
         return None, slot_mapping
@@ -175,8 +166,9 @@ def tokens_with_slots(slot_mapping: Tensor, num_slots: int) -> tuple[Tensor | No
 
 
 def store_rows(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """`cache[slot // block_size, slot % block_size] = row`, as the widest words that both allow: NaN payloads stay as
-    they are, and a word at a time is two to four times as fast as an element at a time.
+    """Store `cache[slot // block_size, slot % block_size] = row` in the widest words that both allow.
+
+    NaN payloads stay as they are, and words are two to four times as fast as elements.
 
     Args:
         rows: `[num_tokens, ...]`, any strides.
@@ -198,7 +190,7 @@ def store_rows(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 
 def widest_word(*tensors: Tensor) -> torch.dtype:
-    """The widest integer dtype as which all tensors (of one element size, dense last dimensions) can be viewed."""
+    """Return the widest integer dtype that all tensors (of one element size, last dimension dense) can be viewed as."""
     element_size = tensors[0].element_size()
     for word_bytes, word in WORDS.items():
         per_word, rest = divmod(word_bytes, element_size)

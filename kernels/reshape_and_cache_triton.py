@@ -1,4 +1,4 @@
-"""The kernel that writes keys and values to their slots: one program a token and a few heads.
+"""The kernel that writes keys and values to their slots: one program per token and a few heads.
 
 Strides are given in units of the elements that one access spans, and multiplied back here: that is how the compiler
 learns their divisibility (a hint on a kernel argument is dropped, and what the launcher infers covers only multiples of
@@ -35,7 +35,7 @@ def load_row(
 
 @triton.jit
 def as_stored(values, scale_ptr, element_type: tl.constexpr, LARGEST: tl.constexpr, HAS_SCALE: tl.constexpr):
-    """The bytes of an 8-bit cache: product with 1 / scale in float32, clamped by hand (NaN passes), then rounded."""
+    """Convert to an 8-bit cache: product with 1 / scale in float32, clamped explicitly (NaN passes), then rounded."""
     if LARGEST > 0:
         numbers = values.to(tl.float32)
         if HAS_SCALE:
@@ -50,8 +50,8 @@ def as_stored(values, scale_ptr, element_type: tl.constexpr, LARGEST: tl.constex
 
 @triton.jit
 def are_neighbours(slots_ptr, token, slot, RUN: tl.constexpr):
-    """Whether the slots from the multiple of RUN at or below this one, RUN of them, are those of as many tokens in a
-    row, this one among them.
+    """Return whether the RUN slots from the multiple of RUN at or below this one belong to RUN consecutive tokens,
+    this one among them.
     """
     numbers = tl.arange(0, RUN)
     tokens = token - slot % RUN + numbers
@@ -79,8 +79,8 @@ def store_run(
     RUN: tl.constexpr,
     STEP_HEADS: tl.constexpr,
 ):
-    """Values of RUN tokens that lie side by side in a classic cache, transposed, so that one access stores all of them:
-    16 bytes, from run_ptr on. STEP_HEADS at a time, as many as give each thread one such access.
+    """Store the values of RUN tokens that are adjacent in a classic cache, transposed, so that one access of 16 bytes
+    from run_ptr on stores all of them. Works on STEP_HEADS heads at a time, which give each thread one such access.
     """
     numbers = tl.arange(0, STEP_HEADS * TILE)
     dims = numbers % TILE
@@ -160,9 +160,8 @@ def reshape_and_cache_kernel(
 ):
     """Program (token, head tile). CLASSIC_X: a key's elements that lie together in the classic layout, or 0.
 
-    RUN: how many tokens' values fill an access of 16 bytes in the classic layout, where neighbours in a block lie side
-    by side. Of so many that are neighbours the first one's program stores the values of all. 1: each token's program
-    stores its own.
+    RUN: tokens whose values fill an access of 16 bytes in the classic layout, where neighbours in a block are adjacent.
+    The program of the first of RUN neighbours stores the values of all. 1: each token's program stores its own.
     """
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1).to(tl.int64) * HEADS_TILE + tl.arange(0, HEADS_TILE)

@@ -1,4 +1,4 @@
-"""The kernels in plain torch, on any device: the CPU path, and what the Triton kernels are compared with."""
+"""The kernels in plain torch, on any device: the CPU path, and the reference for the Triton kernels."""
 
 from .concat_and_cache_mla import concat_and_cache_mla
 from .copy_blocks import copy_blocks
@@ -9,7 +9,7 @@ from .slot_mapping import compute_slot_mapping
 
 
 class TorchKernels:
-    """`Kernels` in plain torch: needs no triton. On a GPU its calls wait for the device, so no graph captures them."""
+    """`Kernels` in plain torch, without triton. On a GPU its calls wait for the device, so no graph captures them."""
 
     compute_slot_mapping = staticmethod(compute_slot_mapping)
     reshape_and_cache = staticmethod(reshape_and_cache)

@@ -1,9 +1,9 @@
 """The kernels in Triton, for a GPU, or for any tensors under Triton's interpreter.
 
 A cache write checks its arguments once per layout (dtypes, shapes, strides, alignments) and keeps the checked launch,
-so that the next layer and the next step repeat neither the checks nor Triton's specialisation. Nothing waits for the
-device unless `checked=True`, and nothing but results and their parts is allocated, so that calls can be captured in a
-CUDA graph after one call of each kind and shape.
+so that the next layer and the next step repeat neither the checks nor Triton's specialisation. No call waits for the
+device unless `checked=True`, and only results and their parts are allocated, so that calls can be captured in a CUDA
+graph after one call of each kind and shape.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from .attention_launches import attention_launch, merge_launch, num_splits_for, 
 from .concat_and_cache_mla import check_mla_cache, check_mla_write
 from .copy_blocks import BlockRegions, check_copy
 from .fp8 import numbers_of
-from .gather_cache import BlockTableRows, check_gather, check_read_scales, check_table
+from .gather_cache import BlockTableRows, check_gather, check_read, check_table
 from .launch import Launch, LaunchCache, memory_key, num_lanes_for, rows_key
 from .paged_attention import check_attention
 from .reshape_and_cache import CachePair, check_write, classic_pair, flash_pair
@@ -34,10 +34,10 @@ from .triton_launches import (
 
 
 class TritonKernels:
-    """`Kernels` in Triton. Launches go to the current stream of the current device, which must be the tensors' own."""
+    """`Kernels` in Triton. Launches go to the current stream of the current device, where the tensors must be."""
 
     def __init__(self) -> None:
-        """Find what Triton compiles for.
+        """Find the target that Triton compiles for.
 
         Raises:
             KernelInputError: Triton finds no GPU and its interpreter is not on.
@@ -190,7 +190,7 @@ class TritonKernels:
         pair = flash_pair(key_cache, value_cache, kv_cache_dtype)
         table = check_table(block_table, rows, block_size, pair.key)
         check_gather(table, cu_seqlens, first_positions, num_tokens, checked)
-        out = check_read_scales(pair.key, dtype, {"k_scale": k_scale, "v_scale": v_scale}, checked)
+        out = check_read(pair.key, dtype, checked, k_scale=k_scale, v_scale=v_scale)
         batch = (table, cu_seqlens, first_positions, num_tokens)
         return self._gather(pair.key, pair.value, batch, out, k_scale, v_scale)
 
@@ -215,7 +215,7 @@ class TritonKernels:
         pair = classic_pair(key_cache, value_cache, kv_cache_dtype)
         table = check_table(block_table, rows, block_size, pair.key)
         check_gather(table, cu_seqlens, first_positions, num_tokens, checked)
-        out = check_read_scales(pair.key, dtype, {"k_scale": k_scale, "v_scale": v_scale}, checked)
+        out = check_read(pair.key, dtype, checked, k_scale=k_scale, v_scale=v_scale)
         batch = (table, cu_seqlens, first_positions, num_tokens)
         return self._gather(pair.key, pair.value, batch, out, k_scale, v_scale)
 
@@ -238,7 +238,7 @@ class TritonKernels:
         numbers = check_mla_cache(cache, kv_cache_dtype)
         table = check_table(block_table, rows, block_size, numbers)
         check_gather(table, cu_seqlens, first_positions, num_tokens, checked)
-        out = check_read_scales(numbers, dtype, {"scale": scale}, checked)
+        out = check_read(numbers, dtype, checked, scale=scale)
         batch = (table, cu_seqlens, first_positions, num_tokens)
         latents, _ = self._gather(numbers.unsqueeze(2), None, batch, out, scale, None)
         return latents.squeeze(1)
@@ -294,13 +294,13 @@ class TritonKernels:
         refuse_unsupported_dtype(pair.key.dtype)
         table = check_table(block_table, rows, block_size, pair.key)
         check_attention(pair, table, query, query_start_loc, seq_lens, window, softcap, checked)
-        check_read_scales(pair.key, query.dtype, {"k_scale": k_scale, "v_scale": v_scale}, checked)
+        check_read(pair.key, query.dtype, checked, k_scale=k_scale, v_scale=v_scale)
         num_tokens, num_q_heads, _ = query.shape
         num_seqs, num_kv_heads = len(rows), pair.key.shape[2]
         output = query.new_zeros(num_tokens, num_q_heads, pair.value.shape[3])
         if not (num_tokens and num_seqs):
             return output
-        # Lanes for the mean sequence; a longer chunk's queries take turns.
+        # Enough lanes for the mean sequence; the queries of a longer chunk take turns.
         num_lanes = num_lanes_for(num_tokens, num_seqs * query_tile_for(num_q_heads // num_kv_heads))
         max_keys = table.block_size * block_table.shape[1]
         num_splits = num_splits_for(

@@ -1,4 +1,4 @@
-"""From checked tensors to launches: tiles, widths and strides of each Triton kernel."""
+"""Makes launches from checked tensors: tiles, access widths and strides of each Triton kernel."""
 
 import math
 
@@ -21,9 +21,9 @@ from .reshape_and_cache_triton import reshape_and_cache_kernel
 from .slot_mapping import NUM_COLUMNS, SlotTables
 from .slot_mapping_triton import slot_mapping_kernel
 
-# Elements of one tile of heads x dimensions: more of them would spill.
+# Elements of one tile of heads x dimensions; larger tiles spill registers.
 MAX_TILE_ELEMENTS = 2048
-# Beyond it the rows of neighbours spill when they are transposed.
+# With larger heads the rows of neighbours spill when they are transposed.
 MAX_RUN_HEAD_SIZE = 512
 SLOT_TILE = 1024
 MAX_INT32 = (1 << 31) - 1
@@ -32,7 +32,7 @@ WORD_TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 def current_target() -> GPUTarget | None:
-    """What Triton compiles for; None in the interpreter.
+    """Return the target that Triton compiles for; None in the interpreter.
 
     Raises:
         KernelInputError: no GPU driver, and no interpreter.
@@ -54,7 +54,7 @@ def warp_size() -> int:
 
 
 def refuse_unsupported_dtype(dtype: torch.dtype) -> None:
-    """float8_e4m3fn needs compute capability 8.9: older GPUs have no such conversion, and Triton none in software."""
+    """Refuse float8_e4m3fn below compute capability 8.9: older GPUs cannot convert it, nor can Triton in software."""
     target = current_target()
     if target is None or target.backend != "cuda" or dtype != torch.float8_e4m3fn:
         return
@@ -67,12 +67,12 @@ def refuse_unsupported_dtype(dtype: torch.dtype) -> None:
 
 
 def heads_tile_for(num_heads: int, *tiles: int) -> int:
-    """Heads of one program."""
+    """Return the heads of one program."""
     return min(next_power_of_2(num_heads), max(MAX_TILE_ELEMENTS // max(tiles), 1))
 
 
 def slot_mapping_launch(tables: SlotTables, slot_mapping: Tensor) -> Launch:
-    """The strides are those of the slot buffer; `num_reqs` changes from call to call."""
+    """Make the launch; its strides are those of the slot buffer, and `num_reqs` changes from call to call."""
     return Launch(
         slot_mapping_kernel,
         (slot_mapping.stride(0), slot_mapping.shape[1]),
@@ -89,10 +89,10 @@ def slot_mapping_launch(tables: SlotTables, slot_mapping: Tensor) -> Launch:
 
 
 class CacheSide:
-    """One cache as a kernel addresses it.
+    """Strides and access width of one cache, as a kernel addresses it.
 
-    Logical `[num_blocks, block_size, heads, head_size]`; with `x` > 0 classic keys, split into `[head_size / x, x]`;
-    with `x` = 1 classic values, whose neighbours within a head are a block apart.
+    The cache is logical `[num_blocks, block_size, heads, head_size]`; with `x` > 0 it holds classic keys, split into
+    `[head_size / x, x]`; with `x` = 1 classic values, whose neighbours within a head are a block apart.
     """
 
     def __init__(self, cache: Tensor, x: int = 0) -> None:
@@ -110,9 +110,10 @@ def _classic_vector(cache: Tensor, x: int) -> int:
 
 
 def run_tokens(value: Tensor, is_quantized: bool) -> int:
-    """Tokens of one block whose values fill an access of 16 bytes in a classic cache, where they lie so; else 1.
+    """Return how many tokens' values fill one access of 16 bytes in a classic cache if they are adjacent; else 1.
 
-    A quantised cache has 16 of them, and a large head long rows: more than the threads of a program have registers for.
+    Also 1 for a quantised cache, which has 16 such tokens, and for large heads, which have long rows: the threads of a
+    program lack registers for them.
     """
     item = value.element_size()
     places = (value.data_ptr(), *(stride * item for stride in (value.stride(0), *value.stride()[2:])))
@@ -123,7 +124,7 @@ def run_tokens(value: Tensor, is_quantized: bool) -> int:
 
 
 def write_launch(pair: CachePair, key: Tensor, value: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> Launch:
-    """One program a token and `HEADS_TILE` heads; the classic layout differs in the cache's addresses alone."""
+    """Launch one program per token and `HEADS_TILE` heads; the classic layout differs only in the cache's addresses."""
     num_heads, head_size, v_head_size = key.shape[1], key.shape[2], value.shape[2]
     key_tile, value_tile = next_power_of_2(head_size), next_power_of_2(v_head_size)
     heads_tile = heads_tile_for(num_heads, key_tile, value_tile)
@@ -163,7 +164,7 @@ def write_launch(pair: CachePair, key: Tensor, value: Tensor, k_scale: Tensor | 
 
 
 def mla_write_launch(cache: Tensor, kv_c: Tensor, k_pe: Tensor, scale: Tensor | None) -> Launch:
-    """One program a token."""
+    """Launch one program per token."""
     latent_size, rope_size = kv_c.shape[1], k_pe.shape[1]
     row_tile = next_power_of_2(latent_size + rope_size)
     row_vec = vector_elements(kv_c, k_pe)
@@ -190,7 +191,7 @@ def mla_write_launch(cache: Tensor, kv_c: Tensor, k_pe: Tensor, scale: Tensor | 
 
 
 def copy_launch(caches: BlockRegions) -> Launch:
-    """One program a copy, a region and `COPY_TILE_WORDS` words."""
+    """Launch one program per copy, region and `COPY_TILE_WORDS` words."""
     word_bytes = min(caches.word_bytes, max(WORD_TYPES))
     return Launch(
         copy_blocks_kernel,
@@ -214,7 +215,10 @@ def gather_launch(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> Launch:
-    """One program a sequence, a lane and `HEADS_TILE` heads; `num_seqs` and `num_tokens` change from call to call."""
+    """Launch one program per sequence, lane and `HEADS_TILE` heads.
+
+    `num_seqs` and `num_tokens` change from call to call.
+    """
     is_classic = key.dim() == 5
     x = key.shape[4] if is_classic else 0
     num_heads, head_size = key.shape[2], key.shape[3:].numel()

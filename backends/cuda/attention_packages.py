@@ -1,11 +1,11 @@
-"""Attention by other packages, for those who ask for it: FlashAttention's and FlashInfer's kernels on this cache.
+"""Computes attention with other packages on request: FlashAttention's and FlashInfer's kernels on this cache.
 
-CudaBackend(device="cuda", ..., attention_packages=installed_packages())
+    CudaBackend(device="cuda", ..., attention_packages=installed_packages())
 
-For each call the first package that fits computes; where none does, the backend's own kernel. The call signatures are
-those of `flash_attn/flash_attn_interface.py` (Dao-AILab/flash-attention, commit 0053002) and of `flashinfer/decode.py`
-(flashinfer-ai/flashinfer, commit 002752a). Tests call stand-ins of these signatures; the packages themselves have not
-been run.
+For each call the first package that fits computes attention; if none fits, the backend's own kernel does. The call
+signatures are those of `flash_attn/flash_attn_interface.py` (Dao-AILab/flash-attention, commit 0053002) and of
+`flashinfer/decode.py` (flashinfer-ai/flashinfer, commit 002752a). Tests call stand-ins of these signatures; the
+packages themselves have not been run.
 """
 
 import logging
@@ -23,12 +23,10 @@ from ...core.types import TokenBatch
 from ..context_rank import ContextRank
 from .staging import on_device
 
-# The block tables of a batch as FlashInfer takes them: pages of all requests in one flat list.
-
 
 @attrs.frozen(eq=False)
 class FlashInferTables:
-    """Arguments of FlashInfer's paged attention, in pages of the kernel's block size.
+    """A batch's block tables for FlashInfer's paged attention: pages of the kernel's block size in one flat list.
 
     Attributes:
         indptr: int32 `[num_reqs + 1]`, where each request's pages start in `indices`.
@@ -47,7 +45,7 @@ class FlashInferTables:
 
 
 def num_local_tokens(num_tokens: NDArray[np.int64], context: ContextRank) -> NDArray[np.int64]:
-    """How many of a request's first `num_tokens` tokens this rank of decode context parallelism holds."""
+    """Count which of a request's first `num_tokens` tokens this rank of decode context parallelism holds."""
     stripe = context.interleave_tokens
     rounds, rest = np.divmod(num_tokens, stripe * context.size)
     return rounds * stripe + np.clip(rest - context.rank * stripe, 0, stripe)
@@ -61,15 +59,15 @@ def flashinfer_tables(
     pages_per_block: int,
     context: ContextRank,
 ) -> FlashInferTables:
-    """Read the pages of a batch out of a block table on the device, without waiting for it.
+    """Read the pages of a batch from a block table on the device, without waiting for it.
 
     Args:
         table: int32 `[max_num_reqs, width]` on the device.
         rows: int32 `[num_reqs]` on the device, the batch's rows.
         batch: the batch; its tokens count as written.
         page_size: tokens of a page on this rank.
-        pages_per_block: pages that one entry of the table stands for.
-        context: which rank this is; `ContextRank()` where the group's tokens are not dealt out.
+        pages_per_block: pages in one entry of the table.
+        context: which rank this is; `ContextRank()` if the group's tokens are not split over the ranks.
     """
     lengths = num_local_tokens(batch.first_positions + batch.counts, context)
     num_pages = -(-lengths // page_size)
@@ -110,9 +108,9 @@ class AttentionCall:
         rows: int32 `[num_reqs]`; -1 is a padding request.
         query_start_loc: int32 `[num_reqs + 1]`.
         seq_lens: int32 `[num_reqs]`, the batch's tokens included; 0 for a padding request.
-        scale: of the scores.
-        window: tokens that a query sees, itself among them; None: all.
-        softcap: scores become softcap * tanh(score / softcap); None: they stay.
+        scale: factor of the scores.
+        window: tokens that a query sees, itself included; None: all.
+        softcap: scores become softcap * tanh(score / softcap); None: no cap.
     """
 
     batch: TokenBatch
@@ -130,12 +128,12 @@ class AttentionCall:
 
     @property
     def is_decode(self) -> bool:
-        """Every request has one token, so token i is request i's."""
+        """Whether every request has one token, so that token i belongs to request i."""
         return bool((self.batch.counts == 1).all())
 
     @property
     def misfit(self) -> str | None:
-        """What no package takes."""
+        """Why no package can compute this call; None if one may."""
         dtypes, sizes = {self.query.dtype, self.key_cache.dtype}, (self.key_cache.shape[3], self.value_cache.shape[3])
         if len(dtypes) > 1 or not dtypes <= set(HALF_FLOATS):
             return (
@@ -149,20 +147,20 @@ class AttentionPackage(Protocol):
 
     @property
     def name(self) -> str:
-        """As it is imported."""
+        """The name that is imported."""
         ...
 
     def misfit(self, call: AttentionCall) -> str | None:
-        """Why it cannot compute this call; None: it can."""
+        """Why it cannot compute this call; None if it can."""
         ...
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """`[num_tokens, num_q_heads, head_size]` of the query's dtype; zeros for padding."""
+        """Compute `[num_tokens, num_q_heads, head_size]` in the query's dtype; zeros for padding."""
         ...
 
 
 def installed_packages() -> list[AttentionPackage]:
-    """What can be imported where torch sees a GPU, FlashAttention first."""
+    """Return the packages that can be imported if torch sees a GPU, FlashAttention first."""
     found: list[AttentionPackage] = []
     if torch.cuda.is_available():
         for make in (FlashAttention, FlashInfer):
@@ -174,10 +172,10 @@ def installed_packages() -> list[AttentionPackage]:
 
 
 class AttentionChoices:
-    """Who computes attention: for each call the first package that fits, else the backend's own kernel.
+    """Chooses the first package that fits each call, or the backend's own kernel.
 
     Attributes:
-        by_layer: layer -> who computed it last, and why no package did. Each new answer is logged once.
+        by_layer: layer -> the last choice, and why no package fitted. Each new choice is logged once.
     """
 
     def __init__(self, packages: Sequence[AttentionPackage]) -> None:
@@ -186,7 +184,7 @@ class AttentionChoices:
         self.by_layer: dict[str, str] = {}
 
     def choose(self, layer: str, call: AttentionCall) -> AttentionPackage | None:
-        """The package for this call; None: the backend's own kernel."""
+        """Return the package for this call; None: the backend's own kernel."""
         misfits: list[str] = []
         chosen: AttentionPackage | None = None
         for package in self._packages:
@@ -195,18 +193,18 @@ class AttentionChoices:
                 chosen = package
                 break
             misfits.append(f"{package.name}: {misfit}")
-        told = chosen.name if chosen is not None else "; ".join(["own kernel", *misfits])
-        self.by_layer[layer] = told
-        if told not in self._logged:
-            self._logged.add(told)
-            logging.getLogger(__name__).info("attention of layer %s: %s", layer, told)
+        choice = chosen.name if chosen is not None else "; ".join(["own kernel", *misfits])
+        self.by_layer[layer] = choice
+        if choice not in self._logged:
+            self._logged.add(choice)
+            logging.getLogger(__name__).info("attention of layer %s: %s", layer, choice)
         return chosen
 
 
 class FlashAttention:
-    """`flash_attn`: decodes by `flash_attn_with_kvcache`, everything else by `flash_attn_varlen_func`.
+    """`flash_attn`: computes decodes with `flash_attn_with_kvcache`, other batches with `flash_attn_varlen_func`.
 
-    It reads the block tables as they are, in blocks of a multiple of 256 tokens.
+    It reads the block tables directly and takes blocks of a multiple of 256 tokens.
     """
 
     name = "flash_attn"
@@ -228,12 +226,12 @@ class FlashAttention:
 
     def attend(self, call: AttentionCall) -> Tensor:
         """See `AttentionPackage`."""
-        # A padding request has any row, of which it reads nothing.
+        # A padding request gets row 0, of which it reads nothing.
         table = call.block_table[call.rows.clamp(min=0).long()]
         options = {
             "softmax_scale": call.scale,
             "causal": True,
-            # How many keys a query sees before and behind its own.
+            # Keys that a query sees before and behind its own.
             "window_size": (-1, -1) if call.window is None else (call.window - 1, 0),
             "softcap": 0.0 if call.softcap is None else call.softcap,
         }
@@ -264,16 +262,8 @@ class FlashAttention:
         return output
 
 
-@attrs.define(eq=False)
-class _Plan:
-    """FlashInfer's wrapper for layers that are alike, and the batch that it was planned for."""
-
-    wrapper: Any
-    batch: TokenBatch | None = None
-
-
 class FlashInfer:
-    """`flashinfer`: decodes by `BatchDecodeWithPagedKVCacheWrapper`, planned once a batch for layers that are alike.
+    """`flashinfer`: computes decodes with `BatchDecodeWithPagedKVCacheWrapper`, planned once per batch for like layers.
 
     Its plan runs on the host, so no graph captures it. Its workspace of 128 MiB is not in the memory plan: leave room.
     """
@@ -284,7 +274,8 @@ class FlashInfer:
         """Use the imported package `flashinfer`."""
         self._module = module
         self._workspace: Tensor | None = None
-        self._plans: dict[tuple[Any, ...], _Plan] = {}
+        # For layers that are alike, FlashInfer's wrapper and the batch that it was planned for.
+        self._plans: dict[tuple[Any, ...], tuple[Any, TokenBatch]] = {}
 
     def misfit(self, call: AttentionCall) -> str | None:
         """See `AttentionPackage`."""
@@ -305,7 +296,7 @@ class FlashInfer:
     def attend(self, call: AttentionCall) -> Tensor:
         """See `AttentionPackage`."""
         count = len(call.batch.rows)
-        # Its last dimensions are [tokens, heads] or [heads, tokens]: whichever the memory has.
+        # Its last dimensions are [tokens, heads] or [heads, tokens], as they lie in memory.
         is_heads_first = call.key_cache.stride(1) < call.key_cache.stride(2)
         caches = (call.key_cache, call.value_cache)
         if is_heads_first:
@@ -321,17 +312,16 @@ class FlashInfer:
         shape = (query.shape[1], num_kv_heads, head_size, page_size)
         options = (call.scale, call.window, call.softcap, query.dtype)
         key = (layout, call.block_table.data_ptr(), *shape, *options)
-        plan = self._plans.get(key)
-        if plan is None:
-            if self._workspace is None:
-                self._workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=query.device)
+        if self._workspace is None:
+            self._workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=query.device)
+        wrapper, planned = self._plans.get(key, (None, None))
+        if wrapper is None:
             wrapper = self._module.BatchDecodeWithPagedKVCacheWrapper(self._workspace, layout)
-            plan = self._plans[key] = _Plan(wrapper)
-        if plan.batch is not call.batch:
+        if planned is not call.batch:
             pages_per_block = call.table_block_size // page_size
             rows = call.rows[: len(call.batch.rows)]
             tables = flashinfer_tables(call.block_table, rows, call.batch, page_size, pages_per_block, ContextRank())
-            plan.wrapper.plan(
+            wrapper.plan(
                 torch.from_numpy(tables.indptr_host),
                 tables.indices,
                 torch.from_numpy(tables.last_page_len_host),
@@ -343,5 +333,5 @@ class FlashInfer:
                 kv_data_type=query.dtype,
                 sm_scale=call.scale,
             )
-            plan.batch = call.batch
-        return plan.wrapper
+            self._plans[key] = wrapper, call.batch
+        return wrapper

@@ -1,4 +1,4 @@
-"""Capturing device work and replaying it: the one thing about CUDA graphs that needs a GPU, behind a small seam."""
+"""Captures device work in CUDA graphs and replays it: the only part about graphs that needs a GPU."""
 
 import weakref
 from collections.abc import Callable
@@ -11,39 +11,40 @@ WARM_UP_RUNS = 2
 
 
 class GraphCapturer(Protocol):
-    """Turns work into something that is replayed: `CudaGraphs`, or a test's recorder."""
+    """Captures work for later replays: `CudaGraphs`, or a test's recorder."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Capture the device work that one call of `run` starts.
 
         Args:
-            run: called several times. It reads nothing but device memory that stays where it is, waits for nothing,
-                and leaves its results in memory that was there before.
+            run: called several times. It reads only device memory that keeps its address, waits for nothing, and leaves
+                its results in memory that was allocated before.
 
         Returns:
-            What starts the same work again, on what that memory holds then.
+            A function that starts the same work again on the contents that this memory has then.
         """
         ...
 
 
 class CudaGraphs:
-    """CUDA graphs that share one memory pool: each works in the memory of those before it, so capture the largest
-    first, and replay one at a time.
+    """CUDA graphs that share one memory pool: each reuses the memory of those before it.
+
+    Capture the largest first, and replay one at a time.
     """
 
     def __init__(self) -> None:
-        """Nothing is captured yet."""
-        # cuBLAS keeps a workspace for each stream (32 MiB on Hopper) as long as the process lives. With one stream for
-        # all, there is one; and as the warm-up runs on it too, none lies in a graph's memory pool.
+        """Make the stream that all captures use."""
+        # cuBLAS keeps a workspace for each stream (32 MiB on Hopper) as long as the process lives. One stream for all
+        # graphs needs one workspace, and since the warm-up runs on it too, none lies in a graph's memory pool.
         self._stream = torch.cuda.Stream()
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._memory_pool: Any = None
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See `GraphCapturer`. Warms up beside the current stream, as torch asks of whoever captures."""
-        others = list(self._graphs)  # so that none of them goes, and the pool with it, before this one is there
+        """See `GraphCapturer`. Warms up beside the current stream, as torch requires before a capture."""
+        others = list(self._graphs)  # keeps the other graphs, and with them the pool, until this one is captured
         if not others:
-            # Torch refuses a memory pool that something still lies in and whose graphs are all gone.
+            # Torch refuses a memory pool that still holds something after all its graphs are deleted.
             self._memory_pool = torch.cuda.graph_pool_handle()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

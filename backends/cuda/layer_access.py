@@ -1,4 +1,4 @@
-"""Writing and reading the cache of one layer: which kernel its arrangement needs, with its scales."""
+"""Writes and reads the cache of one layer: chooses the kernel that its arrangement needs, and its scales."""
 
 from collections.abc import Iterable, Sequence
 from typing import TypedDict
@@ -17,7 +17,7 @@ from .layout import CacheArrangement, LayerCache
 from .staging import BatchInputs, on_device
 
 QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
-# One for each way in which Triton specialises an integer argument: 1, a multiple of 16, and any other.
+# One for each way in which Triton specialises an integer argument: 1, a multiple of 16, any other.
 WARM_UP_TOKENS = (1, 16, 17)
 
 
@@ -26,8 +26,8 @@ class KVScales:
     """Scales of one layer's quantised cache: stored = saturate(value / scale), read = stored * scale.
 
     Attributes:
-        k_scale: of the keys, or of a latent; None: 1.0, with a warning.
-        v_scale: of the values; unused for a latent.
+        k_scale: scale of the keys, or of a latent; None: 1.0, with a warning.
+        v_scale: scale of the values; unused for a latent.
     """
 
     k_scale: float | None = None
@@ -35,7 +35,7 @@ class KVScales:
 
 
 class _TokensToRead(TypedDict):
-    """Arguments that all gathering kernels share."""
+    """Arguments that all gather kernels share."""
 
     block_table: torch.Tensor
     rows: torch.Tensor
@@ -48,7 +48,7 @@ class _TokensToRead(TypedDict):
 
 
 class LayerAccess:
-    """Calls the kernels for a layer."""
+    """Calls the kernels that write and read a layer's cache."""
 
     def __init__(
         self,
@@ -71,15 +71,12 @@ class LayerAccess:
         """Prepare the scales of these layers.
 
         Raises:
-            InputError: scales for a layer that is not quantised or not there, or a quantised cache without
-                `model_dtype`.
+            InputError: scales for a layer that is missing or not quantised, or a quantised cache without `model_dtype`.
         """
         quantized = [cache.name for cache in caches if cache.key is not None and cache.key.dtype in QUANTIZED]
-        strangers = sorted(set(self._given_scales) - set(quantized))
-        if strangers:
-            raise InputError(
-                f"scales for {', '.join(strangers)}; quantised layers are {', '.join(quantized) or 'none'}"
-            )
+        unknown = sorted(set(self._given_scales) - set(quantized))
+        if unknown:
+            raise InputError(f"scales for {', '.join(unknown)}; quantised layers are {', '.join(quantized) or 'none'}")
         if quantized and self._model_dtype is None:
             raise InputError(
                 f"layers {', '.join(quantized)} are quantised; give model_dtype, the dtype of the keys and values that "
@@ -131,7 +128,7 @@ class LayerAccess:
         first_positions: Sequence[int],
         dtype: torch.dtype | None,
     ) -> tuple[torch.Tensor, ...]:
-        """Keys and values, or latents, of the named tokens."""
+        """Read keys and values, or latents, of these tokens."""
         starts = np.cumsum([0, *num_tokens]).astype(np.int32)
         tokens: _TokensToRead = {
             "block_table": table,
@@ -164,10 +161,10 @@ class LayerAccess:
         softcap: float | None,
         batch: TokenBatch | None,
     ) -> torch.Tensor:
-        """Paged attention of a batch, by a package where one fits and the batch is known on the host.
+        """Compute paged attention of a batch, by a package if one fits and the batch is known on the host.
 
         Raises:
-            InputError: a cache that it cannot read.
+            InputError: a cache that paged attention cannot read.
         """
         if cache.arrangement is CacheArrangement.CLASSIC or cache.value is None:
             raise InputError(
@@ -202,7 +199,7 @@ class LayerAccess:
         )
 
     def one_of_each(self, caches: Iterable[LayerCache]) -> list[LayerCache]:
-        """One layer of each that its kernels are compiled for separately."""
+        """Return one layer of each kind that kernels are compiled for."""
         kinds: dict[tuple[object, ...], LayerCache] = {}
         for cache in caches:
             if isinstance(cache.spec, AttentionSpec | MLASpec):
@@ -226,15 +223,15 @@ class LayerAccess:
             self.write(cache, parts[0], parts[1], slots[cache.group, :num_tokens])
         self.read(cache, table, block_size, [0], [1], [0], None)
 
-    # -- what a layer needs ------------------------------------------------------------------------------------------
+    # -- a layer's properties ------------------------------------------------------------------------------------------
 
     def _halves(self, cache: LayerCache) -> tuple[int, int]:
-        """Some way to cut a latent's row in two; the model's own is not in the plan."""
+        """Split a latent's row in two parts; the model's own split is not in the plan."""
         size = self._latent(cache).shape[2]
         return size - size // 2, size // 2
 
     def _dtype_of(self, cache: LayerCache) -> torch.dtype:
-        """What the model computes in this layer."""
+        """The dtype that the model computes in this layer."""
         assert cache.key is not None
         if cache.key.dtype in QUANTIZED:
             assert self._model_dtype is not None
@@ -242,7 +239,7 @@ class LayerAccess:
         return cache.key.dtype
 
     def _scales_for(self, cache: LayerCache, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The layer's scales, where something is converted between this dtype and the cache's."""
+        """The layer's scales if values are converted between this dtype and the cache's."""
         if cache.key is None or dtype == cache.key.dtype:
             return None, None
         return self._scales.get(cache.name, (None, None))

@@ -1,8 +1,7 @@
-"""Raw bytes -> the typed views that kernels read and write, one set of views a layer, with the real strides.
+"""Views a rank's buffer as the caches of its layers, typed and with the real strides, for kernels to read and write.
 
-A plan's `KVCacheConfig` says where the pages of a layer lie in the rank's one buffer. How a page is laid out inside is
-the attention kernel's business: its `CacheArrangement`. Everything here is views; nothing copies, and a stride that a
-dtype cannot express is an error.
+A plan's `KVCacheConfig` says where the pages of a layer lie in the rank's one buffer. The attention kernel chooses the
+layout inside a page: its `CacheArrangement`. Nothing here copies; a stride that a dtype cannot express is an error.
 """
 
 import enum
@@ -14,14 +13,12 @@ import torch
 
 from ...core.errors import InputError
 from ...core.planner.cache_dtype import BITS_PER_ELEMENT, canonical_dtype
-from ...core.planner.layout import KVCacheConfig, KVCacheGroup, KVCacheTensor, layer_shape_bytes, layout_strides_bytes
+from ...core.planner.layout import KVCacheConfig, KVCacheTensor, layer_shape_bytes, layout_strides_bytes
 from ...core.planner.specs import AttentionSpec, CompressedStateSpec, KVCacheSpec, MambaLikeSpec, MLASpec, OpaqueSpec
-
-# How the keys and values of a layer are arranged in memory.
 
 
 class CacheArrangement(enum.Enum):
-    """How keys and values of an attention layer are arranged; a latent or a state has one vector and needs none.
+    """The arrangement of an attention layer's keys and values; a latent or a state has one vector and needs none.
 
     PACKED: K and V of a token side by side, `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, in the physical
     order of the plan's layout. FLASH: all keys, then all values, `[2, num_blocks, block_size, num_kv_heads,
@@ -39,21 +36,18 @@ class CacheArrangement(enum.Enum):
 
     @property
     def splits_layer(self) -> bool:
-        """All keys of a layer lie before all its values, so a block of it is two runs of bytes."""
+        """Whether all keys of a layer lie before all its values, so that a block is two runs of bytes."""
         return self in (CacheArrangement.FLASH_NHD, CacheArrangement.FLASH_HND, CacheArrangement.CLASSIC)
 
     @property
     def is_heads_first(self) -> bool:
-        """Heads are the outer axis inside a block (HND)."""
+        """Whether heads are the outer axis inside a block (HND)."""
         return self in (CacheArrangement.FLASH_HND, CacheArrangement.INTERLEAVED_HND)
-
-
-# Where the layers of one tensor lie in the rank's buffer: offsets and strides in bytes, and typed views of them.
 
 
 @attrs.frozen(eq=False)
 class LayerPlace:
-    """Where the layers of one tensor lie, in kernel blocks, and the buffer that they lie in."""
+    """Where the layers of one tensor lie in the rank's buffer: offsets and strides in bytes, in kernel blocks."""
 
     raw: torch.Tensor
     config: KVCacheConfig
@@ -74,10 +68,10 @@ class LayerPlace:
         return self._exact(self.tensor.block_stride_bytes, self.splits, "block stride")
 
     def offset_bytes(self, index: int) -> int:
-        """Where layer `index` of the tensor starts.
+        """Byte at which layer `index` of the tensor starts.
 
-        Where the block is the outermost axis, a kernel block holds its part of every layer, so layers move closer
-        together by as much as blocks get smaller.
+        If the block is the outermost axis, a kernel block holds its part of every layer, so layers move closer together
+        by the factor by which blocks get smaller.
         """
         start_bytes = self.tensor.offset_bytes + index * self.tensor.layer_stride_bytes
         if self.config.layout.is_block_outermost:
@@ -101,7 +95,7 @@ class LayerPlace:
     def strided(
         self, shape: Sequence[int], strides_bytes: Sequence[int], offset_bytes: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """A typed view of the buffer.
+        """View part of the buffer in a dtype.
 
         Raises:
             InputError: the dtype cannot express a stride, or the view leaves the buffer.
@@ -134,11 +128,8 @@ class LayerPlace:
         return num_bytes // divisor
 
 
-# The torch dtype behind a KV-cache dtype's name.
-
-
 def torch_dtype(name: str) -> torch.dtype:
-    """`bf16` -> `torch.bfloat16`; 4-bit elements are packed two to a `torch.uint8`.
+    """Look up a KV-cache dtype: `bf16` -> `torch.bfloat16`; two 4-bit elements share a `torch.uint8`.
 
     Raises:
         InputError: the name is not a KV-cache dtype.
@@ -167,21 +158,22 @@ class LayerCache:
 
     Attributes:
         name: the layer.
-        group: the block-table group whose tables lead to it.
-        spec: what it stores.
-        arrangement: how; PACKED for a cache of one vector.
+        group: the block-table group whose tables address it.
+        spec: describes the contents.
+        arrangement: of keys and values; PACKED for a cache of one vector.
         kernel_block_size: tokens of a block as kernels see it.
-        num_blocks_per_kv_block: kernel blocks that one block of the block table stands for.
+        num_blocks_per_kv_block: kernel blocks in one block of the block table.
         view: the cache as a model runner binds it, in the logical order of its arrangement: `[2, num_blocks, ...]`
             (flash: tokens before heads, whatever lies outside), `[num_blocks, 2, ...]` (interleaved), `[num_blocks,
             num_kv_heads, block_size, head_size + head_size_v]` (packed), `[2, num_blocks, elements of a block]`
             (classic), `[num_blocks, block_size, latent]` (MLA), int8 `[num_blocks, page_size_bytes]` (a state).
         key: keys, logically `[num_blocks, block_size, num_kv_heads, head_size]`; classic keys `[num_blocks,
-            num_kv_heads, head_size / x, block_size, x]`; the latent `[num_blocks, block_size, latent]`; None: a state.
+            num_kv_heads, head_size / x, block_size, x]`; the latent `[num_blocks, block_size, latent]`; None for a
+            state.
         value: values, logically `[num_blocks, block_size, num_kv_heads, head_size_v]`; classic values `[num_blocks,
             num_kv_heads, head_size, block_size]`; None for a latent or a state.
         states: the arrays of a state, each `[num_blocks, *shape]`; empty for everything else.
-        pages: int8 views that hold the layer's pages between them, block first: what a copy of a block copies.
+        pages: int8 views, block first, that together hold the layer's pages; a copy of a block copies these.
     """
 
     name: str
@@ -198,7 +190,7 @@ class LayerCache:
 
     @property
     def is_latent(self) -> bool:
-        """One vector a token serves all heads (MLA)."""
+        """Whether one vector per token serves all heads (MLA)."""
         return self.key is not None and self.value is None
 
 
@@ -208,7 +200,7 @@ def layer_caches(
     arrangement: CacheArrangement = CacheArrangement.PACKED,
     kernel_block_sizes: Sequence[int | None] | None = None,
 ) -> list[LayerCache]:
-    """The views of every layer, group by group in the order of the plan's tensors.
+    """View the buffer as the cache of every layer, group by group in the order of the plan's tensors.
 
     Args:
         raw: int8 `[config.size_bytes]`, contiguous; all views alias it.
@@ -226,11 +218,13 @@ def layer_caches(
         )
     sizes = [None] * len(config.groups) if kernel_block_sizes is None else list(kernel_block_sizes)
     if len(sizes) != len(config.groups):
-        raise InputError(f"{len(sizes)} kernel block sizes for {len(config.groups)} groups; give one a group")
+        raise InputError(f"{len(sizes)} kernel block sizes for {len(config.groups)} groups; give one per group")
     _check_arrangement(config, arrangement)
     caches: list[LayerCache] = []
     for number, group in enumerate(config.groups):
-        for tensor in _tensors_of(config, group):
+        for tensor in config.tensors:
+            if not tensor.layers or tensor.layers[0] not in group.layer_names:
+                continue
             spec = group.layer_specs[group.layer_names.index(tensor.layers[0])]
             if isinstance(spec, AttentionSpec | MLASpec | CompressedStateSpec) and spec.scales is not None:
                 raise InputError(
@@ -255,7 +249,7 @@ def layer_caches(
 def bind_layers(
     caches: Sequence[LayerCache], layer_names: Sequence[str], shared_layers: dict[str, str] | None = None
 ) -> tuple[list[LayerCache], dict[str, LayerCache]]:
-    """The caches as a model runner wants them: in the order of the model's layers, and by layer name.
+    """Return the caches in the order of the model's layers, and by layer name.
 
     Args:
         caches: from `layer_caches`.
@@ -278,12 +272,8 @@ def bind_layers(
     return [by_name[name] for name in layer_names], by_name
 
 
-def _tensors_of(config: KVCacheConfig, group: KVCacheGroup) -> list[KVCacheTensor]:
-    return [tensor for tensor in config.tensors if tensor.layers and tensor.layers[0] in group.layer_names]
-
-
 def _check_arrangement(config: KVCacheConfig, arrangement: CacheArrangement) -> None:
-    """Keys apart from values need whole layers; keys before values in a block need whole pages."""
+    """Refuse a layout that the arrangement cannot use: keys apart from values need whole layers, others whole pages."""
     specs = [spec for group in config.groups for spec in group.layer_specs]
     attention = [spec for spec in specs if isinstance(spec, AttentionSpec)]
     if not attention or arrangement is CacheArrangement.PACKED:
@@ -296,7 +286,7 @@ def _check_arrangement(config: KVCacheConfig, arrangement: CacheArrangement) -> 
         )
     if not layout.is_block_compact:
         raise InputError(
-            f"arrangement {arrangement.value} needs whole pages, and layout {layout.name} tears them apart; use one of "
+            f"arrangement {arrangement.value} needs whole pages, and layout {layout.name} splits them; use one of "
             "LBNHC, LBHNC, BLNHC, BLHNC"
         )
     if not arrangement.splits_layer:
@@ -325,7 +315,8 @@ def _layer_cache(place: LayerPlace, index: int, group: int) -> LayerCache:
         states = _states(place, index, spec)
         view = _page_bytes(place, index)
     elif isinstance(spec, AttentionSpec):
-        view, key, value = _attention_views(place, index, spec)
+        views = {CacheArrangement.PACKED: _packed, CacheArrangement.CLASSIC: _classic}.get(arrangement, _two_part)
+        view, key, value = views(place, index, spec)
     elif isinstance(spec, MLASpec | CompressedStateSpec | OpaqueSpec):
         view = key = _latent(place, index, spec)
     else:
@@ -345,22 +336,13 @@ def _layer_cache(place: LayerPlace, index: int, group: int) -> LayerCache:
     )
 
 
-def _attention_views(
-    place: LayerPlace, index: int, spec: AttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    if place.arrangement is CacheArrangement.PACKED:
-        return _packed(place, index, spec)
-    if place.arrangement is CacheArrangement.CLASSIC:
-        return _classic(place, index, spec)
-    return _two_part(place, index, spec)
-
-
 def _packed(
     place: LayerPlace, index: int, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     dtype = torch_dtype(spec.dtype)
     _, block, head, token, _ = place.byte_strides()
-    shape = (place.num_blocks, spec.num_kv_heads, place.kernel_block_size, _cell_elements(spec, dtype))
+    # Elements of a cell: bytes, if two 4-bit elements share one.
+    shape = (place.num_blocks, spec.num_kv_heads, place.kernel_block_size, spec.state_content_bytes // dtype.itemsize)
     view = place.strided(shape, (block, head, token, dtype.itemsize), place.offset_bytes(index), dtype)
     tokens_first = view.transpose(1, 2)
     num_key_elements = shape[-1] * spec.head_size // (spec.head_size + spec.head_size_v)
@@ -368,15 +350,10 @@ def _packed(
     return view, tokens_first[..., :num_key_elements], value
 
 
-def _cell_elements(spec: AttentionSpec | MLASpec | CompressedStateSpec, dtype: torch.dtype) -> int:
-    """Elements of one cell; bytes, where two 4-bit elements share one."""
-    return spec.state_content_bytes // dtype.itemsize
-
-
 def _two_part(
     place: LayerPlace, index: int, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Flash and interleaved caches: K and V apart, each `[num_blocks, block_size, num_kv_heads, head_size]`."""
+    """View a flash or interleaved cache: K and V apart, each `[num_blocks, block_size, num_kv_heads, head_size]`."""
     dtype = torch_dtype(spec.dtype)
     cell_bytes = spec.state_content_bytes // 2
     heads, tokens, blocks = spec.num_kv_heads, place.kernel_block_size, place.num_blocks
@@ -424,7 +401,7 @@ def _classic(
 
 
 def _latent(place: LayerPlace, index: int, spec: MLASpec | CompressedStateSpec | OpaqueSpec) -> torch.Tensor:
-    """`[num_blocks, states per block, elements of a state]`; bytes for an opaque format."""
+    """View a latent: `[num_blocks, states per block, elements of a state]`; bytes for an opaque format."""
     dtype = torch.uint8 if isinstance(spec, OpaqueSpec) else torch_dtype(spec.dtype)
     _, block, _, state, _ = place.byte_strides()
     shape = (
@@ -436,7 +413,7 @@ def _latent(place: LayerPlace, index: int, spec: MLASpec | CompressedStateSpec |
 
 
 def _states(place: LayerPlace, index: int, spec: MambaLikeSpec) -> tuple[torch.Tensor, ...]:
-    """Each array of the state, one after the other in the page: `[num_blocks, *shape]`."""
+    """View each array of a state, one after the other in the page: `[num_blocks, *shape]`."""
     offset_bytes = place.offset_bytes(index)
     views: list[torch.Tensor] = []
     for array in spec.states:
@@ -449,16 +426,16 @@ def _states(place: LayerPlace, index: int, spec: MambaLikeSpec) -> tuple[torch.T
 
 
 def _page_bytes(place: LayerPlace, index: int) -> torch.Tensor:
-    """int8 `[num_blocks, page_size_bytes]`, in blocks of the block table, for a page that is one run of bytes."""
+    """View pages that are one run of bytes: int8 `[num_blocks, page_size_bytes]`, in blocks of the block table."""
     start_bytes = place.tensor.offset_bytes + index * place.tensor.layer_stride_bytes
     shape = (place.config.num_blocks, place.spec.page_size_bytes)
     return place.strided(shape, (place.tensor.block_stride_bytes, 1), start_bytes, torch.int8)
 
 
 def _pages(place: LayerPlace, index: int) -> tuple[torch.Tensor, ...]:
-    """int8 views, block first, that hold the layer's pages between them, padding included where there is any.
+    """View the layer's pages, padding included, as int8 with the block first.
 
-    Blocks of the block table, not of the kernel: a copy on write copies those.
+    The blocks are those of the block table, not the kernel's: a copy on write copies those.
     """
     num_blocks, layout = place.config.num_blocks, place.config.layout
     if place.arrangement.splits_layer:
@@ -467,11 +444,11 @@ def _pages(place: LayerPlace, index: int) -> tuple[torch.Tensor, ...]:
         return tuple(place.strided((num_blocks, half_bytes), (half_bytes, 1), at, torch.int8) for at in starts)
     if layout.is_block_compact and not (layout.is_block_outermost and place.splits > 1):
         return (_page_bytes(place, index),)
-    return (_torn_page_bytes(place, index),)
+    return (_split_page_bytes(place, index),)
 
 
-def _torn_page_bytes(place: LayerPlace, index: int) -> torch.Tensor:
-    """A page in several runs: int8 `[num_blocks, kernel blocks of a block, heads, run_bytes]`."""
+def _split_page_bytes(place: LayerPlace, index: int) -> torch.Tensor:
+    """View pages of several runs of bytes: int8 `[num_blocks, kernel blocks of a block, heads, run_bytes]`."""
     _, block, head, token, _ = place.byte_strides()
     if place.config.layout.is_block_compact:
         heads, head, run_bytes = 1, 0, place.spec.page_size_bytes // place.splits

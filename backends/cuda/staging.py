@@ -1,7 +1,7 @@
-"""What a step needs on the device, in pinned host memory first, and sent in one asynchronous transfer.
+"""Sends the inputs of a step to the device in one asynchronous transfer from pinned host memory.
 
-The first bytes are the batch, at a fixed place, so that a captured CUDA graph reads each step's own; behind it come
-arrays of any length: changed table entries, blocks to copy.
+The first bytes are the batch, at a fixed address, so that a captured CUDA graph reads each step's batch; arrays of any
+length follow: changed table entries, blocks to copy.
 """
 
 import itertools
@@ -15,21 +15,21 @@ from numpy.typing import NDArray
 from ...core.types import TokenBatch
 
 PADDING_ROW = -1
-# Arrays start at whole int64s.
+# Arrays start at multiples of an int64.
 ALIGNMENT_BYTES = 8
-# A slot of the ring is written again while the transfer before may still be running, so there are two.
+# The host fills one buffer while the transfer of the other may still be running.
 NUM_HOST_BUFFERS = 2
 
 
 @attrs.frozen(eq=False)
 class BatchInputs:
-    """The batch on the device, at addresses that never change. Requests behind the last one are padding.
+    """The batch on the device, at addresses that never change. Rows behind the last request are padding.
 
     Attributes:
         rows: int32 `[max_num_reqs]`, the row of each request in the block tables; -1 for padding.
         query_start_loc: int32 `[max_num_reqs + 1]`, where each request's tokens start; padding requests are empty.
         first_positions: int64 `[max_num_reqs]`, the position of each request's first token.
-        seq_lens: int32 `[max_num_reqs]`, tokens of each request in the cache once the batch is written.
+        seq_lens: int32 `[max_num_reqs]`, tokens of each request in the cache after the batch is written.
     """
 
     rows: torch.Tensor
@@ -87,11 +87,11 @@ class StepStaging:
 
     @property
     def payload_bytes(self) -> int:
-        """What one transfer carries beside the batch."""
+        """Bytes that one transfer has room for beside the batch."""
         return self._capacity_bytes - self._header_bytes
 
     def set_batch(self, batch: TokenBatch) -> None:
-        """The batch of the transfers from here on."""
+        """Set the batch that the next transfers send."""
         num_reqs = len(batch.rows)
         self._rows[:num_reqs] = batch.rows
         self._rows[num_reqs:] = PADDING_ROW
@@ -106,11 +106,11 @@ class StepStaging:
         """Send the batch and these arrays, together at most `payload_bytes` long when aligned, in one transfer.
 
         Returns:
-            The arrays on the device; they last until the next call (in the order of the device's work).
+            The arrays on the device; valid until the next call (in the order of the device's work).
         """
         host = self._host[self.num_transfers % NUM_HOST_BUFFERS]
         if host.sent is not None and self.num_transfers >= NUM_HOST_BUFFERS:
-            # The transfer before the last one; it is over unless the host runs two steps ahead of the device.
+            # The transfer before the last; it has finished unless the host runs two steps ahead of the device.
             host.sent.synchronize()
         host.bytes[: self._header_bytes] = self._header
         begin, places = self._header_bytes, []
@@ -131,7 +131,7 @@ class StepStaging:
 
 
 def _header_bytes(max_num_reqs: int) -> tuple[int, int, int, int]:
-    """first_positions, query_start_loc, rows, seq_lens."""
+    """Bytes of first_positions, query_start_loc, rows and seq_lens."""
     return 8 * max_num_reqs, 4 * (max_num_reqs + 1), 4 * max_num_reqs, 4 * max_num_reqs
 
 
@@ -139,14 +139,11 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-# Values of the host on a device, without waiting for it.
-
-
 def on_device(values: NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """An array on a device, in its dtype.
+    """Copy an array to a device in its dtype, without waiting.
 
-    On a GPU it travels from pinned memory behind what is queued there, and nobody waits for it; on a CPU it may share
-    the array's memory.
+    On a GPU the copy from pinned memory runs after the work that is queued there; on a CPU the tensor may share the
+    array's memory.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,4 +1,4 @@
-"""The model behind a backend: what starts a step's work on the device, and how long it took."""
+"""The model behind a backend: it starts a step's work on the device. Also measures how long the step takes."""
 
 import time
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from ...core.types import ScheduledStep
 
 @attrs.frozen(eq=False)
 class StepOutputs:
-    """What a step produced; the fields are those of `StepResult`.
+    """The outputs of a step; the fields are those of `StepResult`.
 
     Attributes:
-        outputs: whatever the engine's observers understand (sampled tokens).
-        num_accepted_tokens: int64 `[num_reqs]`, accepted drafts; None: there were none.
+        outputs: any object that the engine's observers understand (sampled tokens).
+        num_accepted_tokens: int64 `[num_reqs]`, accepted drafts; None if the step had no drafts.
         stopped: rows whose request ends with this step's token.
     """
 
@@ -31,13 +31,13 @@ FinishStep: TypeAlias = Callable[[], StepOutputs]
 
 
 class StepRunner(Protocol):
-    """A model. Its layers call `write_kv` of the backend that it is given to; slots are ready when it is launched."""
+    """A model. Its layers call the backend's `write_kv`; the slots are computed before it is launched."""
 
     def launch(self, step: ScheduledStep) -> FinishStep:
         """Start the step's work without waiting for the device.
 
         Returns:
-            A function that waits for the outputs and returns them; called once, by `collect`.
+            A function that waits for the outputs and returns them; `collect` calls it once.
         """
         ...
 
@@ -52,18 +52,18 @@ class StepTimer:
         self._started_ns = 0
 
     def start(self) -> None:
-        """The step's work begins."""
+        """Note that the step's work starts."""
         self._started_ns = time.perf_counter_ns()
         if self._events is not None:
             self._events[0].record()
 
     def stop(self) -> None:
-        """All of the step's work has been started."""
+        """Note that all of the step's work has been started."""
         if self._events is not None:
             self._events[1].record()
 
     def nanoseconds(self) -> int:
-        """How long the work took, at least 1; waits until it is over."""
+        """Wait for the work; return how long it took, at least 1."""
         if self._events is None:
             return max(time.perf_counter_ns() - self._started_ns, 1)
         begin, end = self._events

@@ -1,4 +1,4 @@
-"""From the name of a device to the device, or to an error that says what was found instead."""
+"""Finds a torch device by its name, and the kernels for it."""
 
 import torch
 
@@ -9,7 +9,7 @@ from ..profiling.device import open_cuda_device
 
 
 def torch_device(device: str | torch.device) -> torch.device:
-    """`"cpu"`, `"cuda"` (the current one) or `"cuda:1"`.
+    """Find a device: `"cpu"`, `"cuda"` (the current one) or `"cuda:1"`.
 
     Raises:
         InputError: no such kind of device, a GPU that torch does not see (the message says what it sees), or one that
@@ -18,7 +18,7 @@ def torch_device(device: str | torch.device) -> torch.device:
     try:
         found = torch.device(device)
     except RuntimeError as error:
-        raise InputError(f"device {device!r} is none: {error}; use 'cpu', 'cuda' or 'cuda:0'") from error
+        raise InputError(f"{device!r} is not a device: {error}; use 'cpu', 'cuda' or 'cuda:0'") from error
     if found.type == "cpu":
         return found
     if found.type != "cuda":
@@ -34,7 +34,7 @@ def torch_device(device: str | torch.device) -> torch.device:
 
 
 def default_kernels(device: torch.device) -> Kernels:
-    """Triton's kernels on a GPU, their plain-torch twins on a CPU.
+    """Make Triton's kernels for a GPU, or their plain-torch twins for a CPU.
 
     Raises:
         InputError: triton is not installed.

@@ -1,34 +1,22 @@
-"""The settings string of torch's caching allocator, and a scope in which freed blocks are not split.
+"""Edits the settings string of torch's caching allocator, so that large freed blocks are not split while it matters.
 
 Loading weights and a profiling run allocate large blocks, free them, and leave small tensors behind. A small tensor
-that was split off a large freed block pins the whole of it: the block cannot be given back, and the reading afterwards
-counts it as use. With `max_split_size_mb` at the least value that torch allows, only small blocks are ever split.
+that was split off a large freed block pins all of it: the block cannot be released, and the next reading counts it as
+used. With `max_split_size_mb` at the smallest value that torch allows, only small blocks are split.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from ...core.errors import InputError
+from .device import DeviceAccess
 
 SMALLEST_MAX_SPLIT_SIZE_MB = 20  # torch refuses anything below
 _OPTION = "max_split_size_mb"
 
 
-class HasAllocatorSettings(Protocol):
-    """A device whose allocator can be told its settings as one string (`name:value,name:[a:1,b:2]`)."""
-
-    def allocator_settings(self) -> str:
-        """The settings in force, as they were last set."""
-        ...
-
-    def set_allocator_settings(self, settings: str) -> None:
-        """Put settings in force. torch takes `max_split_size_mb` for unlimited wherever the string leaves it out."""
-        ...
-
-
 def split_settings(settings: str) -> list[str]:
-    """The `name:value` entries of a settings string; a comma within brackets does not separate.
+    """Split a settings string into its `name:value` entries; a comma within brackets does not separate.
 
     Raises:
         InputError: brackets that do not match.
@@ -48,7 +36,7 @@ def split_settings(settings: str) -> list[str]:
 
 
 def with_max_split_size(settings: str, max_split_size_mb: int) -> str:
-    """The same settings with this `max_split_size_mb`; every other entry stays as it was, in its order.
+    """Return the settings with this `max_split_size_mb`; every other entry keeps its value and its place.
 
     Raises:
         InputError: below 20, which torch refuses.
@@ -62,10 +50,8 @@ def with_max_split_size(settings: str, max_split_size_mb: int) -> str:
 
 
 @contextmanager
-def scoped_max_split_size(
-    device: HasAllocatorSettings, max_split_size_mb: int = SMALLEST_MAX_SPLIT_SIZE_MB
-) -> Iterator[None]:
-    """Set `max_split_size_mb` for the time of the block; the settings as they stood come back whatever happens."""
+def scoped_max_split_size(device: DeviceAccess, max_split_size_mb: int = SMALLEST_MAX_SPLIT_SIZE_MB) -> Iterator[None]:
+    """Set `max_split_size_mb` inside a `with` block; afterwards the former settings are restored, whatever happens."""
     settings = device.allocator_settings()
     device.set_allocator_settings(with_max_split_size(settings, max_split_size_mb))
     try:

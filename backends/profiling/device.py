@@ -1,4 +1,4 @@
-"""One CUDA device as the memory profiler sees it: a protocol of plain calls, and torch with NVML behind it."""
+"""The device that the memory profiler reads: a protocol of plain calls, and a CUDA device through torch and NVML."""
 
 import gc
 import os
@@ -11,69 +11,76 @@ import attrs
 
 from ...core.errors import InputError
 from ...core.memory.profile import MemoryKind
-from .allocator_settings import HasAllocatorSettings
 
-WARM_UP_SIZE = 256  # of the square matrices whose product makes the libraries take their handles and workspaces
+WARM_UP_SIZE = 256  # rows of the square matrices whose product makes the libraries allocate their workspaces
 
 
 @attrs.frozen(kw_only=True)
 class AllocatorBytes:
-    """What torch's allocator counts, in bytes; None where it does not count (a pluggable allocator)."""
+    """Counts of torch's allocator, in bytes; None where it does not count (a pluggable allocator)."""
 
     allocated_bytes: int | None
     peak_bytes: int | None
     reserved_bytes: int | None
 
 
-class DeviceAccess(HasAllocatorSettings, Protocol):
-    """What the profiler asks of a device. Every call acts at once; nothing is cached."""
+class DeviceAccess(Protocol):
+    """The calls that the profiler makes to a device. Every call acts at once; nothing is cached."""
 
     @property
     def name(self) -> str:
-        """The device as errors name it."""
+        """The device's name in error messages."""
         ...
 
     @property
     def kind(self) -> MemoryKind:
-        """Whose memory the figures are of."""
+        """The kind of memory that the figures belong to."""
         ...
 
     @property
     def has_native_allocator(self) -> bool:
-        """Whether torch's own caching allocator counts; a pluggable one need not count anything."""
+        """Whether torch's own caching allocator is in use; a pluggable one need not count anything."""
         ...
 
     def warm_up(self) -> None:
-        """Make the matrix libraries take the handles and workspaces that they keep."""
+        """Make the matrix libraries allocate the handles and workspaces that they keep."""
         ...
 
     def release_cached(self) -> None:
-        """Collect garbage, wait for pending work, then give back what the allocator holds and nothing uses."""
+        """Collect garbage, wait for pending work, then release what the allocator holds and nothing uses."""
         ...
 
     def free_and_total_bytes(self) -> tuple[int, int]:
-        """Device-wide, as the driver says now."""
+        """Free and total bytes of the whole device, as the driver says now."""
         ...
 
     def allocator_bytes(self) -> AllocatorBytes:
-        """What torch's allocator counts now."""
+        """The counts of torch's allocator now."""
         ...
 
     def process_bytes(self) -> int | None:
-        """What the driver attributes to this process; None where it cannot."""
+        """Bytes that the driver attributes to this process; None where it cannot."""
         ...
 
     def reset_peak(self) -> None:
         """Start a new peak of allocated bytes."""
         ...
 
+    def allocator_settings(self) -> str:
+        """The allocator's settings as they were last set, in one string (`name:value,name:[a:1,b:2]`)."""
+        ...
+
+    def set_allocator_settings(self, settings: str) -> None:
+        """Apply settings. torch takes `max_split_size_mb` as unlimited where the string leaves it out."""
+        ...
+
     def inference_mode(self) -> AbstractContextManager[Any]:
-        """A block in which no gradients are recorded: they would keep every activation."""
+        """A context in which no gradients are recorded: they would keep every activation."""
         ...
 
 
 def describe_torch(torch: ModuleType) -> str:
-    """What a user must know to see why a device is not there: torch's version, its build, and the devices visible."""
+    """Say why a device may be missing: torch's version, its build, and the visible devices."""
     build = torch.version.cuda and f"CUDA {torch.version.cuda}"
     build = build or (getattr(torch.version, "hip", None) and f"ROCm {torch.version.hip}") or "no CUDA (a CPU build)"
     count = torch.cuda.device_count()
@@ -86,7 +93,7 @@ def describe_torch(torch: ModuleType) -> str:
 
 
 def import_torch() -> ModuleType:
-    """The module.
+    """Import torch.
 
     Raises:
         InputError: it is not installed.
@@ -101,11 +108,11 @@ def import_torch() -> ModuleType:
 
 
 def open_cuda_device(index: int = 0, *, torch: ModuleType | None = None) -> "CudaDevice":
-    """Device `index` of those visible to this process.
+    """Open device `index` of those visible to this process.
 
     Args:
         index: as in `cuda:0`.
-        torch: the module, if not the installed one.
+        torch: the module to use in place of the installed one.
 
     Raises:
         InputError: torch is missing, sees no CUDA device, or none of that index; the message says what was found.
@@ -122,10 +129,10 @@ def open_cuda_device(index: int = 0, *, torch: ModuleType | None = None) -> "Cud
 
 
 class CudaDevice:
-    """`DeviceAccess` through torch, with NVML (the module `pynvml`) for what one process holds, if it is installed."""
+    """A CUDA device through torch, and through NVML (the module `pynvml`, if installed) for one process's bytes."""
 
     def __init__(self, torch: ModuleType, index: int) -> None:
-        """Use `open_cuda_device`, which checks that the device is there."""
+        """Use `open_cuda_device` instead, which checks that the device exists."""
         self._torch = torch
         self._index = index
         self._device = torch.device("cuda", index)
@@ -137,7 +144,7 @@ class CudaDevice:
 
     @property
     def kind(self) -> MemoryKind:
-        """Unified where the card is integrated with its host, else the device's own."""
+        """UNIFIED if the card is integrated with its host, else DEVICE."""
         properties = self._torch.cuda.get_device_properties(self._index)
         return MemoryKind.UNIFIED if getattr(properties, "is_integrated", 0) else MemoryKind.DEVICE
 
@@ -147,7 +154,7 @@ class CudaDevice:
         return self._torch.cuda.get_allocator_backend() == "native"
 
     def warm_up(self) -> None:
-        """One product through cuBLAS and one through cuBLASLt (the one with a bias), in bf16 and fp32."""
+        """Run a product through cuBLAS and one (with a bias) through cuBLASLt, in bf16 and fp32."""
         torch = self._torch
         for dtype in (torch.bfloat16, torch.float32):
             square = torch.ones((WARM_UP_SIZE, WARM_UP_SIZE), dtype=dtype, device=self._device)
@@ -178,10 +185,10 @@ class CudaDevice:
         )
 
     def process_bytes(self) -> int | None:
-        """What NVML lists under this process's id on this card.
+        """Bytes that NVML lists under this process's id on this card.
 
-        None without `pynvml`, on a card that NVML does not know by its id, and in a container that numbers its
-        processes on its own: an id that is not listed says nothing.
+        None without `pynvml`, on a card whose id NVML does not know, and in a container that numbers its own processes:
+        there the id is not listed, which says nothing.
         """
         try:
             pynvml = import_module("pynvml")
@@ -207,14 +214,14 @@ class CudaDevice:
         self._torch.cuda.reset_peak_memory_stats(self._index)
 
     def allocator_settings(self) -> str:
-        """The settings in force; where this torch cannot say, those of the environment, which it read at start-up."""
+        """The settings in force; if this torch cannot say, those of the environment, which it read at start-up."""
         current = getattr(self._torch._C, "_accelerator_getAllocatorSettings", None)
         if current is not None:
             return current()
         return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
     def set_allocator_settings(self, settings: str) -> None:
-        """Put settings in force for this process."""
+        """Apply settings to this process."""
         setter = getattr(self._torch._C, "_accelerator_setAllocatorSettings", None)
         if setter is None:
             setter = self._torch.cuda.memory._set_allocator_settings

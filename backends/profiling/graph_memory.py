@@ -1,4 +1,4 @@
-"""What CUDA graphs will take, from capturing a few of them over the smallest pool before the real pool is sized."""
+"""Estimates the memory of CUDA graphs by capturing a few of them over the smallest pool, before the pool is sized."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +10,7 @@ from ...core.errors import InputError
 from ...core.memory.ledger import LedgerRow, RowRole, RowSource
 from ...core.memory.profile import MemoryProfile, MemorySnapshot
 
-# The driver hands out memory in steps of this size, so a graph that shows none still takes a share of one.
+# The driver allocates memory in steps of this size, so a graph whose reading shows none still takes part of a step.
 LEAST_GRAPH_BYTES = 1 << 20
 
 
@@ -20,12 +20,12 @@ def _largest_first(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 @attrs.frozen(kw_only=True)
 class GraphCaptures:
-    """How the user captures graphs of one mode.
+    """The user's way to capture graphs of one mode.
 
     Attributes:
         mode: name of the mode, for the report (`full`, `piecewise`).
-        sizes: batch sizes to be captured. They are captured largest first, so that smaller graphs reuse its memory.
-        capture: captures one size into the memory pool that all of them share and returns the graph. It must warm up
+        sizes: batch sizes to capture. The largest is captured first, so that smaller graphs reuse its memory.
+        capture: captures one size into the memory pool that all sizes share and returns the graph. It must warm up
             before it captures.
     """
 
@@ -40,7 +40,7 @@ class GraphCaptures:
 
 @attrs.frozen(kw_only=True)
 class GraphSample:
-    """What capturing one size took, in bytes."""
+    """Bytes that capturing one size took."""
 
     mode: str
     size: int
@@ -49,13 +49,13 @@ class GraphSample:
 
 @attrs.frozen(kw_only=True)
 class GraphMemory:
-    """What the graphs take.
+    """Memory of the graphs.
 
     Attributes:
-        samples: what was captured, in that order.
-        num_uncaptured: sizes of each mode that were not.
-        not_returned_bytes: what stayed taken after the sampled graphs were dropped.
-        warnings: what disturbed the readings.
+        samples: the captured sizes, in the order of their capture.
+        num_uncaptured: for each mode, the number of sizes that were not captured.
+        not_returned_bytes: bytes still in use after the sampled graphs were dropped.
+        warnings: disturbances of the readings.
     """
 
     samples: tuple[GraphSample, ...]
@@ -65,16 +65,16 @@ class GraphMemory:
 
     @property
     def captured_bytes(self) -> int:
-        """What the captured ones took together."""
+        """Bytes of all captured sizes together."""
         return sum(sample.num_bytes for sample in self.samples)
 
     @property
     def row(self) -> LedgerRow:
-        """The ledger's row: measured where every size was captured, else an estimate.
+        """The ledger's row: measured if every size was captured, else an estimate.
 
-        A size that was not captured is taken for as large as the last one of its mode that was, at least 1 MiB. The
-        range runs from nothing more than was seen to every further one as large as the largest after the first (the
-        first holds what all of them share).
+        The estimate gives an uncaptured size the bytes of the last captured size of its mode, at least 1 MiB. Its range
+        starts at the captured bytes alone and ends with every uncaptured size as large as the largest captured one
+        after the first (the first holds the memory that all share).
         """
         shown = " + ".join(f"{sample.num_bytes:,} ({sample.mode} {sample.size})" for sample in self.samples)
         missing = [(mode, count) for mode, count in self.num_uncaptured if count]
@@ -89,7 +89,7 @@ class GraphMemory:
         return attrs.evolve(row, low_bytes=self.captured_bytes, high_bytes=self.captured_bytes + most)
 
     def _further(self, mode: str) -> list[int]:
-        """Bytes of each captured size after the first of a mode (of the first, if it is the only one)."""
+        """Bytes of each captured size of a mode after the first (of the first if there is no other)."""
         sizes = [sample.num_bytes for sample in self.samples if sample.mode == mode]
         return [max(num_bytes, LEAST_GRAPH_BYTES) for num_bytes in sizes[1:] or sizes]
 
@@ -99,7 +99,7 @@ def _graphs_row(num_bytes: int, source: RowSource, formula: str) -> LedgerRow:
 
 
 def actual_graphs_row(num_bytes: int, estimate: LedgerRow | None) -> LedgerRow:
-    """The row once all graphs are captured over the real pool."""
+    """Make the ledger's row of the graphs once all are captured over the real pool."""
     formula = "measured around the capture"
     if estimate is not None:
         formula += f"; {estimate.num_bytes:,} were set aside"
@@ -114,14 +114,14 @@ def sample_graphs(
     smallest_pool: Callable[[], AbstractContextManager[Any]] = nullcontext,
     strict_profiling: bool = False,
 ) -> GraphMemory:
-    """Capture the largest sizes of every mode, all kept until the last is done, then drop them.
+    """Capture the largest sizes of every mode, keep all graphs until the last is captured, then drop them.
 
     Args:
-        modes: what is captured.
-        read: a reading of the device.
-        num_captured_sizes: how many sizes of each mode; None: all of them, which takes as long as the real capture.
-        smallest_pool: holds the smallest KV cache that the model can run over for the time of the captures.
-        strict_profiling: free memory that grew is an error, as in a profile.
+        modes: the graphs to capture.
+        read: reads the device's memory.
+        num_captured_sizes: sizes of each mode to capture; None: all, which takes as long as the real capture.
+        smallest_pool: context that holds the smallest KV cache that the model can run over.
+        strict_profiling: raise if free memory grew, as in a profile.
 
     Raises:
         InputError: no modes, or fewer than two sizes of a mode that has two.

@@ -1,4 +1,4 @@
-"""A device behind the planner's probe protocol: consistent readings, or a refusal that shows the numbers."""
+"""Reads a device's memory for the planner: consistent figures, or an error that shows them. Includes the host."""
 
 import ctypes
 import gc
@@ -15,13 +15,11 @@ from ...core.memory.profile import MemoryKind, MemorySnapshot, unified_free_byte
 from ...core.quantities import KIB
 from .device import AllocatorBytes, DeviceAccess
 
-# The host's memory behind the same protocol as a card's: what this process holds, and the most it held.
-
-_RESET_PEAK = "5"  # what proc(5) wants in clear_refs to start a new high-water mark
+_RESET_PEAK = "5"  # written to clear_refs, this starts a new high-water mark; see proc(5)
 
 
 def read_kib_fields(path: Path) -> Mapping[str, int]:
-    """The `Name:  123 kB` lines of a file as Linux writes them under /proc, in bytes.
+    """Read the `Name:  123 kB` lines of a file under /proc, in bytes.
 
     Raises:
         InputError: the file cannot be read.
@@ -40,10 +38,10 @@ def read_kib_fields(path: Path) -> Mapping[str, int]:
 
 
 class HostDevice:
-    """`DeviceAccess` for `device="cpu"`, from /proc and the process's own resource usage."""
+    """The host's memory for `device="cpu"`, read from /proc and from the process's own resource usage."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
-        """`proc` is where the kernel's files are."""
+        """Read the kernel's files under `proc`."""
         self._proc = proc
 
     @property
@@ -53,7 +51,7 @@ class HostDevice:
 
     @property
     def kind(self) -> MemoryKind:
-        """The host's."""
+        """HOST."""
         return MemoryKind.HOST
 
     @property
@@ -62,25 +60,25 @@ class HostDevice:
         return True
 
     def warm_up(self) -> None:
-        """Nothing to warm: a CPU's matrix libraries keep no workspace that is known beforehand."""
+        """Do nothing: a CPU's matrix libraries keep no workspace of a known size."""
 
     def release_cached(self) -> None:
-        """Collect garbage, and have the C library give back the pages that it holds and nothing uses."""
+        """Collect garbage, and make the C library release the pages that nothing uses."""
         gc.collect()
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, other C libraries do not
         if trim is not None:
             trim(0)
 
     def free_and_total_bytes(self) -> tuple[int, int]:
-        """What an allocation can have without swapping, and all there is."""
+        """Bytes that can be allocated without swapping, and all bytes."""
         fields = self._fields("meminfo", "MemAvailable", "MemTotal")
         return fields["MemAvailable"], fields["MemTotal"]
 
     def allocator_bytes(self) -> AllocatorBytes:
-        """Resident bytes now, and at most since the peak was reset.
+        """Resident bytes now, and their peak since `reset_peak`.
 
-        Where the kernel does not say it per process, or does not reset it, the most that this process ever held
-        stands for the peak: never too little.
+        If the kernel does not tell or reset a process's peak, the most that this process ever held is used: never too
+        little.
         """
         resident = self._fields("self/status", "VmRSS")["VmRSS"]
         highest = read_kib_fields(self._proc / "self/status").get("VmHWM")
@@ -93,21 +91,21 @@ class HostDevice:
         return self._fields("self/status", "VmRSS")["VmRSS"]
 
     def reset_peak(self) -> None:
-        """Start a new high-water mark; a kernel that forbids it keeps the old one, which is never too little."""
+        """Start a new high-water mark; a kernel that forbids it keeps the old one, which is never too low."""
         try:
             (self._proc / "self/clear_refs").write_text(_RESET_PEAK)
         except OSError:
             return
 
     def allocator_settings(self) -> str:
-        """None: the host's allocator has no such settings."""
+        """Return an empty string: the host's allocator has no such settings."""
         return ""
 
     def set_allocator_settings(self, settings: str) -> None:
-        """Nothing to set."""
+        """Do nothing."""
 
     def inference_mode(self) -> AbstractContextManager[Any]:
-        """torch's, where torch is there; a host can also be profiled without it."""
+        """Torch's inference mode if torch is installed; a host can also be profiled without it."""
         try:
             import torch
         except ImportError:
@@ -124,19 +122,19 @@ class HostDevice:
 
 @attrs.frozen
 class DeviceProbe:
-    """The `MemoryProbe` of core over a real device.
+    """Core's `MemoryProbe` over a real device.
 
     Attributes:
-        device: CUDA, the host, or a script.
-        attribute_process: whether the driver is asked what this process holds. Without it the profile says that its
-            figures are estimates.
+        device: a CUDA device, the host, or a test's script.
+        attribute_process: whether to ask the driver for the bytes of this process. Without them the profile says that
+            its figures are estimates.
     """
 
     device: DeviceAccess
     attribute_process: bool = True
 
     def read(self) -> MemorySnapshot:
-        """The memory once pending work has finished and everything that nothing uses was given back.
+        """Read the memory after pending work has finished and all unused memory was released.
 
         Raises:
             InputError: figures that cannot be true together.
@@ -145,7 +143,7 @@ class DeviceProbe:
         return self.read_as_it_is()
 
     def read_as_it_is(self) -> MemorySnapshot:
-        """The memory now, with what the allocator keeps for later.
+        """Read the memory now, including what the allocator keeps for later.
 
         Raises:
             InputError: figures that cannot be true together.
@@ -173,7 +171,7 @@ class DeviceProbe:
         self.device.reset_peak()
 
     def _problem(self, snapshot: MemorySnapshot, counted: AllocatorBytes) -> str | None:
-        """What cannot be true of these figures, and what to do; None if nothing."""
+        """Say which figure cannot be true and what to do; None if all can be."""
         if snapshot.total_bytes <= 0:
             return "a device has memory; the driver's reading is unusable"
         if not 0 <= snapshot.free_bytes <= snapshot.total_bytes:
@@ -184,7 +182,7 @@ class DeviceProbe:
         return self._allocator_problem(snapshot, counted) if self.device.has_native_allocator else None
 
     def _allocator_problem(self, snapshot: MemorySnapshot, counted: AllocatorBytes) -> str | None:
-        """The same for what torch's own allocator counts; a pluggable one is not held to it."""
+        """As `_problem`, for the counts of torch's own allocator."""
         if counted.allocated_bytes is None or counted.peak_bytes is None or counted.reserved_bytes is None:
             return "torch's allocator did not count; touch the device once before it is read (warm_up)"
         if min(counted.allocated_bytes, counted.peak_bytes, counted.reserved_bytes) < 0:

@@ -1,7 +1,7 @@
-"""From an empty device to a ledger of measured rows: baseline, weights, largest step, graphs, pool, reconciliation.
+"""Measures the memory of a server's start-up: baseline, weights, largest step, graphs, pool, reconciliation.
 
-A profiler goes through its stages in that order, once. Sizing the pool lies between the profile and the pool, and is
-core's: `determine_available_memory` takes the profile that comes out of here.
+A profiler goes through its stages in that order, once. The pool is sized between the profile and the pool's allocation
+by core: `determine_available_memory` takes the profile.
 
     profiler = MemoryProfiler(open_cuda_device(0), StepLimits(max_num_batched_tokens=8192, max_num_seqs=256))
     profiler.take_baseline()
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Stage(IntEnum):
-    """How far a profiler has come."""
+    """The last stage that a profiler has finished."""
 
     NEW = 0
     BASELINE = 1
@@ -48,12 +48,12 @@ class Stage(IntEnum):
 
 @attrs.frozen(kw_only=True)
 class MeasuredMemory:
-    """What the profiling run found.
+    """Results of the profiling run.
 
     Attributes:
         profile: the two readings; its peak is the highest of all parts.
-        peaks: how high each part of the step went.
-        graphs: what graphs will take; None before they were estimated, and where none are captured.
+        peaks: the peak of each part of the step.
+        graphs: memory of graphs; None before they are estimated, and where none are captured.
     """
 
     profile: MemoryProfile
@@ -62,12 +62,12 @@ class MeasuredMemory:
 
     @property
     def graph_bytes(self) -> int:
-        """What is to be set aside for graphs, in bytes."""
+        """Bytes to reserve for graphs."""
         return 0 if self.graphs is None else self.graphs.row.num_bytes
 
     @property
     def rows(self) -> tuple[LedgerRow, ...]:
-        """The ledger's non-KV rows. What the encoder adds to the peak of the other parts is a row of its own."""
+        """The ledger's non-KV rows. The encoder's excess over the peak of the other parts has its own row."""
         rows = measured_rows(self.profile, None if self.graphs is None else self.graphs.row)
         peaks = "; ".join(f"{part.name} {part.peak_bytes:,}" for part in self.peaks)
         out: list[LedgerRow] = []
@@ -90,7 +90,7 @@ class MeasuredMemory:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a reader must know before trusting the figures."""
+        """Reasons to doubt the figures."""
         if self.graphs is None:
             return self.profile.warnings
         stayed = self.graphs.not_returned_bytes
@@ -100,17 +100,17 @@ class MeasuredMemory:
 
 @attrs.frozen(kw_only=True)
 class Reconciliation:
-    """The account after start-up: what was expected and what is there. All rows are measured where the driver tells
-    this process's memory from others'.
+    """Expected and actual memory after start-up. All rows are measured if the driver can tell this process's memory
+    from others'.
 
     Attributes:
         rows: the non-KV rows with the graphs' actual bytes, and the pool.
-        expected_bytes: resident rows, graphs as estimated, pool as planned: what this process was to take since the
-            baseline.
-        actual_bytes: what it took.
-        graph_estimate_bytes, graph_actual_bytes: what was set aside and what was taken.
-        pool_planned_bytes, pool_actual_bytes: what was asked for, and what torch's live tensors grew by.
-        warnings: what did not come out as expected, each with its bytes.
+        expected_bytes: growth of this process since the baseline that was expected: resident rows, estimated graphs,
+            planned pool.
+        actual_bytes: its actual growth.
+        graph_estimate_bytes, graph_actual_bytes: bytes reserved for graphs and bytes that they took.
+        pool_planned_bytes, pool_actual_bytes: planned bytes, and the growth of torch's live tensors.
+        warnings: differences between the two, each with its bytes.
     """
 
     rows: tuple[LedgerRow, ...]
@@ -124,12 +124,12 @@ class Reconciliation:
 
     @property
     def unexplained_bytes(self) -> int:
-        """What this process took beyond what was expected and beyond the graphs' own difference; may be negative."""
+        """Growth of this process that neither the expected rows nor the graphs explain; may be negative."""
         return self.actual_bytes - self.expected_bytes - (self.graph_actual_bytes - self.graph_estimate_bytes)
 
 
 class MemoryProfiler:
-    """Takes one device through start-up and keeps the account."""
+    """Measures one device through the stages of start-up."""
 
     def __init__(
         self,
@@ -140,14 +140,14 @@ class MemoryProfiler:
         strict_profiling: bool = False,
         max_split_size_mb: int = SMALLEST_MAX_SPLIT_SIZE_MB,
     ) -> None:
-        """Nothing is read yet.
+        """Make a profiler that has read nothing yet.
 
         Args:
-            device: `open_cuda_device(0)`, `HostDevice()`, or a script.
-            limits: how large a step can be.
-            attribute_process: whether the driver is asked what this process holds.
+            device: `open_cuda_device(0)`, `HostDevice()`, or a test's script.
+            limits: limits of a step's size.
+            attribute_process: whether to ask the driver for the bytes of this process.
             strict_profiling: vLLM's rule, see `MemoryProfile`.
-            max_split_size_mb: of torch's allocator while weights load and the step runs.
+            max_split_size_mb: setting of torch's allocator while weights load and the step runs.
         """
         self.device = device
         self.limits = limits
@@ -163,10 +163,10 @@ class MemoryProfiler:
         self._last: MemorySnapshot | None = None
 
     def take_baseline(self) -> MemorySnapshot:
-        """Warm the matrix libraries up, then read: what they keep belongs to the device's use before start.
+        """Warm up the matrix libraries, then read: the memory that they keep counts as used before the start.
 
         Raises:
-            MisuseError: taken before.
+            MisuseError: the baseline was taken before.
             InputError: the reading cannot be true.
         """
         self._enter(Stage.BASELINE, after=(Stage.NEW,))
@@ -176,7 +176,7 @@ class MemoryProfiler:
         return self._baseline
 
     def load_weights(self, load: Callable[[], T]) -> T:
-        """Load under small splits and charge the weights with what torch's live tensors grew by; returns the model.
+        """Load the model under small splits and measure the growth of torch's live tensors; returns the model.
 
         Raises:
             MisuseError: no baseline, or loaded before.
@@ -191,7 +191,7 @@ class MemoryProfiler:
         return model
 
     def profile(self, step: ProfilingStep) -> MeasuredMemory:
-        """Run the largest step once, under small splits and without gradients, then read.
+        """Run the largest step once, under small splits and without gradients, then read the memory.
 
         Raises:
             MisuseError: no weights, or profiled before.
@@ -223,10 +223,10 @@ class MemoryProfiler:
         smallest_pool: Callable[[], AbstractContextManager[Any]] = nullcontext,
         num_captured_sizes: int | None = 2,
     ) -> MeasuredMemory:
-        """What graphs will take, by capturing the largest sizes of every mode over the smallest pool.
+        """Estimate the memory of graphs by capturing the largest sizes of every mode over the smallest pool.
 
         Raises:
-            MisuseError: no profile yet, or the pool is there already.
+            MisuseError: no profile yet, or the pool is already allocated.
             InputError: nothing to capture, or fewer than two sizes a mode.
         """
         self._enter(Stage.PROFILED, after=(Stage.PROFILED,))
@@ -243,11 +243,11 @@ class MemoryProfiler:
         return self._measured
 
     def allocate_pool(self, allocate: Callable[[], T], *, planned_bytes: int) -> T:
-        """Allocate the KV cache and check that it is there; returns what `allocate` returns.
+        """Allocate the KV cache and check that live tensors grew by it; returns the result of `allocate`.
 
         Args:
-            allocate: allocates it. Its result must keep the tensors alive.
-            planned_bytes: what was planned for this rank.
+            allocate: allocates the cache. Its result must keep the tensors alive.
+            planned_bytes: bytes planned for this rank.
 
         Raises:
             MisuseError: no profile yet, or allocated before.
@@ -268,7 +268,7 @@ class MemoryProfiler:
         return pool
 
     def capture_graphs(self, capture: Callable[[], T]) -> T:
-        """Capture every graph over the real pool and charge what that took; returns what `capture` returns.
+        """Capture every graph over the real pool and measure its memory; returns the result of `capture`.
 
         Raises:
             MisuseError: no pool yet, or captured before.
@@ -284,7 +284,7 @@ class MemoryProfiler:
         return graphs
 
     def reconcile(self) -> Reconciliation:
-        """Read once more and hold what this process took against what was expected.
+        """Read once more and compare the growth of this process with the expected growth.
 
         Raises:
             MisuseError: no pool yet.
@@ -312,7 +312,7 @@ class MemoryProfiler:
         self._stage = Stage.RECONCILED
         return attrs.evolve(report, warnings=(*report.warnings, *_differences(report)))
 
-    # -- the stages' book-keeping --------------------------------------------------------------------------------------
+    # -- keeping track of stages -------------------------------------------------------------------------------------
 
     @property
     def _known_baseline(self) -> MemorySnapshot:
@@ -335,7 +335,7 @@ class MemoryProfiler:
             )
 
     def _advance(self) -> tuple[MemorySnapshot, MemorySnapshot]:
-        """The reading of the stage before, and a new one."""
+        """Read the memory; return the reading of the stage before and the new one."""
         before = self._last
         if before is None:
             raise MisuseError("the baseline is not taken; call take_baseline before anything is loaded")
@@ -374,7 +374,7 @@ def _resized(row: LedgerRow, num_bytes: int, formula: str) -> LedgerRow:
 
 
 def _differences(report: Reconciliation) -> tuple[str, ...]:
-    """What did not come out as expected, a sentence each."""
+    """Differences from what was expected, one sentence each."""
     out: list[str] = []
     graphs = report.graph_actual_bytes - report.graph_estimate_bytes
     if graphs:

@@ -1,4 +1,4 @@
-"""The largest step of a server, run once over callables that the user gives, with the peak of each part."""
+"""Runs the largest step of a server once, from callables that the user gives, and measures the peak of each part."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +12,12 @@ from ...core.memory.profile import MemoryProbe, MemorySnapshot
 
 @attrs.frozen(kw_only=True)
 class StepLimits:
-    """How large a step can be.
+    """Limits of a step's size.
 
     Attributes:
         max_num_batched_tokens: tokens of one forward pass.
         max_num_seqs: requests of one step.
-        num_speculative_tokens: draft tokens of each request; 0 where nothing drafts.
+        num_speculative_tokens: draft tokens of each request; 0 turns drafts off.
     """
 
     max_num_batched_tokens: int
@@ -31,22 +31,22 @@ class StepLimits:
 
     @property
     def tokens_per_request(self) -> tuple[int, ...]:
-        """`max_num_batched_tokens` spread over `max_num_seqs` requests; they add up to it exactly."""
+        """`max_num_batched_tokens` spread over `max_num_seqs` requests; the sum is exact."""
         return profiling_tokens(self.max_num_batched_tokens, self.max_num_seqs)
 
 
 @attrs.frozen(kw_only=True)
 class ProfilingStep:
-    """What one largest step runs, in the order in which it runs it.
+    """The parts of one largest step, in the order in which they run.
 
     Attributes:
-        encoder: a multimodal encoder on its largest batch; its output is held until the step has ended, as a server
-            holds it. None where the model has none.
-        model: the forward pass, called with the tokens of each request; its output goes to what follows.
-        sampler: sampling from that output for every request. None on a pooling model.
-        rejection_sampler: verification of drafts, called with the model's output and the draft tokens of each
-            request; needed where drafts are used.
-        pooler: pooling of that output. None on a generating model.
+        encoder: runs a multimodal encoder on its largest batch; its output is kept until the step has ended, as a
+            server keeps it. None if the model has no encoder.
+        model: the forward pass, called with the tokens of each request; the parts below get its output.
+        sampler: samples from that output for every request. None for a pooling model.
+        rejection_sampler: verifies drafts, called with the model's output and the draft tokens of each request; needed
+            where drafts are used.
+        pooler: pools that output. None for a generating model.
         is_last_rank: whether this pipeline rank is the one that samples or pools.
     """
 
@@ -58,7 +58,7 @@ class ProfilingStep:
     is_last_rank: bool = True
 
     def check(self, limits: StepLimits) -> None:
-        """Refuse a step that lacks a part or has one that would not run.
+        """Refuse a step that lacks a part or has a part that would not run.
 
         Raises:
             InputError: neither or both of sampler and pooler, drafts with no rejection sampler or the reverse.
@@ -88,7 +88,7 @@ class ProfilingStep:
 
 @attrs.frozen(kw_only=True)
 class PartPeak:
-    """The most that torch had allocated while one part of the step ran, in bytes, with what the parts before kept."""
+    """The peak of torch's allocated bytes while one part of the step ran, with what earlier parts kept."""
 
     name: str
     peak_bytes: int
@@ -97,13 +97,13 @@ class PartPeak:
 def run_profiling_step(
     step: ProfilingStep, limits: StepLimits, probe: MemoryProbe, read: Callable[[], MemorySnapshot]
 ) -> tuple[PartPeak, ...]:
-    """Run every part once and say how high each of them went.
+    """Run every part once and return the peak of each.
 
     Args:
-        step: the callables, checked.
-        limits: their sizes.
-        probe: where the peak is reset before each part.
-        read: a reading that gives nothing back, so that the parts find the allocator as a server's would.
+        step: the callables, already checked.
+        limits: the sizes of their inputs.
+        probe: resets the peak before each part.
+        read: reads the memory without releasing any, so that each part finds the allocator as it would in a server.
     """
     peaks: list[PartPeak] = []
 

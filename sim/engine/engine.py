@@ -11,11 +11,10 @@ from typing import Any
 
 import simpy
 
-from ...backends.sim_backend import SimBackend
 from ...core.errors import DoesNotFitError
 from ...core.scheduler.engine import EngineLoop, Wait, engine_loop
 from ...core.scheduler.scheduler import Scheduler, StepOutcome
-from ...core.types import Request, ScheduledStep, StepResult
+from ...core.types import Backend, Request, ScheduledStep, StepResult
 from .listener import EngineWatcher
 
 NANOSECONDS = 1_000_000_000
@@ -36,7 +35,7 @@ class SimulatedEngine:
         self,
         env: simpy.Environment,
         scheduler: Scheduler,
-        backend: SimBackend,
+        backend: Backend,
         recorder: EngineWatcher,
         macro_steps: bool = True,
         next_arrival_ns: Callable[[], float] | None = None,
@@ -46,7 +45,7 @@ class SimulatedEngine:
         Args:
             env: the clock, in whole nanoseconds.
             scheduler: decides the steps.
-            backend: times them.
+            backend: computes and times them.
             recorder: measures them.
             macro_steps: whether identical decode steps are taken in one go.
             next_arrival_ns: in a fleet, when this engine may next be reached, or asked for by its router; no step is
@@ -163,7 +162,7 @@ class AsyncSchedulingEngine(SimulatedEngine):
         self,
         env: simpy.Environment,
         scheduler: Scheduler,
-        backend: SimBackend,
+        backend: Backend,
         recorder: EngineWatcher,
         macro_steps: bool = True,
         next_arrival_ns: Callable[[], float] | None = None,

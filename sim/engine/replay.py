@@ -13,7 +13,7 @@ from ...core.allocator.config import AllocatorConfig
 from ...core.errors import InputError
 from ...core.scheduler.config import SchedulerConfig
 from ...core.scheduler.scheduler import Scheduler
-from ...core.types import DraftModel, EventSink, LatencyModel, Request
+from ...core.types import Backend, DraftModel, EventSink, LatencyModel, Request
 from ..traces.trace import Trace, TraceRequest
 from .distributions import RELATIVE_ERROR, RunHistograms
 from .engine import NANOSECONDS, AsyncSchedulingEngine, SimulatedEngine
@@ -115,7 +115,8 @@ def replay(
     *,
     allocator: AllocatorConfig,
     scheduler: SchedulerConfig,
-    latency: LatencyModel,
+    latency: LatencyModel | None = None,
+    backend: Backend | None = None,
     trace_block_size: int | None,
     sinks: Iterable[EventSink] = (),
     listeners: Iterable[RunListener] = (),
@@ -132,7 +133,8 @@ def replay(
         trace: rows in order of arrival; read once, never held.
         allocator: pool, groups and limits; prefix keys are taken at `hash_block_size`.
         scheduler: batch limits and policies.
-        latency: how long a step takes.
+        latency: how long a step takes in simulated memory.
+        backend: computes and times the steps in place of simulated memory; give it or a latency model.
         trace_block_size: tokens an id of the trace stands for; None where it has none (then nothing is shared).
         sinks: further listeners to every commit (a log, metrics).
         listeners: told of requests, commits and steps as the run goes on (a time series, a trace of the engine).
@@ -145,14 +147,22 @@ def replay(
         macro_steps: whether identical decode steps are taken in one go; the figures are the same either way.
 
     Raises:
-        InputError: limits that contradict each other, or a closed loop asked of a trace that links no turns.
+        InputError: limits that contradict each other, a closed loop asked of a trace that links no turns, or not
+            exactly one of a latency model and a backend.
     """
+    if (latency is None) == (backend is None):
+        raise InputError(
+            "give replay a latency model for simulated memory, or a backend that times its steps, and not both"
+        )
+    if backend is not None and drafts is not None:
+        raise InputError("a backend verifies its own drafts; a draft model works with a latency model only")
     closed_loop = decided_loop(trace, closed_loop)
     env = simpy.Environment()
     histograms = RunHistograms(allocator.max_model_len)
     recorder = Recorder(lambda: int(env.now), allocator.max_num_reqs, histograms, on_finished)
     watcher = Broadcast(lambda: int(env.now), recorder, tuple(listeners)) if listeners else recorder
-    backend = SimBackend(latency, drafts)
+    if backend is None:
+        backend = SimBackend(latency, drafts)
     ledger = KVCacheAllocator(allocator, sinks=[backend, watcher, *sinks])
     batcher = Scheduler(scheduler, ledger)
     engine_class = AsyncSchedulingEngine if async_scheduling else SimulatedEngine
@@ -179,7 +189,7 @@ def replay(
         "async_scheduling": async_scheduling,
         "arrivals": OPEN_LOOP if arrivals is None else CLOSED_LOOP,
         **({"turns_sent_late": arrivals.num_late} if arrivals is not None and arrivals.num_late else {}),
-        **latency.assumptions(),
+        **(latency.assumptions() if latency is not None else {"backend": type(backend).__name__}),
         **(drafts.assumptions() if drafts is not None else {}),
     }
     return replay_report(batcher, recorder, engine.rejections, assumptions, ended_ns / NANOSECONDS, wall_seconds)

@@ -1,7 +1,22 @@
-"""Request traces: read public formats row by row, refuse what is wrong with its place, and say what was measured."""
+"""Request traces: read public formats row by row, refuse what is wrong with its place, and say what was measured.
 
-from .file import TraceFile, open_trace
-from .registry import FORMATS
-from .trace import SkippedRows, Trace, TraceInfo, TraceRequest, Turn, Window
+Names are imported on first use: a recorded run is read where no trace format's libraries are installed.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .file import TraceFile, open_trace
+    from .registry import FORMATS
+    from .trace import SkippedRows, Trace, TraceInfo, TraceRequest, Turn, Window
 
 __all__ = ["FORMATS", "SkippedRows", "Trace", "TraceFile", "TraceInfo", "TraceRequest", "Turn", "Window", "open_trace"]
+
+_MODULES = {"FORMATS": "registry", "TraceFile": "file", "open_trace": "file"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULES.get(name, 'trace')}", __name__), name)

@@ -13,16 +13,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="real memory needs torch")
 
 from kvledger.backends.cuda import layout as cache_place  # noqa: E402
-from kvledger.backends.cuda import pool as device_pool  # noqa: E402
+from kvledger.backends.cuda import tables as device_tables  # noqa: E402
 from kvledger.backends.cuda.layer_access import LayerAccess  # noqa: E402
 from kvledger.backends.cuda.layout import CacheArrangement  # noqa: E402
 from kvledger.backends.cuda.staging import StepStaging  # noqa: E402
-from kvledger.backends.cuda.tables import (  # noqa: E402
-    DeviceTables,
-    TableChanges,
-    TableEvents,
-    TableMirror,
-)
+from kvledger.backends.cuda.tables import DeviceTables  # noqa: E402
+from kvledger.core.events import FreeReason  # noqa: E402
 from kvledger.core.planner.layout import KVCacheLayout  # noqa: E402
 from kvledger.kernels import reshape_and_cache  # noqa: E402
 from kvledger.kernels.torch_kernels import TorchKernels  # noqa: E402
@@ -68,8 +64,8 @@ class _NoCopies:
 def a_copy_on_write_is_forgotten(patch: Patch) -> None:
     made = DeviceTables.__init__
 
-    def init(self: DeviceTables, *arguments: Any) -> None:
-        made(self, *arguments)
+    def init(self: DeviceTables, *arguments: Any, **settings: Any) -> None:
+        made(self, *arguments, **settings)
         self.copies = _NoCopies()
 
     patch.setattr(DeviceTables, "__init__", init)
@@ -101,61 +97,63 @@ def blocks_are_copied_after_the_steps_writes(patch: Patch) -> None:
 
 @fault
 def only_the_first_layer_is_copied(patch: Patch) -> None:
-    regions = device_pool.BlockRegions.of
-    patch.setattr(device_pool.BlockRegions, "of", staticmethod(lambda caches: regions(caches[:1])))
+    regions = device_tables.BlockRegions.of
+    patch.setattr(device_tables.BlockRegions, "of", staticmethod(lambda caches: regions(caches[:1])))
 
 
 @fault
 def a_truncated_row_is_skipped(patch: Patch) -> None:
-    def cut(self: TableMirror, row: int, num_blocks: int) -> None:
-        self.table[row, num_blocks : self.num_blocks_per_row[row]] = 0
-        self.num_blocks_per_row[row] = num_blocks
+    def cut(self: DeviceTables, group: int, row: int, num_blocks: int) -> None:
+        self.host_tables[group][row, num_blocks : self.num_blocks_per_row[group][row]] = 0
+        self.num_blocks_per_row[group][row] = num_blocks
 
-    patch.setattr(TableMirror, "cut", cut)
+    patch.setattr(DeviceTables, "_cut", cut)
 
 
 @fault
 def a_truncated_row_grows_behind_its_old_end(patch: Patch) -> None:
-    cut = TableMirror.cut
+    cut = DeviceTables._cut
 
-    def keep_the_end(self: TableMirror, row: int, num_blocks: int) -> None:
-        end = int(self.num_blocks_per_row[row])
-        cut(self, row, num_blocks)
-        self.num_blocks_per_row[row] = end if num_blocks else 0
+    def keep_the_end(self: DeviceTables, group: int, row: int, num_blocks: int) -> None:
+        end = int(self.num_blocks_per_row[group][row])
+        cut(self, group, row, num_blocks)
+        self.num_blocks_per_row[group][row] = end if num_blocks else 0
 
-    patch.setattr(TableMirror, "cut", keep_the_end)
+    patch.setattr(DeviceTables, "_cut", keep_the_end)
 
 
 @fault
 def what_fell_out_of_the_window_stays_in_the_table(patch: Patch) -> None:
-    put = TableMirror.put
+    free = DeviceTables._on_freed
     patch.setattr(
-        TableMirror, "put", lambda self, row, columns, block: put(self, row, columns, block) if block else None
+        DeviceTables,
+        "_on_freed",
+        lambda self, event: free(self, event) if event.reason is not FreeReason.OUT_OF_WINDOW else None,
     )
 
 
 @fault
 def an_entry_that_changed_twice_gets_its_older_value(patch: Patch) -> None:
-    put = TableMirror._put
+    put = DeviceTables._put
 
-    def remember(self: TableMirror, indices: Any, blocks: Any) -> None:
+    def remember(self: DeviceTables, group: int, indices: Any, blocks: Any) -> None:
         older = self.__dict__.setdefault("older", {})
-        put(self, indices, blocks)
+        put(self, group, indices, blocks)
         for index in indices.tolist():
-            older.setdefault(index, int(self.table.reshape(-1)[index]))
+            older.setdefault((group, index), int(self.host_tables[group].reshape(-1)[index]))
 
-    taken = TableMirror.take_changes
+    taken = DeviceTables._take_changes
 
-    def take_changes(self: TableMirror) -> TableChanges:
-        changes = taken(self)
-        older = self.__dict__.pop("older", {})
+    def take_changes(self: DeviceTables, group: int) -> tuple[Any, Any]:
+        indices, blocks = taken(self, group)
+        older = self.__dict__.get("older", {})
         values = [
-            older.get(index, block) for index, block in zip(changes.indices.tolist(), changes.blocks, strict=True)
+            older.pop((group, index), block) for index, block in zip(indices.tolist(), blocks.tolist(), strict=True)
         ]
-        return TableChanges(changes.indices, np.array(values, dtype=np.int32))
+        return indices, np.array(values, dtype=np.int32)
 
-    patch.setattr(TableMirror, "_put", remember)
-    patch.setattr(TableMirror, "take_changes", take_changes)
+    patch.setattr(DeviceTables, "_put", remember)
+    patch.setattr(DeviceTables, "_take_changes", take_changes)
 
 
 @fault
@@ -207,9 +205,9 @@ def the_tail_of_a_padded_batch_gets_slot_0(patch: Patch) -> None:
 
 @fault
 def every_group_uses_the_block_size_of_the_first(patch: Patch) -> None:
-    made = device_pool.SlotTables.of
+    made = device_tables.SlotTables.of
     patch.setattr(
-        device_pool.SlotTables,
+        device_tables.SlotTables,
         "of",
         staticmethod(lambda tables, sizes, **settings: made(tables, sizes[:1] * len(sizes), **settings)),
     )
@@ -262,12 +260,12 @@ def two_layers_change_places(patch: Patch) -> None:
 
 @fault
 def a_prefix_hit_is_not_mirrored(patch: Patch) -> None:
-    patch.setattr(TableEvents, "_adopt", lambda self, event: None)
+    patch.setattr(DeviceTables, "_on_adopted", lambda self, event: None)
 
 
 @fault
 def a_child_gets_no_table(patch: Patch) -> None:
-    patch.setattr(TableEvents, "_share", lambda self, event: None)
+    patch.setattr(DeviceTables, "_on_shared", lambda self, event: None)
 
 
 def histories() -> Iterator[Callable[[], None]]:

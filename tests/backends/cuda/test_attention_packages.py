@@ -18,7 +18,7 @@ from kvledger.core.planner.layout import (  # noqa: E402
 )
 from kvledger.core.planner.specs import FullAttentionSpec  # noqa: E402
 
-from tests.backends import fake_attention_packages as fakes  # noqa: E402
+from tests.backends.cuda import fake_attention_packages as fakes  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

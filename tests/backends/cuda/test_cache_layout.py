@@ -276,7 +276,7 @@ def test_layers_bind_in_model_order_and_by_name_and_share_a_cache() -> None:
 REFUSED = [
     (CacheArrangement.FLASH_NHD, KVCacheLayout.BLNHC, {}, "needs each layer in one piece; use layout LBNHC or LBHNC"),
     (CacheArrangement.CLASSIC, KVCacheLayout.BLHNC, {}, "needs each layer in one piece"),
-    (CacheArrangement.INTERLEAVED_NHD, KVCacheLayout.LHBNC, {}, "needs whole pages, and layout LHBNC tears them apart"),
+    (CacheArrangement.INTERLEAVED_NHD, KVCacheLayout.LHBNC, {}, "needs whole pages, and layout LHBNC splits them"),
     (CacheArrangement.INTERLEAVED_HND, KVCacheLayout.BHLNC, {}, "needs whole pages"),
     (CacheArrangement.FLASH_HND, KVCacheLayout.LBNHC, {"page_size_padded": 1600}, "no room for padded pages"),
     (CacheArrangement.CLASSIC, KVCacheLayout.LBNHC, {"head_size": 20}, "head size 20 is not a multiple of 8"),

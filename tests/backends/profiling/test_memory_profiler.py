@@ -1,137 +1,27 @@
-"""The profiler's procedure against a device whose memory is arithmetic: order, figures, refusals, restored settings."""
-
-from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+"""The profiler against a device whose memory is arithmetic: order, settings, figures and refusals."""
 
 import attrs
 import pytest
-from kvledger.backends.profiling.device import AllocatorBytes
-from kvledger.backends.profiling.graph_memory import GraphCaptures
 from kvledger.backends.profiling.probe import DeviceProbe
-from kvledger.backends.profiling.profiler import MeasuredMemory, MemoryProfiler
+from kvledger.backends.profiling.profiler import MemoryProfiler
 from kvledger.backends.profiling.step import ProfilingStep, StepLimits
 from kvledger.core.errors import InputError, MisuseError
 from kvledger.core.memory.budget import MemoryCondition, MemoryShortfallError
 from kvledger.core.memory.ledger import MemoryBudget, MemoryLedger, RowSource, sum_bytes
-from kvledger.core.memory.profile import MemoryKind, SizingOptions, determine_available_memory, profile_memory
+from kvledger.core.memory.profile import SizingOptions, determine_available_memory, profile_memory
 
-GIB = 1 << 30
-MIB = 1 << 20
-SETTINGS = "garbage_collection_threshold:0.8,roundup_power2_divisions:[256:1,>:4]"
-
-
-@attrs.define
-class Card:
-    """A card of 80 GiB: what is taken from it is written down, and every call is remembered."""
-
-    calls: list[str] = attrs.field(factory=list)
-    settings: str = SETTINGS
-    others_bytes: int = 10 * GIB
-    context_bytes: int = GIB // 2
-    allocated_bytes: int = 0
-    peak_bytes: int = 0
-    cached_bytes: int = 0
-    attributes_process: bool = True
-    has_native_allocator: bool = True
-    name: str = "cuda:0 (a card of arithmetic)"
-    kind: MemoryKind = MemoryKind.DEVICE
-    total_bytes: int = 80 * GIB
-    overridden: dict[str, Any] = attrs.field(factory=dict)
-
-    def allocate(self, num_bytes: int) -> None:
-        self.allocated_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-
-    def free(self, num_bytes: int) -> None:
-        """Freed memory stays reserved until the cache is emptied."""
-        self.allocated_bytes -= num_bytes
-        self.cached_bytes += num_bytes
-
-    def part(self, name: str, transient_bytes: int, kept_bytes: int = 0) -> Callable[..., str]:
-        """A callable that needs memory for its own time only, and keeps some."""
-
-        def run(*arguments: object) -> str:
-            self.calls.append(f"{name}{arguments}")
-            self.allocate(transient_bytes + kept_bytes)
-            self.free(transient_bytes)
-            return f"output of {name}"
-
-        return run
-
-    # -- DeviceAccess --------------------------------------------------------------------------------------------------
-
-    def warm_up(self) -> None:
-        self.calls.append("warm_up")
-        self.context_bytes += 40 * MIB
-        self.allocate(32 * MIB)
-
-    def release_cached(self) -> None:
-        self.calls.append("release_cached")
-        self.cached_bytes = 0
-
-    def free_and_total_bytes(self) -> tuple[int, int]:
-        self.calls.append("read")
-        held = self.others_bytes + self.context_bytes + self.allocated_bytes + self.cached_bytes
-        return self.overridden.get("free", self.total_bytes - held), self.total_bytes
-
-    def allocator_bytes(self) -> AllocatorBytes:
-        counted = AllocatorBytes(
-            allocated_bytes=self.allocated_bytes,
-            peak_bytes=self.peak_bytes,
-            reserved_bytes=self.allocated_bytes + self.cached_bytes,
-        )
-        return attrs.evolve(counted, **{k: v for k, v in self.overridden.items() if k not in ("free", "process")})
-
-    def process_bytes(self) -> int | None:
-        if not self.attributes_process:
-            return None
-        return self.overridden.get("process", self.context_bytes + self.allocated_bytes + self.cached_bytes)
-
-    def reset_peak(self) -> None:
-        self.calls.append("reset_peak")
-        self.peak_bytes = self.allocated_bytes
-
-    def allocator_settings(self) -> str:
-        return self.settings
-
-    def set_allocator_settings(self, settings: str) -> None:
-        self.calls.append(f"set {settings}")
-        self.settings = settings
-
-    def inference_mode(self) -> AbstractContextManager[Any]:
-        @contextmanager
-        def block() -> Any:
-            self.calls.append("inference mode")
-            yield
-            self.calls.append("end of inference mode")
-
-        return block()
-
-
-LIMITS = StepLimits(max_num_batched_tokens=8192, max_num_seqs=3)
-
-
-def a_step(card: Card) -> ProfilingStep:
-    return ProfilingStep(model=card.part("model", 2 * GIB), sampler=card.part("sampler", GIB))
-
-
-def measured_on(card: Card) -> tuple[MemoryProfiler, MeasuredMemory]:
-    """A profiler that has been through the profile: 16 GiB of weights, half a GiB taken by libraries."""
-    profiler = MemoryProfiler(card, LIMITS)
-    profiler.take_baseline()
-    profiler.load_weights(lambda: card.allocate(16 * GIB))
-    card.context_bytes += GIB // 2
-    return profiler, profiler.profile(a_step(card))
-
-
-def profiled(card: Card) -> MemoryProfiler:
-    return measured_on(card)[0]
-
-
-def bytes_of(rows: tuple) -> dict[str, int]:
-    return {row.name: row.num_bytes for row in rows}
-
+from tests.backends.profiling.arithmetic_card import (
+    GIB,
+    LIMITS,
+    MIB,
+    SETTINGS,
+    Card,
+    a_step,
+    bytes_of,
+    graphs,
+    measured_on,
+    profiled,
+)
 
 # -- order -------------------------------------------------------------------------------------------------------------
 
@@ -411,142 +301,3 @@ def test_a_pipeline_rank_that_is_not_the_last_runs_the_model_alone() -> None:
     profiler.load_weights(lambda: None)
     measured = profiler.profile(ProfilingStep(model=card.part("model", GIB), is_last_rank=False))
     assert [part.name for part in measured.peaks] == ["model"]
-
-
-# -- graphs, pool, reconciliation --------------------------------------------------------------------------------------
-
-
-def graphs(card: Card, sizes: tuple[int, ...] = (1, 2, 4, 8), shared: int = 96 * MIB) -> GraphCaptures:
-    """The first graph holds what all share; each takes 4 MiB of its own."""
-    captured: list[int] = []
-
-    class Graph:
-        def __init__(self, num_bytes: int) -> None:
-            self.num_bytes = num_bytes
-            card.context_bytes += num_bytes
-
-        def __del__(self) -> None:
-            card.context_bytes -= self.num_bytes
-
-    def capture(size: int) -> Graph:
-        card.calls.append(f"capture {size}")
-        captured.append(size)
-        return Graph(4 * MIB + (shared if len(captured) == 1 else 0))
-
-    return GraphCaptures(mode="full", sizes=sizes, capture=capture)
-
-
-def test_graphs_are_sampled_largest_first_over_the_smallest_pool_and_let_go() -> None:
-    card = Card()
-    profiler = profiled(card)
-    held = card.context_bytes
-    card.calls.clear()
-
-    @contextmanager
-    def smallest_pool() -> Any:
-        card.calls.append("smallest pool")
-        card.allocate(GIB)
-        yield
-        card.calls.append("end of smallest pool")
-        card.free(GIB)
-
-    measured = profiler.estimate_graphs((graphs(card),), smallest_pool=smallest_pool)
-    assert [call for call in card.calls if call not in ("read", "release_cached")] == [
-        *("inference mode", "smallest pool", "capture 8", "capture 4", "end of smallest pool", "end of inference mode")
-    ]
-    assert card.context_bytes == held
-    row = measured.rows[-1]
-    assert (row.name, row.source) == ("CUDA graphs", RowSource.ESTIMATE)
-    assert row.num_bytes == (100 + 4 + 2 * 4) * MIB
-    assert (row.low_bytes, row.high_bytes) == (104 * MIB, 112 * MIB)
-    assert "2 more (full) x 4,194,304" in row.formula
-
-
-def test_a_graph_that_shows_no_memory_still_takes_a_share() -> None:
-    card = Card()
-    profiler = profiled(card)
-    measured = profiler.estimate_graphs((GraphCaptures(mode="full", sizes=(1, 2, 3), capture=lambda _: None),))
-    assert measured.graph_bytes == MIB
-
-
-def test_two_modes_are_captured_one_after_the_other_and_added() -> None:
-    card = Card()
-    profiler = profiled(card)
-    second = attrs.evolve(graphs(card, sizes=(16, 32), shared=8 * MIB), mode="piecewise")
-    measured = profiler.estimate_graphs((graphs(card), second))
-    assert measured.graphs is not None
-    assert [(s.mode, s.size, s.num_bytes // MIB) for s in measured.graphs.samples] == [
-        ("full", 8, 100),
-        ("full", 4, 4),
-        ("piecewise", 32, 12),
-        ("piecewise", 16, 4),
-    ]
-    assert measured.graph_bytes == (100 + 4 + 8 + 12 + 4) * MIB
-
-
-def test_memory_that_sampled_graphs_do_not_give_back_is_a_warning_with_its_bytes() -> None:
-    card = Card()
-    profiler = profiled(card)
-
-    def leak(_: int) -> None:
-        card.context_bytes += 3 * MIB
-
-    measured = profiler.estimate_graphs((GraphCaptures(mode="full", sizes=(1, 2), capture=leak),))
-    assert measured.warnings == ("6.00 MiB (6,291,456 B) stayed taken after the sampled graphs were dropped",)
-
-
-@pytest.mark.parametrize(("modes", "count"), [((), 2), ("some", 1)])
-def test_an_estimate_of_nothing_or_from_one_graph_is_refused(modes: Any, count: int) -> None:
-    card = Card()
-    profiler = profiled(card)
-    given = (graphs(card),) if modes else ()
-    with pytest.raises(InputError, match=r"no graphs|num_captured_sizes is 1"):
-        profiler.estimate_graphs(given, num_captured_sizes=count)
-
-
-def test_start_up_reconciles_to_the_byte_and_every_row_is_measured() -> None:
-    card = Card()
-    profiler = profiled(card)
-    profiler.estimate_graphs((graphs(card),))
-    assert profiler.allocate_pool(lambda: card.allocate(20 * GIB) or "pool", planned_bytes=20 * GIB) == "pool"
-    mode = graphs(card)
-    kept = profiler.capture_graphs(lambda: [mode.capture(size) for size in mode.sizes])
-    report = profiler.reconcile()
-    assert {row.source for row in report.rows} == {RowSource.MEASURED}
-    assert bytes_of(report.rows)["CUDA graphs"] == 112 * MIB
-    assert bytes_of(report.rows)["KV cache blocks"] == 20 * GIB
-    assert report.actual_bytes == report.expected_bytes == (16 + 20) * GIB + GIB // 2 + 112 * MIB
-    assert report.warnings == ()
-    assert len(kept) == 4
-
-
-def test_what_differs_from_the_plan_is_named_with_its_bytes() -> None:
-    card = Card()
-    profiler = profiled(card)
-    profiler.estimate_graphs((graphs(card),))
-    profiler.allocate_pool(lambda: card.allocate(20 * GIB), planned_bytes=20 * GIB)
-    mode = graphs(card, shared=196 * MIB)
-    kept = profiler.capture_graphs(lambda: [mode.capture(size) for size in mode.sizes])
-    card.context_bytes += 64 * MIB
-    report = profiler.reconcile()
-    assert len(kept) == 4
-    assert report.unexplained_bytes == 64 * MIB
-    graphs_warning, unexplained_warning = report.warnings
-    assert "(104,857,600 B) more than the 0.11 GiB (117,440,512 B) set aside" in graphs_warning
-    assert "(67,108,864 B) more than the rows explain" in unexplained_warning
-
-
-def test_an_engine_without_graphs_reconciles_too() -> None:
-    card = Card()
-    profiler = profiled(card)
-    profiler.allocate_pool(lambda: card.allocate(GIB), planned_bytes=GIB)
-    report = profiler.reconcile()
-    assert "CUDA graphs" not in bytes_of(report.rows)
-    assert report.warnings == ()
-
-
-def test_a_pool_smaller_than_planned_is_refused_with_both_figures() -> None:
-    card = Card()
-    profiler = profiled(card)
-    with pytest.raises(InputError, match=r"planned at 20.00 GiB .* grew by 19.00 GiB"):
-        profiler.allocate_pool(lambda: card.allocate(19 * GIB), planned_bytes=20 * GIB)

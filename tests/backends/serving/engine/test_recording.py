@@ -25,7 +25,6 @@ from kvledger.backends.sinks import (
 )
 from kvledger.core import InputError, TokenBatch
 from kvledger.core.events import BlocksShared, TokensPlaced
-from kvledger.sim.commands.cli import main
 from kvledger.sim.logs.live_rerun import run_live_again
 from kvledger.sim.logs.verification import verify_log
 
@@ -53,6 +52,7 @@ def recorded(make_engine, tmp_path):
 @pytest.fixture
 def kvledger(monkeypatch, capsys):
     """Run the command line; return (exit code, standard output)."""
+    from kvledger.sim.commands.cli import main
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["kvledger", *map(str, arguments)])
