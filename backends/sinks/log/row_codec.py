@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from ....core.errors import CorruptLedgerError, InputError
 from ....core.events import (
@@ -23,13 +24,13 @@ from ....core.events import (
     Commit,
     Event,
     FreeReason,
-    IntColumn,
     PoolCreated,
     PrefixAdopted,
     RowsAssigned,
     RowsReleased,
     TokensPlaced,
     columns_of,
+    named_tuple,
 )
 from ....core.types import StepLoad
 from .keys import decode_keys, encode_keys
@@ -64,6 +65,7 @@ _FIELDS: dict[type, tuple[str, ...]] = {
     CacheReset: (),
 }
 _NAMES = {event: event.__name__.encode() for event in _FIELDS}
+_Array = np.ndarray
 _KEY_COLUMNS = ("keys", "parents")
 _TYPECODE = {pa.int32(): "i", pa.int64(): "q"}
 
@@ -125,11 +127,12 @@ class RowEncoder:
             name: array(_TYPECODE[entries]) if entries in _TYPECODE else [] for name, entries in LIST_COLUMNS.items()
         }
         self._ends = {name: array("i", (0,)) for name in LIST_COLUMNS}
-        self._pairs = [(values, self._ends[name]) for name, values in self._lists.items()]
-        self._adders = {event: tuple(map(self._adder, columns)) for event, columns in _FIELDS.items()}
+        # Bound once: every row calls them.
+        self._row_enders = [(self._ends[name].append, values) for name, values in self._lists.items()]
+        self._adders = {event: (tuple(map(self._adder, names)), names) for event, names in _FIELDS.items()}
 
     def _adder(self, column: str) -> Callable[[Any], None]:
-        """Return what adds a field's value to its column."""
+        """Return what adds a field's value to its column, unless the value is a NumPy array."""
         name = column.removeprefix("*")
         values = self._lists.get(name)
         match name:
@@ -146,7 +149,14 @@ class RowEncoder:
             case "keys" | "parents":
                 return lambda key: values.extend(encode_keys((key,)))
             case _:
-                return values.append if column != name else partial(_add_ints, name, values)
+                return values.extend if column == name else values.append
+
+    def _add_array(self, name: str, column: NDArray[np.integer]) -> None:
+        values = self._lists[name]
+        itemsize = values.itemsize
+        if itemsize < column.itemsize and len(column) and not -(1 << 31) <= column.min() <= column.max() < 1 << 31:
+            raise OverflowError(f"{name} reaches {column.max()}; the column has {8 * itemsize} bits")
+        values.frombytes(column.astype(f"i{itemsize}").tobytes())
 
     def clear(self) -> None:
         """Drop the rows gathered so far."""
@@ -169,12 +179,12 @@ class RowEncoder:
             for event in commit.events:
                 self._begin_row()
                 kind = type(event)
-                if isinstance(event, tuple):
-                    values = event
-                else:
-                    values = (pool_as_json(event).encode(),) if kind is PoolCreated else columns_of(event).values()
-                for add, value in zip(self._adders[kind], values, strict=True):
-                    add(value)
+                values = event if isinstance(event, tuple) else _values_of(event)
+                for value, add, name in zip(values, *self._adders[kind]):  # noqa: B905 - fields and table agree
+                    if type(value) is _Array:
+                        self._add_array(name, value)
+                    else:
+                        add(value)
                 self._end_row(commit.sequence, time_ns, _NAMES[kind])
             if not commit.events:
                 self._begin_row()
@@ -242,40 +252,37 @@ class RowEncoder:
         self._detail.append(None)
 
     def _end_row(self, commit: int, time_ns: int | None, name: bytes | None) -> None:
-        for values, ends in self._pairs:
-            ends.append(len(values))
+        for append, values in self._row_enders:
+            append(len(values))
         self._commits.append(commit)
         self._times.append(time_ns)
         self._names.append(name)
 
     def _cut(self, num_rows: int) -> None:
         """Drop everything after the first `num_rows` rows, an unfinished row included."""
-        for values, ends in self._pairs:
+        for name, ends in self._ends.items():
             del ends[num_rows + 1 :]
-            del values[ends[-1] :]
+            del self._lists[name][ends[-1] :]
         for column in self._scalars:
             del column[num_rows:]
 
 
-def _add_ints(name: str, values: "array[int]", column: IntColumn | Sequence[int]) -> None:
-    if isinstance(column, np.ndarray):
-        itemsize = values.itemsize
-        if itemsize < column.itemsize and len(column) and not -(1 << 31) <= column.min() <= column.max() < 1 << 31:
-            raise OverflowError(f"{name} reaches {column.max()}; the column has {8 * itemsize} bits")
-        values.frombytes(column.astype(f"i{itemsize}").tobytes())
-    else:
-        values.extend(column)
+def _values_of(event: PoolCreated | BlockCopied | CacheReset) -> Iterable[Any]:
+    return (pool_as_json(event).encode(),) if isinstance(event, PoolCreated) else columns_of(event).values()
 
 
 # Looks up the value of the current row by the name of a column.
 _Row: TypeAlias = Callable[[str], Any]
 
 
-def _decoder_of(make: Callable[..., Event], columns: tuple[str, ...]) -> Callable[[_Row], Event]:
+def _decoder_of(event: type[Any], columns: tuple[str, ...]) -> Callable[[_Row], Event]:
     """Return the inverse of `RowEncoder.add_commit` for one type of event.
 
     It raises `ValueError` if a column that holds single fields has another number of entries.
     """
+    if issubclass(event, tuple) and not any(name.startswith("*") for name in columns):
+        return lambda row: named_tuple(event, [row(name) for name in columns])  # pyright: ignore[reportArgumentType]
+    make = pool_from_json if event is PoolCreated else event
     # For each column: how many single fields its entries are; None if the whole column is one field.
     parts = {name.removeprefix("*"): columns.count(name) if name.startswith("*") else None for name in columns}
 
@@ -288,14 +295,15 @@ def _decoder_of(make: Callable[..., Event], columns: tuple[str, ...]) -> Callabl
             elif len(value) == count:
                 fields += value
             else:
-                raise ValueError(f"{make.__name__} has {len(value)} entries in the column {name}, not {count}")
+                raise ValueError(f"{event.__name__} has {len(value)} entries in the column {name}, not {count}")
         return make(*fields)
 
     return decode
 
 
-def _freed(reason: str, *columns: Any) -> Event:
-    return BlocksFreed(_REASONS[reason], *columns)
+def _blocks_freed(row: _Row) -> Event:
+    _, *columns = _FIELDS[BlocksFreed]
+    return BlocksFreed(_REASONS[row("reason")], *[row(name) for name in columns])
 
 
 def _request_arrived(row: _Row) -> Note:
@@ -318,9 +326,9 @@ def _step_computed(row: _Row) -> Note:
 
 
 _REASONS = {reason.value: reason for reason in FreeReason}
-_MAKERS: dict[type, Callable[..., Event]] = {PoolCreated: pool_from_json, BlocksFreed: _freed}
 _DECODERS: dict[str, Callable[[_Row], Event | Note]] = {
-    **{event.__name__: _decoder_of(_MAKERS.get(event, event), columns) for event, columns in _FIELDS.items()},
+    **{event.__name__: _decoder_of(event, columns) for event, columns in _FIELDS.items()},
+    "BlocksFreed": _blocks_freed,
     "RequestArrived": _request_arrived,
     "RequestEnded": _request_ended,
     "StepComputed": _step_computed,
@@ -335,20 +343,21 @@ def _decoded_rows(batch: pa.RecordBatch) -> Iterator[tuple[int, int | None, Even
         CorruptLedgerError: an event that this version does not know.
     """
     # Flat columns become Python values once; rows are slices of them.
-    ends: dict[str, list[int]] = {name: batch.column(name).offsets.to_pylist() for name in LIST_COLUMNS}
-    values: dict[str, Any] = {}
+    ends_of: dict[str, list[int]] = {name: batch.column(name).offsets.to_pylist() for name in LIST_COLUMNS}
+    values_of: dict[str, Sequence[Any]] = {}
     for name in ROW_SCHEMA.names:
-        plain = (batch.column(name).values if name in ends else batch.column(name)).to_pylist()
-        values[name] = decode_keys(plain) if name in _KEY_COLUMNS else tuple(plain)
+        values = (batch.column(name).values if name in ends_of else batch.column(name)).to_pylist()
+        values_of[name] = decode_keys(values) if name in _KEY_COLUMNS else tuple(values)
     place = 0
 
     def row(name: str) -> Any:
-        if name in ends:
-            return values[name][ends[name][place] : ends[name][place + 1]]
-        return values[name][place]
+        if name in ends_of:
+            ends = ends_of[name]
+            return values_of[name][ends[place] : ends[place + 1]]
+        return values_of[name][place]
 
     for place, (commit, time_ns, name) in enumerate(  # noqa: B007 - `row` reads it
-        zip(values["commit"], values["time_ns"], values["event"], strict=True)
+        zip(values_of["commit"], values_of["time_ns"], values_of["event"], strict=True)
     ):
         if name is not None and name not in _DECODERS:
             raise CorruptLedgerError(f"commit {commit} holds {name!r}, which this kvledger does not know")
