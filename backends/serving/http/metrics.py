@@ -1,4 +1,4 @@
-"""What a live server tells Prometheus, under vLLM's names where they mean the same, else under `kvledger:`."""
+"""The metrics of a live server for Prometheus, under vLLM's names if they mean the same, else under `kvledger:`."""
 
 import time
 from collections import deque
@@ -10,28 +10,28 @@ from ....core.scheduler.scheduler import StepOutcome
 from ....core.types import ScheduledStep, StepResult
 from ...sinks.metrics.boundaries import FIRST_TOKEN_MS, PREEMPTIONS, REQUEST_MS, STEP_TOKENS, TOKEN_MS, token_boundaries
 from ...sinks.metrics.endpoint import Figure, FigureCollector
+from ..engine.generation import Output
 from ..engine.live_engine import LiveEngine
-from ..engine.request import LiveRequest, RequestStats
-from ..engine.step_sampler import Output
+from ..engine.request import LiveRequest, seconds_between
 
-# The last ends of requests that the wait for a free place is estimated from, and its bounds in whole seconds.
+# Number of recent request ends from which the wait for a free place is estimated, and its limit in whole seconds.
 NUM_ENDS = 32
 MAX_RETRY_AFTER_S = 60
 _LABELS = ("engine", "model_name")
 
 
 class ServingMetrics:
-    """Counts what ends, and reads the engine's gauges when it is asked.
+    """Counts steps, requests and answers, and reads the engine's gauges at each scrape.
 
     `ended` and `step` are the engine's callbacks (`on_request_ended`, `observers`); the server calls the others.
     """
 
     def __init__(self, model_name: str, max_model_len: int) -> None:
-        """Everything at 0; `watch` the engine once it is there.
+        """Start at 0. Call `watch` once the engine exists.
 
         Args:
-            model_name: of the label.
-            max_model_len: tokens of the longest request, for the boundaries of lengths.
+            model_name: value of the label `model_name`.
+            max_model_len: tokens of the longest request, for the bucket boundaries of lengths.
         """
         self._engine: LiveEngine | None = None
         self._ends_s: deque[float] = deque(maxlen=NUM_ENDS)
@@ -89,20 +89,18 @@ class ServingMetrics:
         )  # fmt: skip
         self._disconnects = self._counter("kvledger:client_disconnects", "Clients that left before their answer ended.")
 
-    # -- what happens ------------------------------------------------------------------------------------------------
-
     def watch(self, engine: LiveEngine) -> None:
-        """Whose gauges are read."""
+        """Set the engine whose gauges are read."""
         self._engine = engine
 
     def step(self, step: ScheduledStep, result: StepResult, _outcome: StepOutcome) -> None:
-        """A step was computed."""
+        """Count a step that was computed."""
         outputs: list[Output] = result.outputs
         self._step_tokens.observe(step.batch.num_tokens)
         self._generation_tokens.inc(sum(1 + len(output.samples) for output in outputs))
 
     def ended(self, live: LiveRequest) -> None:
-        """A request has ended, for whatever reason."""
+        """Count a request that has ended, for any reason."""
         stats = live.stats
         self._ends_s.append(time.monotonic())
         self._success.labels(**self._labels, finished_reason=stats.finish_reason or "error").inc()
@@ -113,37 +111,47 @@ class ServingMetrics:
         self._request_preemptions.observe(stats.num_preemptions)
         if stats.num_cached_tokens is not None:
             self._request_computed_tokens.observe(stats.num_prompt_tokens - stats.num_cached_tokens)
-        self._time(live, stats)
+        started, first, last = live.started_ns, live.first_token_ns, live.last_token_ns
+        measured = (
+            (self._ttft_s, stats.ttft_s),
+            (self._tpot_s, stats.tpot_s),
+            (self._e2e_s, stats.e2e_s),
+            (self._queue_s, stats.queue_time_s),
+            (self._prefill_s, seconds_between(started, first)),
+            (self._decode_s, seconds_between(first, last)),
+            (self._inference_s, seconds_between(started, last)),
+        )
+        for histogram, seconds in measured:
+            if seconds is not None:
+                histogram.observe(seconds)
 
     def gap(self, seconds: float) -> None:
-        """Two tokens of a request came so far apart."""
+        """Count the time between two tokens of a request (ITL)."""
         self._itl_s.observe(seconds)
 
     def answered(self, status: int) -> None:
-        """A client was answered, or told in its stream that it would not be."""
+        """Count the status of an answer, or of an error in a stream."""
         if status >= 400:
             self._errors.labels(**self._labels, status=str(status)).inc()
 
     def client_left(self) -> None:
-        """A client left before its answer ended."""
+        """Count a client that left before its answer ended."""
         self._disconnects.inc()
 
     def retry_after_s(self) -> int:
-        """Whole seconds until a place in the queue is likely to be free: the mean time between the last ends."""
+        """Estimate the whole seconds until a place in the queue is free: the mean time between recent request ends."""
         ends = list(self._ends_s)
         if len(ends) < 2:
             return 1
         between_s = (ends[-1] - ends[0]) / (len(ends) - 1)
         return min(max(1, round(between_s + 0.5)), MAX_RETRY_AFTER_S)
 
-    # -- what Prometheus reads ---------------------------------------------------------------------------------------
-
     def text(self) -> bytes:
-        """One scrape, in Prometheus' text format."""
+        """Return one scrape in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def figures(self) -> Iterator[Figure]:
-        """What the engine knows now."""
+        """Yield the engine's figures now."""
         engine = self._engine
         if engine is None:
             return
@@ -167,21 +175,6 @@ class ServingMetrics:
         }
         yield Figure("vllm:cache_config_info", "gauge", "What the pool is.", 1, info)
 
-    def _time(self, live: LiveRequest, stats: RequestStats) -> None:
-        started, first, last = live.started_ns, live.first_token_ns, live.last_token_ns
-        measured = (
-            (self._ttft_s, stats.ttft_s),
-            (self._tpot_s, stats.tpot_s),
-            (self._e2e_s, stats.e2e_s),
-            (self._queue_s, stats.queue_time_s),
-            (self._prefill_s, _between_s(started, first)),
-            (self._decode_s, _between_s(first, last)),
-            (self._inference_s, _between_s(started, last)),
-        )
-        for histogram, seconds in measured:
-            if seconds is not None:
-                histogram.observe(seconds)
-
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, _LABELS, registry=self._registry).labels(**self._labels)
 
@@ -190,7 +183,3 @@ class ServingMetrics:
 
     def _seconds(self, name: str, text: str, boundaries_ms: Sequence[int]) -> Histogram:
         return self._histogram(name, f"{text} Seconds.", [boundary / 1e3 for boundary in boundaries_ms])
-
-
-def _between_s(start_ns: int | None, end_ns: int | None) -> float | None:
-    return None if start_ns is None or end_ns is None else (end_ns - start_ns) / 1e9

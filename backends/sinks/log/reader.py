@@ -195,5 +195,5 @@ class LogReader:
 def _check_follows(stored: StoredBatch, expected: int | None) -> int:
     """Check that a batch begins with the expected commit, any if None; return the commit after it."""
     if expected is None:
-        expected = stored.batch.column("commit")[0].as_py()
+        expected = int(stored.batch.column("commit")[0].as_py())
     return check_order(stored.path, stored.offset, stored.batch, expected)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from operator import setitem
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import pyarrow as pa
@@ -134,7 +134,7 @@ class RowEncoder:
     def _adder(self, column: str) -> Callable[[Any], None]:
         """Return what adds a field's value to its column, unless the value is a NumPy array."""
         name = column.removeprefix("*")
-        values = self._lists.get(name)
+        values: Any = self._lists.get(name)
         match name:
             case "group":
                 return partial(setitem, self._group, -1)
@@ -275,18 +275,19 @@ def _values_of(event: PoolCreated | BlockCopied | CacheReset) -> Iterable[Any]:
 _Row: TypeAlias = Callable[[str], Any]
 
 
-def _decoder_of(event: type[Any], columns: tuple[str, ...]) -> Callable[[_Row], Event]:
+def _decoder_of(event: Any, columns: tuple[str, ...]) -> Callable[[_Row], Any]:
     """Return the inverse of `RowEncoder.add_commit` for one type of event.
 
     It raises `ValueError` if a column that holds single fields has another number of entries.
     """
     if issubclass(event, tuple) and not any(name.startswith("*") for name in columns):
-        return lambda row: named_tuple(event, [row(name) for name in columns])  # pyright: ignore[reportArgumentType]
+        # `tuple.__new__`, which `named_tuple` is, takes any iterable.
+        return lambda row: named_tuple(event, cast("Any", [row(name) for name in columns]))
     make = pool_from_json if event is PoolCreated else event
     # For each column: how many single fields its entries are; None if the whole column is one field.
     parts = {name.removeprefix("*"): columns.count(name) if name.startswith("*") else None for name in columns}
 
-    def decode(row: _Row) -> Event:
+    def decode(row: _Row) -> Any:
         fields: list[Any] = []
         for name, count in parts.items():
             value = row(name)
