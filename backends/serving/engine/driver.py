@@ -24,6 +24,9 @@ class Inbox:
     """Orders from other threads in their order, and the limit on requests that wait for their first step.
 
     Methods may be called from any thread; those under "engine thread" from that thread only.
+
+    Attributes:
+        num_queued: requests that wait for their first step.
     """
 
     def __init__(self, max_queued_requests: int) -> None:
@@ -34,13 +37,8 @@ class Inbox:
         self._changed = threading.Condition()
         self._orders: deque[Order] = deque()
         self._unended: set[str] = set()
-        self._num_queued = 0
+        self.num_queued = 0
         self._refusal: Exception | None = None
-
-    @property
-    def num_queued(self) -> int:
-        """Requests that wait for their first step."""
-        return self._num_queued
 
     @property
     def num_unended(self) -> int:
@@ -66,12 +64,12 @@ class Inbox:
             for place, request_id in enumerate(request_ids):
                 if request_id in self._unended or request_id in request_ids[:place]:
                     raise InputError(f"a request {request_id!r} is still being served; give each one its own id")
-            if self._num_queued + len(generations) > self.max_queued_requests:
+            if self.num_queued + len(generations) > self.max_queued_requests:
                 raise QueueFullError(
-                    f"{self._num_queued} requests wait for their first step, and with {len(generations)} more they are "
+                    f"{self.num_queued} requests wait for their first step, and with {len(generations)} more they are "
                     f"more than max_queued_requests {self.max_queued_requests} allows; try again later"
                 )
-            self._num_queued += len(generations)
+            self.num_queued += len(generations)
             self._unended.update(request_ids)
             self._orders.append(tuple(generations))
             self._changed.notify_all()
@@ -128,14 +126,14 @@ class Inbox:
     def started(self) -> None:
         """Count a request as no longer queued: its first step begins."""
         with self._changed:
-            self._num_queued -= 1
+            self.num_queued -= 1
 
     def ended(self, request_id: str, had_started: bool) -> None:
         """Count a request as ended."""
         with self._changed:
             self._unended.discard(request_id)
             if not had_started:
-                self._num_queued -= 1
+                self.num_queued -= 1
             self._changed.notify_all()
 
 

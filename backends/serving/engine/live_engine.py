@@ -200,16 +200,11 @@ class LiveEngine:
         The prompt is computed once. Then the outputs share its blocks by a fork, and diverge by copy on write; each is
         a separate request with its own figures and end.
 
-        Args:
-            prompt_token_ids: at least one token.
-            settings: the settings of each output.
-            priority: as in `submit`.
-            cache_salt: as in `submit`.
-            request_ids: an id for each output, as in `submit`.
+        `settings` and `request_ids` have one entry for each output; the other arguments and the errors are those of
+        `submit`.
 
         Raises:
-            InputError: as in `submit`, no settings, more outputs than may wait at once, or another number of ids.
-            DoesNotFitError, QueueFullError, EngineStoppedError, EngineFailedError: as in `submit`.
+            InputError: also if there are no settings, more outputs than may wait at once, or another number of ids.
         """
         self._inbox.raise_refusal()
         tokens = self._checks.prompt(prompt_token_ids)

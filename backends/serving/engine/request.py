@@ -35,101 +35,6 @@ class TokenDelta:
     time_ns: int = 0
 
 
-class TokenStream:
-    """A queue of tokens from the engine's thread to one reader, with `for` in a thread or `async for` in an event loop.
-
-    A slow reader does not block the engine: at most `max_tokens` tokens gather. Iteration ends after the last token,
-    and raises the error that the request ended with, if any.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._deltas: deque[TokenDelta] = deque()
-        self._is_closed = False
-        self._error: Exception | None = None
-        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
-
-    def put(self, delta: TokenDelta) -> None:
-        """Add a token."""
-        with self._changed:
-            self._deltas.append(delta)
-            self._wake()
-
-    def close(self, error: Exception | None = None) -> None:
-        """End the stream. A second call changes nothing."""
-        with self._changed:
-            if not self._is_closed:
-                self._is_closed, self._error = True, error
-                self._wake()
-
-    def _wake(self) -> None:
-        self._changed.notify_all()
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None:
-            loop, future = waiter
-            try:
-                loop.call_soon_threadsafe(_resolve, future)
-            except RuntimeError:  # the reader's event loop is closed, so there is no reader any more
-                return
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether no more tokens will be added."""
-        return self._is_closed
-
-    def wait_until_closed(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end without taking a token; return False if the time is up first."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._is_closed, timeout_s)
-
-    def raise_error(self) -> None:
-        """Raise the error that the request ended with, if any."""
-        if self._error is not None:
-            raise self._error
-
-    def __iter__(self) -> Iterator[TokenDelta]:
-        while True:
-            with self._changed:
-                self._changed.wait_for(self._is_ready)
-                delta = self._next()
-            if delta is None:
-                return
-            yield delta
-
-    async def __aiter__(self) -> AsyncIterator[TokenDelta]:
-        loop = asyncio.get_running_loop()
-        while True:
-            with self._changed:
-                future: asyncio.Future[None] | None = None
-                delta = None
-                if self._is_ready():
-                    delta = self._next()
-                    if delta is None:
-                        return
-                else:
-                    future = loop.create_future()
-                    self._waiter = loop, future
-            if delta is not None:
-                yield delta
-            elif future is not None:
-                await future
-
-    def _is_ready(self) -> bool:
-        return self._is_closed or bool(self._deltas)
-
-    def _next(self) -> TokenDelta | None:
-        """Return the next token; None at the end."""
-        if self._deltas:
-            return self._deltas.popleft()
-        self.raise_error()
-        return None
-
-
-def _resolve(future: "asyncio.Future[None]") -> None:
-    if not future.done():  # its reader may have been cancelled meanwhile
-        future.set_result(None)
-
-
 def seconds_between(start_ns: int | None, end_ns: int | None) -> float | None:
     """Return the seconds between two times in nanoseconds; None if one of them has not happened yet."""
     return None if start_ns is None or end_ns is None else (end_ns - start_ns) / NANOSECONDS
@@ -182,13 +87,14 @@ class Completion:
 
 
 class LiveRequest:
-    """A submitted request. Read its tokens with `for` or `async for`, by one reader, or wait for `result`.
+    """A submitted request. One reader reads its tokens with `for` or `async for`, or waits for `result`.
 
         with engine.submit(prompt, SamplingSettings(max_tokens=100)) as request:  # cancelled if left early
             for delta in request:
                 print(delta.text, end="")
 
-    The tokens of a cancelled request end without an error; an engine failure is raised after the last token.
+    The tokens of a cancelled request end without an error; an engine failure is raised after the last token. A slow
+    reader does not block the engine: at most `max_tokens` tokens gather.
 
     Attributes:
         request_id: its id in the log.
@@ -196,6 +102,7 @@ class LiveRequest:
         arrived_ns, started_ns, first_token_ns, last_token_ns, ended_ns: times on the engine's clock; None: not yet.
         finish_reason: see `RequestStats`.
         stop_reason: the token or text that stopped it, if one did.
+        has_ended: whether it has ended.
     """
 
     def __init__(
@@ -211,12 +118,17 @@ class LiveRequest:
         self.ended_ns: int | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.has_ended = False
         self._request = request
         self._cancel = cancel
-        self._stream = TokenStream()
+        self._error: Exception | None = None
         self._token_ids: list[int] = []
         self._texts: list[str] = []
         self._has_text = True
+        self._changed = threading.Condition()
+        self._unread: deque[TokenDelta] = deque()
+        # The reader in an event loop that waits for a token.
+        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
 
     def __iter__(self) -> Iterator[TokenDelta]:
         """Yield its tokens as they arrive.
@@ -224,20 +136,44 @@ class LiveRequest:
         Raises:
             EngineFailedError: the engine failed before it ended.
         """
-        return iter(self._stream)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._unread or self.has_ended)
+                delta = self._next()
+            if delta is None:
+                return
+            yield delta
 
-    def __aiter__(self) -> AsyncIterator[TokenDelta]:
+    async def __aiter__(self) -> AsyncIterator[TokenDelta]:
         """Yield its tokens in an event loop."""
-        return aiter(self._stream)
+        loop = asyncio.get_running_loop()
+        while True:
+            with self._changed:
+                future: asyncio.Future[None] | None = None
+                delta = None
+                if self._unread or self.has_ended:
+                    delta = self._next()
+                    if delta is None:
+                        return
+                else:
+                    future = loop.create_future()
+                    self._waiter = loop, future
+            if delta is not None:
+                yield delta
+            elif future is not None:
+                await future
+
+    def _next(self) -> TokenDelta | None:
+        """Return the next token; None, or the request's error, at the end."""
+        if self._unread:
+            return self._unread.popleft()
+        if self._error is not None:
+            raise self._error
+        return None
 
     def cancel(self) -> None:
         """End it after the step in flight, whatever its state; after its end this changes nothing."""
         self._cancel(self.request_id)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it has ended."""
-        return self._stream.is_closed
 
     def result(self, timeout_s: float | None = None) -> Completion:
         """Wait for its end and return the output; unread tokens can still be read.
@@ -246,12 +182,15 @@ class LiveRequest:
             EngineFailedError: the engine failed before it ended.
             TimeoutError: it has not ended in time; it continues.
         """
-        if not self._stream.wait_until_closed(timeout_s):
+        with self._changed:
+            has_ended = self._changed.wait_for(lambda: self.has_ended, timeout_s)
+        if not has_ended:
             raise TimeoutError(
                 f"request {self.request_id!r} has {len(self._token_ids)} of at most {self.settings.max_tokens} output "
                 f"tokens after {timeout_s} s; it continues unless you call cancel"
             )
-        self._stream.raise_error()
+        if self._error is not None:
+            raise self._error
         return Completion(
             token_ids=tuple(self._token_ids),
             text="".join(self._texts) if self._has_text else None,
@@ -283,8 +222,10 @@ class LiveRequest:
     def __exit__(self, *_: object) -> None:
         self.cancel()
 
+    # -- for the engine ----------------------------------------------------------------------------------------------
+
     def deliver(self, delta: TokenDelta) -> None:
-        """Add one token; the engine calls it."""
+        """Add one token."""
         if self.first_token_ns is None:
             self.first_token_ns = delta.time_ns
         self.last_token_ns = delta.time_ns
@@ -293,9 +234,28 @@ class LiveRequest:
             self._has_text = False
         else:
             self._texts.append(delta.text)
-        self._stream.put(delta)
+        with self._changed:
+            self._unread.append(delta)
+            self._wake_reader()
 
     def end(self, finish_reason: str, ended_ns: int, error: Exception | None = None) -> None:
-        """End the request; the engine calls it."""
+        """End the request."""
         self.finish_reason, self.ended_ns = finish_reason, ended_ns
-        self._stream.close(error)
+        with self._changed:
+            self.has_ended, self._error = True, error
+            self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        self._changed.notify_all()
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            loop, future = waiter
+            try:
+                loop.call_soon_threadsafe(_resolve, future)
+            except RuntimeError:  # the reader's event loop is closed, so there is no reader any more
+                return
+
+
+def _resolve(future: "asyncio.Future[None]") -> None:
+    if not future.done():  # its reader may have been cancelled meanwhile
+        future.set_result(None)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from typing import Any
 
 import attrs
 
@@ -160,6 +161,22 @@ async def collected(choices: Sequence[Choice], on_gap: Callable[[float], None]) 
         return Piece("".join(piece.text for piece in pieces), deltas, pieces[-1].finish_reason)
 
     return list(await asyncio.gather(*map(whole, choices)))
+
+
+def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Count the tokens of an answer. A prompt counts once for all choices, with its first choice's cached tokens."""
+    stats = [choice.live.stats for choice in choices]
+    first_of_prompt = {choice.prompt: each for choice, each in zip(reversed(choices), reversed(stats), strict=True)}
+    prompt_tokens = sum(each.num_prompt_tokens for each in first_of_prompt.values())
+    completion_tokens = sum(each.num_output_tokens for each in stats)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(each.num_cached_tokens or 0 for each in first_of_prompt.values())
+        },
+    }
 
 
 def _as_api_error(error: Exception, prompt_param: str, retry_after_s: Callable[[], int]) -> Exception:

@@ -18,6 +18,23 @@ from ..engine.request import LiveRequest, seconds_between
 NUM_ENDS = 32
 MAX_RETRY_AFTER_S = 60
 _LABELS = ("engine", "model_name")
+# Histograms of times: (name, text, boundaries).
+_TIMES = (
+    ("time_to_first_token", "From arrival to the first token.", FIRST_TOKEN_MS),
+    ("inter_token_latency", "Gap between two tokens that a client was given.", TOKEN_MS),
+    ("request_time_per_output_token", "From the first token to the last, a token.", TOKEN_MS),
+    ("e2e_request_latency", "From arrival to the end.", REQUEST_MS),
+    ("request_queue_time", "From arrival to the first step.", REQUEST_MS),
+    ("request_prefill_time", "From the first step to the first token.", REQUEST_MS),
+    ("request_decode_time", "From the first token to the last.", REQUEST_MS),
+    ("request_inference_time", "From the first step to the last token.", REQUEST_MS),
+)
+_TOKENS_OF_REQUESTS = {
+    "prompt_tokens": "Prompt tokens of a request.",
+    "generation_tokens": "Output tokens of a request.",
+    "params_max_tokens": "What a request may produce at most.",
+    "prefill_kv_computed_tokens": "Prompt tokens that were not found in the cache.",
+}
 
 
 class ServingMetrics:
@@ -48,39 +65,14 @@ class ServingMetrics:
         self._step_tokens = self._histogram(
             "vllm:iteration_tokens_total", "Tokens computed in an engine step.", STEP_TOKENS
         )
-        self._ttft_s = self._seconds(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_MS
-        )
-        self._itl_s = self._seconds(
-            "vllm:inter_token_latency_seconds", "Gap between two tokens that a client was given.", TOKEN_MS
-        )
-        self._tpot_s = self._seconds(
-            "vllm:request_time_per_output_token_seconds", "From the first token to the last, a token.", TOKEN_MS
-        )
-        self._e2e_s = self._seconds("vllm:e2e_request_latency_seconds", "From arrival to the end.", REQUEST_MS)
-        self._queue_s = self._seconds("vllm:request_queue_time_seconds", "From arrival to the first step.", REQUEST_MS)
-        self._prefill_s = self._seconds(
-            "vllm:request_prefill_time_seconds", "From the first step to the first token.", REQUEST_MS
-        )
-        self._decode_s = self._seconds(
-            "vllm:request_decode_time_seconds", "From the first token to the last.", REQUEST_MS
-        )
-        self._inference_s = self._seconds(
-            "vllm:request_inference_time_seconds", "From the first step to the last token.", REQUEST_MS
-        )
-        self._request_prompt_tokens = self._histogram(
-            "vllm:request_prompt_tokens", "Prompt tokens of a request.", tokens
-        )
-        self._request_generation_tokens = self._histogram(
-            "vllm:request_generation_tokens", "Output tokens of a request.", tokens
-        )
-        self._request_max_tokens = self._histogram(
-            "vllm:request_params_max_tokens", "What a request may produce at most.", tokens
-        )
-        self._request_computed_tokens = self._histogram(
-            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens that were not found in the cache.", tokens
-        )
-        self._request_preemptions = self._histogram(
+        self._seconds = {
+            name: self._histogram(f"vllm:{name}_seconds", f"{text} Seconds.", [each / 1e3 for each in boundaries_ms])
+            for name, text, boundaries_ms in _TIMES
+        }
+        self._of_requests = {
+            name: self._histogram(f"vllm:request_{name}", text, tokens) for name, text in _TOKENS_OF_REQUESTS.items()
+        }
+        self._of_requests["num_preemptions"] = self._histogram(
             "vllm:request_num_preemptions", "How often an ended request had lost its blocks.", PREEMPTIONS
         )
         self._errors = Counter(
@@ -105,29 +97,29 @@ class ServingMetrics:
         self._ends_s.append(time.monotonic())
         self._success.labels(**self._labels, finished_reason=stats.finish_reason or "error").inc()
         self._prompt_tokens.inc(stats.num_prompt_tokens)
-        self._request_prompt_tokens.observe(stats.num_prompt_tokens)
-        self._request_generation_tokens.observe(stats.num_output_tokens)
-        self._request_max_tokens.observe(live.settings.max_tokens)
-        self._request_preemptions.observe(stats.num_preemptions)
-        if stats.num_cached_tokens is not None:
-            self._request_computed_tokens.observe(stats.num_prompt_tokens - stats.num_cached_tokens)
         started, first, last = live.started_ns, live.first_token_ns, live.last_token_ns
+        computed = None if stats.num_cached_tokens is None else stats.num_prompt_tokens - stats.num_cached_tokens
         measured = (
-            (self._ttft_s, stats.ttft_s),
-            (self._tpot_s, stats.tpot_s),
-            (self._e2e_s, stats.e2e_s),
-            (self._queue_s, stats.queue_time_s),
-            (self._prefill_s, seconds_between(started, first)),
-            (self._decode_s, seconds_between(first, last)),
-            (self._inference_s, seconds_between(started, last)),
+            (self._of_requests["prompt_tokens"], stats.num_prompt_tokens),
+            (self._of_requests["generation_tokens"], stats.num_output_tokens),
+            (self._of_requests["params_max_tokens"], live.settings.max_tokens),
+            (self._of_requests["prefill_kv_computed_tokens"], computed),
+            (self._of_requests["num_preemptions"], stats.num_preemptions),
+            (self._seconds["time_to_first_token"], stats.ttft_s),
+            (self._seconds["request_time_per_output_token"], stats.tpot_s),
+            (self._seconds["e2e_request_latency"], stats.e2e_s),
+            (self._seconds["request_queue_time"], stats.queue_time_s),
+            (self._seconds["request_prefill_time"], seconds_between(started, first)),
+            (self._seconds["request_decode_time"], seconds_between(first, last)),
+            (self._seconds["request_inference_time"], seconds_between(started, last)),
         )
-        for histogram, seconds in measured:
-            if seconds is not None:
-                histogram.observe(seconds)
+        for histogram, value in measured:
+            if value is not None:
+                histogram.observe(value)
 
     def gap(self, seconds: float) -> None:
         """Count the time between two tokens of a request (ITL)."""
-        self._itl_s.observe(seconds)
+        self._seconds["inter_token_latency"].observe(seconds)
 
     def answered(self, status: int) -> None:
         """Count the status of an answer, or of an error in a stream."""
@@ -180,6 +172,3 @@ class ServingMetrics:
 
     def _histogram(self, name: str, text: str, boundaries: Sequence[float]) -> Histogram:
         return Histogram(name, text, _LABELS, registry=self._registry, buckets=boundaries).labels(**self._labels)
-
-    def _seconds(self, name: str, text: str, boundaries_ms: Sequence[int]) -> Histogram:
-        return self._histogram(name, f"{text} Seconds.", [boundary / 1e3 for boundary in boundaries_ms])

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import attrs
 
-from ..engine.request import RequestStats, TokenDelta
+from ..engine.request import TokenDelta
 from ..sampling.detokenizer import REPLACEMENT, TokenSpelling
 
 Speller = Callable[[int], TokenSpelling]
@@ -105,19 +105,6 @@ class ChatShape:
 
 
 AnswerShape: TypeAlias = CompletionShape | ChatShape
-
-
-def usage(stats_by_prompt: Sequence[Sequence[RequestStats]]) -> dict[str, Any]:
-    """Count the tokens of an answer. A prompt counts once for all choices, with its first choice's cached tokens."""
-    prompt_tokens = sum(choices[0].num_prompt_tokens for choices in stats_by_prompt)
-    cached_tokens = sum(choices[0].num_cached_tokens or 0 for choices in stats_by_prompt)
-    completion_tokens = sum(stats.num_output_tokens for choices in stats_by_prompt for stats in choices)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
 
 
 def model_list(names: Iterable[str], created: int, max_model_len: int) -> dict[str, Any]:

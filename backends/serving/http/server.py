@@ -23,14 +23,14 @@ from ....core.errors import InputError
 from ..engine.live_engine import LiveEngine
 from ..errors import SettingError
 from ..sampling.settings import NUM_SEEDS, SamplingSettings
-from .choices import Choice, cancel_all, check_lengths, collected, merged, name_of_prompt, submit_choices
+from .choices import Choice, cancel_all, check_lengths, collected, merged, name_of_prompt, submit_choices, usage
 from .connection import DONE, EventStream, event, unless_client_leaves
 from .errors import ApiError, internal_error, invalid_request, unknown_model
 from .limits import API_KEY, RequestGate, RequestLimits
 from .metrics import ServingMetrics
 from .prompt_encoder import PromptEncoder
 from .requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, TokenIds
-from .responses import Answer, AnswerShape, ChatShape, CompletionShape, Speller, usage
+from .responses import Answer, AnswerShape, ChatShape, CompletionShape, Speller
 from .routes import build_routes
 
 CLIENT_LEFT = 499
@@ -143,7 +143,7 @@ class OpenAIServer:
         document = answer.document(
             shape.whole, [shape.choice(choice.index, piece) for choice, piece in zip(choices, pieces, strict=True)]
         )
-        return JSONResponse({**document, "usage": _usage(choices)}, headers=headers)
+        return JSONResponse({**document, "usage": usage(choices)}, headers=headers)
 
     async def _events(
         self, choices: Sequence[Choice], answer: Answer, shape: AnswerShape, includes_usage: bool
@@ -159,7 +159,7 @@ class OpenAIServer:
                 delta = shape.delta(choice.index, piece)
                 yield event({**answer.document(shape.chunk, [delta]), **no_usage})
             if includes_usage:
-                yield event({**answer.document(shape.chunk, []), "usage": _usage(choices)})
+                yield event({**answer.document(shape.chunk, []), "usage": usage(choices)})
         except ApiError as error:  # the status has been sent, so the stream carries the error
             self.metrics.answered(error.status)
             yield event(error.body())
@@ -221,10 +221,3 @@ class OpenAIServer:
 
     async def _in_tokenizer_thread(self, encode: Callable[..., Result], *prompt: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._encoding, encode, *prompt)
-
-
-def _usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    by_prompt: dict[int, list[Any]] = {}
-    for choice in choices:
-        by_prompt.setdefault(choice.prompt, []).append(choice.live.stats)
-    return usage(list(by_prompt.values()))

@@ -182,6 +182,13 @@ class KVEventEncoder:
     ) -> BlockStored:
         kind = self._groups[group]
         size = kind.block_size
+        # As many extra keys as hashes, or None if there are no hashes.
+        extra_keys: list[Any] | None = None
+        if indices:
+            first, of_range = indices[0], None
+            if content.extra_keys is not None:
+                of_range = content.extra_keys(first, indices[-1] + 1, size)
+            extra_keys = [None if of_range is None else of_range[index - first] for index in indices]
         return BlockStored(
             block_hashes=[self._as_hash(key) for key in keys],
             parent_block_hash=parent,
@@ -190,7 +197,7 @@ class KVEventEncoder:
             lora_id=content.lora_id,
             medium=self._medium,
             lora_name=content.lora_name,
-            extra_keys=_extra_keys(content, indices, size),
+            extra_keys=extra_keys,
             group_idx=group,
             kv_cache_spec_kind=SPEC_KINDS.get(type(kind), type(kind).__name__),
             kv_cache_spec_sliding_window=kind.window if isinstance(kind, SlidingWindow) else None,
@@ -201,17 +208,6 @@ class KVEventEncoder:
         if request_id is None:
             raise MisuseError(f"row {row} caches blocks but no request holds it: the encoder missed a RowsAssigned")
         return self._contents.content_of(request_id)
-
-
-def _extra_keys(content: RequestContent, indices: Sequence[int], block_size: int) -> list[Any] | None:
-    """Return the extra keys of each stored block, as many as there are hashes; None if there are no hashes."""
-    if not indices:
-        return None
-    of_range = None
-    first, stop = indices[0], indices[-1] + 1
-    if content.extra_keys is not None:
-        of_range = content.extra_keys(first, stop, block_size)
-    return [None if of_range is None else of_range[index - first] for index in indices]
 
 
 class TierEventEncoder:

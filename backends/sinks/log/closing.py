@@ -76,20 +76,17 @@ class SnapshotFold:
         """Apply the commits of a batch."""
         try:
             for record in records([batch]) if self.is_possible else ():
-                if isinstance(record, LoggedCommit):
-                    self._apply(record)
+                if not isinstance(record, LoggedCommit):
+                    continue
+                if self.state is None:
+                    created = record.commit.events[0]
+                    if not isinstance(created, PoolCreated) or not can_be_restored(created):
+                        self.is_possible = False
+                        return
+                    self.state = LedgerState(created)
+                self.state.apply_commit(record.commit)
         except (KVLedgerError, LookupError, ValueError):
             self.is_possible = False
-
-    def _apply(self, record: LoggedCommit) -> None:
-        if self.state is None:
-            created = record.commit.events[0]
-            self.is_possible = isinstance(created, PoolCreated) and can_be_restored(created)
-            if not isinstance(created, PoolCreated) or not self.is_possible:
-                return
-            self.state = LedgerState(created)
-        if self.is_possible:
-            self.state.apply_commit(record.commit)
 
 
 def close_segment(

@@ -53,55 +53,23 @@ def _seal(message: bytes) -> bytes:
     return bytes(sealed)
 
 
-@attrs.frozen
-class _Head:
-    """The part of a message before its body, and the checksums in it."""
-
-    data: bytes
-    seal_at: int
-    head_crc: bytes
-    crc: bytes
-    body_bytes: int
-
-    @property
-    def is_whole(self) -> bool:
-        blank = bytearray(self.data)
-        blank[self.seal_at : self.seal_at + len(_BLANK)] = _BLANK
-        return _digits(zlib.crc32(blank)) == self.head_crc
-
-    def matches(self, body: bytes) -> bool:
-        blank = bytearray(self.data)
-        blank[self.seal_at + _CRC_AT : self.seal_at + _CRC_AT + _DIGITS] = b"0" * _DIGITS
-        return _digits(zlib.crc32(body, zlib.crc32(blank))) == self.crc
-
-
 def _digits(crc: int) -> bytes:
     return b"%08x" % crc
 
 
-def _parse_head(data: bytes) -> _Head | None:
-    """Parse a head (marker, length, metadata); return None if `data` is none."""
-    at = data.find(b"head:")
-    seal = data[at : at + len(_BLANK)]
-    if at < 0 or len(seal) < len(_BLANK):
-        return None
-    try:
-        body_bytes = _body_bytes(data[_PREFIX.size :])
-    except struct.error:
-        return None
-    return _Head(data, at, seal[_HEAD_AT : _HEAD_AT + _DIGITS], seal[_CRC_AT:], body_bytes)
-
-
 def _body_bytes(metadata: bytes) -> int:
-    """Return `bodyLength`, the fourth field of the flatbuffer table `Message` (Arrow's Message.fbs)."""
-    (root,) = struct.unpack_from("<I", metadata)
-    (to_vtable,) = struct.unpack_from("<i", metadata, root)
-    (vtable_bytes,) = struct.unpack_from("<H", metadata, root - to_vtable)
-    field = 4 + 3 * 2
-    if vtable_bytes <= field:
-        return 0
-    (at,) = struct.unpack_from("<H", metadata, root - to_vtable + field)
-    return struct.unpack_from("<q", metadata, root + at)[0] if at else 0
+    """Return `bodyLength`, the fourth field of the flatbuffer table `Message` (Arrow's Message.fbs); -1 if damaged."""
+    try:
+        (root,) = struct.unpack_from("<I", metadata)
+        (to_vtable,) = struct.unpack_from("<i", metadata, root)
+        (vtable_bytes,) = struct.unpack_from("<H", metadata, root - to_vtable)
+        field = 4 + 3 * 2
+        if vtable_bytes <= field:
+            return 0
+        (at,) = struct.unpack_from("<H", metadata, root - to_vtable + field)
+        return struct.unpack_from("<q", metadata, root + at)[0] if at else 0
+    except struct.error:
+        return -1
 
 
 class BatchSerializer:
@@ -216,17 +184,24 @@ class StreamReader:
             if offset and metadata_bytes not in self._metadata_bytes and metadata_bytes != _metadata_bytes_now():
                 raise self._damaged(offset, f"a message states {metadata_bytes} bytes of metadata, more than there are")
             return None
-        head = _parse_head(prefix + self._file.read(metadata_bytes))
-        if head is None or not head.is_whole or head.body_bytes < 0:
+        head = prefix + self._file.read(metadata_bytes)
+        at = head.find(b"head:")
+        seal = head[at : at + len(_BLANK)]
+        blank = bytearray(head)
+        blank[at : at + len(_BLANK)] = _BLANK
+        head_crc = seal[_HEAD_AT : _HEAD_AT + _DIGITS]
+        body_bytes = _body_bytes(head[_PREFIX.size :])
+        if at < 0 or _digits(zlib.crc32(blank)) != head_crc or body_bytes < 0:
             raise self._damaged(offset, "a message's head does not match its checksum")
-        if len(head.data) + head.body_bytes > left:
+        if len(head) + body_bytes > left:
             return None
-        body = self._file.read(head.body_bytes)
-        if not head.matches(body):
+        body = self._file.read(body_bytes)
+        blank[at + _HEAD_AT : at + _HEAD_AT + _DIGITS] = head_crc
+        if _digits(zlib.crc32(body, zlib.crc32(blank))) != seal[_CRC_AT:]:
             raise self._damaged(offset, "a batch does not match its checksum")
         if offset:
             self._metadata_bytes.add(metadata_bytes)
-        return head.data + body
+        return head + body
 
     def _is_zero_from(self, offset: int) -> bool:
         """Return whether only zeros follow, as a file system may leave after a power cut."""

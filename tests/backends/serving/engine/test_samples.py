@@ -178,7 +178,7 @@ def test_a_failure_ends_all_of_them(make_engine, step) -> None:
 
 def test_what_settings_say_of_tokens_is_looked_at_once_for_all_samples(make_engine, monkeypatch) -> None:
     checked, made, make = [], [], TokenRules.of
-    monkeypatch.setattr(RequestChecks, "_settings", lambda _self, each: checked.append(each))
+    monkeypatch.setattr(RequestChecks, "_check_settings", lambda _self, each: checked.append(each))
     monkeypatch.setattr(TokenRules, "of", lambda each, ends: made.append(each) or make(each, ends))
     shared = attrs.evolve(DRAWN, stop_token_ids=[5, 6], logit_bias={1: 2.0}, min_tokens=2)
     settings = [*[shared.with_seed(seed) for seed in range(4)], attrs.evolve(shared, ignore_eos=True)]
