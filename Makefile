@@ -52,12 +52,12 @@ gpu-kernels:
 
 gpu-live:
 	$(GPU_PYTEST) -s -m gpu bench/test_gpu_live.py tests/backends/profiling/test_gpu_memory_profiler.py \
-		tests/backends/serving/model/test_sizing.py
+		tests/backends/serving/engine/test_sizing.py
 
 # On a card the kernels' own tests run the real kernels; what is compiled for other cards needs none.
 gpu-tests:
 	$(GPU_PYTEST) $(GPU_WORKERS) -m gpu tests/backends/cuda/test_gpu_cuda_backend.py tests/backends/serving \
-		--ignore=tests/backends/serving/model/test_sizing.py
+		--ignore=tests/backends/serving/engine/test_sizing.py
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 		$(GPU_PYTEST) $(GPU_WORKERS) -m "not slow" --ignore=tests/kernels/test_machine_code.py tests/kernels tests/field/test_f0*.py; \
 	else echo "There is no GPU here: the kernels' tests were not run on one, and nothing was measured."; fi

@@ -1,4 +1,4 @@
-"""Live serving: real models on the allocator's pool. What needs torch is imported when a name is asked for."""
+"""Live serving of real models on the allocator's pool. Names that need torch are imported on first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -7,44 +7,31 @@ if TYPE_CHECKING:
     from .engine.live_engine import EngineStats, LiveEngine
     from .engine.options import EngineOptions
     from .engine.recording import LiveRecording
-    from .engine.request import Completion, LiveRequest, RequestStats
-    from .engine.token_stream import TokenDelta
+    from .engine.request import Completion, LiveRequest, RequestStats, TokenDelta
+    from .engine.sizing import SizedEngine, size_engine
     from .errors import EngineFailedError, EngineStoppedError, QueueFullError
     from .model.attention import register_paged_attention
     from .model.runner import ModelRunner, RequestTokens, StepTokens, TokenRunner
     from .model.served_model import kv_cache_config, kv_cache_groups, served_layers, transformers_geometry
-    from .model.sizing import SizedEngine, size_engine
     from .model.transformers_cache import LedgerCache
     from .sampling.detokenizer import Tokenizer
     from .sampling.settings import SamplingSettings
 
-_ROOMS = {
-    "Completion": "engine.request",
-    "EngineFailedError": "errors",
-    "EngineOptions": "engine.options",
-    "EngineStats": "engine.live_engine",
-    "EngineStoppedError": "errors",
-    "LedgerCache": "model.transformers_cache",
-    "LiveEngine": "engine.live_engine",
-    "LiveRecording": "engine.recording",
-    "LiveRequest": "engine.request",
-    "ModelRunner": "model.runner",
-    "QueueFullError": "errors",
-    "RequestStats": "engine.request",
-    "RequestTokens": "model.runner",
-    "SamplingSettings": "sampling.settings",
-    "SizedEngine": "model.sizing",
-    "StepTokens": "model.runner",
-    "TokenDelta": "engine.token_stream",
-    "TokenRunner": "model.runner",
-    "Tokenizer": "sampling.detokenizer",
-    "kv_cache_config": "model.served_model",
-    "kv_cache_groups": "model.served_model",
-    "register_paged_attention": "model.attention",
-    "served_layers": "model.served_model",
-    "size_engine": "model.sizing",
-    "transformers_geometry": "model.served_model",
+_NAMES_IN = {
+    "engine.live_engine": ("EngineStats", "LiveEngine"),
+    "engine.options": ("EngineOptions",),
+    "engine.recording": ("LiveRecording",),
+    "engine.request": ("Completion", "LiveRequest", "RequestStats", "TokenDelta"),
+    "engine.sizing": ("SizedEngine", "size_engine"),
+    "errors": ("EngineFailedError", "EngineStoppedError", "QueueFullError"),
+    "model.attention": ("register_paged_attention",),
+    "model.runner": ("ModelRunner", "RequestTokens", "StepTokens", "TokenRunner"),
+    "model.served_model": ("kv_cache_config", "kv_cache_groups", "served_layers", "transformers_geometry"),
+    "model.transformers_cache": ("LedgerCache",),
+    "sampling.detokenizer": ("Tokenizer",),
+    "sampling.settings": ("SamplingSettings",),
 }
+_MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}
 
 __all__ = [
     "Completion",
@@ -75,11 +62,15 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(import_module(f".{_ROOMS[name]}", __name__), name)
+        return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in ("torch", "transformers"):

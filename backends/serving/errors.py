@@ -1,10 +1,10 @@
-"""What a live engine answers when it cannot take or finish a request."""
+"""Errors of a live engine that cannot take or finish a request."""
 
 from ...core.errors import InputError, KVLedgerError
 
 
 class QueueFullError(KVLedgerError):
-    """Back-pressure: as many requests as allowed wait for their first step. Nothing has changed; try again later."""
+    """The most allowed requests already wait for their first step. Nothing has changed; try again later."""
 
 
 class EngineStoppedError(KVLedgerError):
@@ -12,14 +12,14 @@ class EngineStoppedError(KVLedgerError):
 
 
 class EngineFailedError(KVLedgerError):
-    """The engine met an error that it cannot go on after; its cause is `__cause__`. Every request ended with it."""
+    """The engine failed with the error in `__cause__` and cannot continue. Every request ended with this error."""
 
 
 class SettingError(InputError):
     """A setting of a request that cannot be served.
 
     Attributes:
-        setting: its name, as the field of `SamplingSettings` and of the API.
+        setting: its name, the same in `SamplingSettings` and the API.
     """
 
     def __init__(self, setting: str, message: str) -> None:

@@ -1,9 +1,9 @@
-"""Listeners to commits: the durable log, KV events on the wire, and their readers.
+"""Sinks for commits (the durable log, KV events, metrics), and the readers of what they write.
 
-Each name is imported when it is first used, since each needs a library of its own (extras `log` and `events`).
+Each name is imported on first use, since each needs its own libraries (extras `log` and `events`).
 """
 
-import importlib
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,36 +20,21 @@ if TYPE_CHECKING:
     from .log.reader import LogReader
     from .log.rows import LoggedCommit, LoggedNote, RequestArrived, RequestEnded, RunEnded, StepComputed
 
-_MODULES = {
-    "AllBlocksCleared": "kv_events.schema",
-    "BlockRemoved": "kv_events.schema",
-    "BlockStored": "kv_events.schema",
-    "Clock": "log.durable_log",
-    "ContentRegistry": "kv_events.content",
-    "DurableLog": "log.durable_log",
-    "Endpoints": "kv_events.subscriber",
-    "FlushPolicy": "log.flush_policy",
-    "KVEventBatch": "kv_events.schema",
-    "KVEventEncoder": "kv_events.encoder",
-    "KVEventPublisher": "kv_events.publisher",
-    "KVEventSubscriber": "kv_events.subscriber",
-    "KVEventsConfig": "kv_events.schema",
-    "ListedTokens": "kv_events.content",
-    "LogDamagedError": "errors",
-    "LogInUseError": "errors",
-    "LogReader": "log.reader",
-    "LogWriteError": "errors",
-    "LoggedCommit": "log.rows",
-    "LoggedNote": "log.rows",
-    "RequestArrived": "log.rows",
-    "RequestContent": "kv_events.content",
-    "RequestEnded": "log.rows",
-    "RunEnded": "log.rows",
-    "ShadowPool": "kv_events.shadow_pool",
-    "StepComputed": "log.rows",
-    "StreamOrder": "kv_events.stream_order",
-    "SyntheticTokens": "kv_events.content",
+_NAMES_IN = {
+    "errors": ("LogDamagedError", "LogInUseError", "LogWriteError"),
+    "kv_events.content": ("ContentRegistry", "ListedTokens", "RequestContent", "SyntheticTokens"),
+    "kv_events.encoder": ("KVEventEncoder",),
+    "kv_events.publisher": ("KVEventPublisher",),
+    "kv_events.schema": ("AllBlocksCleared", "BlockRemoved", "BlockStored", "KVEventBatch", "KVEventsConfig"),
+    "kv_events.shadow_pool": ("ShadowPool",),
+    "kv_events.stream_order": ("StreamOrder",),
+    "kv_events.subscriber": ("Endpoints", "KVEventSubscriber"),
+    "log.durable_log": ("Clock", "DurableLog"),
+    "log.flush_policy": ("FlushPolicy",),
+    "log.reader": ("LogReader",),
+    "log.rows": ("LoggedCommit", "LoggedNote", "RequestArrived", "RequestEnded", "RunEnded", "StepComputed"),
 }
+_MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}
 
 __all__ = [
     "AllBlocksCleared",
@@ -83,8 +68,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
-    module = _MODULES.get(name)
-    if module is None:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{module}", __name__), name)
+    return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)

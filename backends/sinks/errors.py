@@ -1,4 +1,4 @@
-"""What can go wrong with a log on disk; each error names the file, and where it can the byte offset and the commit."""
+"""Errors of logs on disk. Each names the file and, if it can, the byte offset and the commit."""
 
 from pathlib import Path
 
@@ -6,12 +6,12 @@ from ...core.errors import CorruptLedgerError, KVLedgerError, MisuseError
 
 
 class LogDamagedError(CorruptLedgerError):
-    """What is on disk is not what was written.
+    """A file on disk is not what was written.
 
     Attributes:
         path: the file.
-        offset: the byte from which on it cannot be believed.
-        commit: the first commit that is affected; None where that cannot be known.
+        offset: the first byte that may be wrong.
+        commit: the first commit that is affected; None if unknown.
         reason: what is wrong, in words.
     """
 
@@ -26,4 +26,4 @@ class LogInUseError(MisuseError):
 
 
 class LogWriteError(KVLedgerError):
-    """The operating system did not take what was to be written. The log is as it was, the commits are still held."""
+    """The operating system refused a write. The log is unchanged, and the commits are kept in memory."""

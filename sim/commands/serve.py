@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from ...backends.serving.engine.live_engine import LiveEngine
     from ...backends.serving.engine.options import EngineOptions
     from ...backends.serving.engine.recording import LiveRecording
+    from ...backends.serving.engine.sizing import SizedEngine
     from ...backends.serving.http.limits import RequestLimits
     from ...backends.serving.http.process import ServingProcess
-    from ...backends.serving.model.sizing import SizedEngine
     from ...backends.sinks.log.flush_policy import FlushPolicy
 
 # Requests that may be in the middle of their body or of their answer beside those that the engine holds.
@@ -210,12 +210,12 @@ def _check(server: _Server) -> None:
 def _prepared(server: _Server, opened: ExitStack, on_started: Callable[[], None]) -> "ServingProcess":
     """Everything up to the first request. What can be refused without the model is refused before it is loaded."""
     from ...backends.serving.engine.live_engine import LiveEngine
+    from ...backends.serving.engine.sizing import size_engine
     from ...backends.serving.http.metrics import ServingMetrics
     from ...backends.serving.http.process import ProcessSettings, ServingProcess
     from ...backends.serving.http.prompt_encoder import PromptEncoder
     from ...backends.serving.http.server import OpenAIServer, ServerSettings
     from ...backends.serving.model.loading import load_model
-    from ...backends.serving.model.sizing import size_engine
     from ...backends.sinks.log.flush_policy import FlushPolicy
 
     engine_options, limits = _engine_options(server), _limits(server)

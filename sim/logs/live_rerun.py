@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import attrs
 
-from ...backends.serving.engine.recorded_run import recorded_configs, slots_crc32
+from ...backends.serving.engine.recording import recorded_configs, slots_crc32
 from ...backends.sim_backend import SimBackend
 from ...backends.sinks.log.reader import LogReader
 from ...backends.sinks.log.rows import LoggedCommit, LoggedNote, Record, RequestArrived, RequestEnded, StepComputed

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...backends.sinks.log.names import LOCK, MANIFEST
+from ...backends.sinks.log.manifest import LOCK, MANIFEST
 from ...backends.sinks.log.reader import LogReader
 from ...backends.sinks.log.rows import NOTE_NAMES, LoggedCommit, LoggedNote, Record
 from ...core.events import Commit, Event, Key, PoolCreated, as_ints, columns_of

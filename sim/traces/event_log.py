@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...backends.sinks.log.names import MANIFEST
+from ...backends.sinks.log.manifest import MANIFEST
 from ...core.errors import InputError
 
 if TYPE_CHECKING:

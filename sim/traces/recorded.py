@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ...backends.serving.engine.recorded_run import COMMAND
+from ...backends.serving.engine.recording import COMMAND
 from ...backends.sinks.log.keys import encode_key
 from ...backends.sinks.log.reader import LogReader
 from ...backends.sinks.log.rows import RequestArrived, RequestEnded, RunEnded

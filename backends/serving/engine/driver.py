@@ -1,41 +1,144 @@
-"""The engine loop of core on the real clock, one move at a time, in one thread and with one step in flight."""
+"""Drives core's engine loop on the real clock, in one thread, and takes orders from other threads between steps."""
 
-from collections.abc import Callable, Iterable
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
-from ....core.errors import MisuseError
+from ....core.errors import InputError, MisuseError
 from ....core.scheduler.engine import EngineObserver, Wait, engine_loop
 from ....core.scheduler.scheduler import Scheduler, StepOutcome
 from ....core.types import Backend, ScheduledStep, StepResult
-from ..errors import EngineFailedError
-from .generation import Generation
-from .inbox import Inbox, Submission
-from .step_sampler import Output, StepSampler
+from ..errors import EngineFailedError, EngineStoppedError, QueueFullError
+from .generation import Generation, Output, StepSampler
+
+if TYPE_CHECKING:
+    from .recording import LiveRecording
+
+# New requests that continue one prompt, or the id of a request to abort.
+Order: TypeAlias = tuple[Generation, ...] | str
 
 
-class EngineRecorder(Protocol):
-    """Who writes down what commits do not say, so that the run can be run again (`LiveRecording`)."""
+class Inbox:
+    """Orders from other threads in their order, and the limit on requests that wait for their first step.
 
-    def arrived(self, generation: Generation) -> None:
-        """A request is handed to the scheduler."""
-        ...
+    Methods may be called from any thread; those under "engine thread" from that thread only.
 
-    def forked(self, generation: Generation, lead: Generation, has_ended: bool) -> None:
-        """A sample is handed to the scheduler with its first token, which may be its last one."""
-        ...
+    Attributes:
+        num_queued: requests that wait for their first step.
+    """
 
-    def ending(self, generation: Generation, reason: str) -> None:
-        """A request has ended by itself, or is about to be aborted."""
-        ...
+    def __init__(self, max_queued_requests: int) -> None:
+        """`max_queued_requests`: requests that may wait for their first step at the same time."""
+        if max_queued_requests < 1:
+            raise InputError(f"max_queued_requests is {max_queued_requests}; it must be at least 1")
+        self.max_queued_requests = max_queued_requests
+        self._changed = threading.Condition()
+        self._orders: deque[Order] = deque()
+        self._unended: set[str] = set()
+        self.num_queued = 0
+        self._refusal: Exception | None = None
 
-    def computed(self, step: ScheduledStep, result: StepResult) -> None:
-        """A step was computed; the scheduler has not accounted for it yet."""
-        ...
+    @property
+    def num_unended(self) -> int:
+        """Requests that were submitted and have not ended."""
+        return len(self._unended)
+
+    def submit(self, generations: Sequence[Generation]) -> None:
+        """Add requests that continue one prompt, all or none.
+
+        Raises:
+            QueueFullError: too many requests wait already.
+            InputError: more requests than may ever wait, or a request with one of these ids has not ended yet.
+            EngineStoppedError, EngineFailedError: the engine takes no more requests.
+        """
+        request_ids = [generation.request.request_id for generation in generations]
+        if len(generations) > self.max_queued_requests:
+            raise InputError(
+                f"{len(generations)} outputs of one prompt are more than the {self.max_queued_requests} requests that "
+                "may wait at once (max_queued_requests); ask for fewer"
+            )
+        with self._changed:
+            self.raise_refusal()
+            for place, request_id in enumerate(request_ids):
+                if request_id in self._unended or request_id in request_ids[:place]:
+                    raise InputError(f"a request {request_id!r} is still being served; give each one its own id")
+            if self.num_queued + len(generations) > self.max_queued_requests:
+                raise QueueFullError(
+                    f"{self.num_queued} requests wait for their first step, and with {len(generations)} more they are "
+                    f"more than max_queued_requests {self.max_queued_requests} allows; try again later"
+                )
+            self.num_queued += len(generations)
+            self._unended.update(request_ids)
+            self._orders.append(tuple(generations))
+            self._changed.notify_all()
+
+    def cancel(self, request_id: str) -> None:
+        """Ask the engine to abort a request; nothing happens if it has ended."""
+        with self._changed:
+            if request_id in self._unended:
+                self._orders.append(request_id)
+                self._changed.notify_all()
+
+    def cancel_all(self) -> None:
+        """Ask the engine to abort every request."""
+        with self._changed:
+            self._orders.extend(sorted(self._unended))
+            self._changed.notify_all()
+
+    def close(self, refusal: Exception | None = None) -> None:
+        """Take no more requests. Later submissions raise the first refusal."""
+        with self._changed:
+            if self._refusal is None:
+                self._refusal = refusal or EngineStoppedError(
+                    "the engine has been shut down; it takes no more requests"
+                )
+            self._changed.notify_all()
+
+    def raise_refusal(self) -> None:
+        """Raise the refusal if the inbox is closed."""
+        if self._refusal is not None:
+            raise self._refusal
+
+    def wait_until_all_ended(self, timeout_s: float | None) -> bool:
+        """Wait until every submitted request has ended; return False if the time is up first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._unended, timeout_s)
+
+    # -- engine thread -----------------------------------------------------------------------------------------------
+
+    def take(self) -> list[Order]:
+        """Return the orders that have gathered, and remove them."""
+        if not self._orders:  # the common case between two steps needs no lock
+            return []
+        with self._changed:
+            orders = list(self._orders)
+            self._orders.clear()
+            return orders
+
+    def wait_for_orders(self) -> bool:
+        """Wait until there is an order; return False if none can come any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._orders or (self._refusal is not None and not self._unended))
+            return bool(self._orders)
+
+    def started(self) -> None:
+        """Count a request as no longer queued: its first step begins."""
+        with self._changed:
+            self.num_queued -= 1
+
+    def ended(self, request_id: str, had_started: bool) -> None:
+        """Count a request as ended."""
+        with self._changed:
+            self._unended.discard(request_id)
+            if not had_started:
+                self.num_queued -= 1
+            self._changed.notify_all()
 
 
 class EngineDriver:
-    """Drives `core.engine.engine_loop`. What others ask is done between two steps, never while one is in flight.
+    """Drives `engine_loop` with one step in flight. Orders are executed between two steps only.
 
     Attributes:
         num_steps: steps computed so far.
@@ -47,19 +150,19 @@ class EngineDriver:
         backend: Backend,
         inbox: Inbox,
         now_ns: Callable[[], int],
-        recorder: EngineRecorder | None = None,
+        recorder: "LiveRecording | None" = None,
         observers: Iterable[EngineObserver] = (),
         on_ended: Callable[[Generation], None] | None = None,
     ) -> None:
-        """Nothing is computed yet.
+        """Start the loop; nothing is computed yet.
 
         Args:
             scheduler: decides the steps.
             backend: computes them; its runner takes its tokens from `sampler`.
-            inbox: what others ask.
+            inbox: orders of other threads.
             now_ns: the clock, in nanoseconds.
-            recorder: writes down what commits do not say.
-            observers: called after each step is accounted for.
+            recorder: records what commits do not tell.
+            observers: called after the scheduler has accounted for a step.
             on_ended: called for each request that has ended.
         """
         self.num_steps = 0
@@ -71,39 +174,31 @@ class EngineDriver:
         self._on_ended = on_ended
         self._generations: dict[str, Generation] = {}
         self.sampler = StepSampler(self._generation_in, now_ns, scheduler.config.max_num_seqs)
-        self._loop = engine_loop(scheduler, [self._hand_out, *observers, self._between_steps])
+        self._loop = engine_loop(scheduler, [self._deliver_all, *observers, lambda *_: self._take_orders()])
         self._move: ScheduledStep | Wait = next(self._loop)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing can be computed until something is asked."""
-        return isinstance(self._move, Wait)
-
     def advance(self) -> bool:
-        """Make one move: take in what was asked, or compute a step. False: there was nothing to do.
+        """Make one move: execute orders, or compute a step. Return False if there was nothing to do.
 
-        Whatever goes wrong in it ends every request with the error, frees what they held, and is raised.
+        On any error every request ends with the error, its blocks are freed, and the error is raised.
         """
         try:
-            return self._advance()
+            move = self._move
+            if isinstance(move, Wait):
+                if not self._take_orders():
+                    return False
+                self._move = self._loop.send(None)
+                return True
+            self._note_first_steps(move)
+            self._backend.submit(move)
+            result = self._backend.collect()
+            self.num_steps += 1
+            if self._recorder is not None:
+                self._recorder.computed(move, result)
+            self._move = self._loop.send(result)
         except Exception as error:
             self._fail(error)
             raise
-
-    def _advance(self) -> bool:
-        move = self._move
-        if isinstance(move, Wait):
-            if not self._take_in():
-                return False
-            self._move = self._loop.send(None)
-            return True
-        self._note_first_steps(move)
-        self._backend.submit(move)
-        result = self._backend.collect()
-        self.num_steps += 1
-        if self._recorder is not None:
-            self._recorder.computed(move, result)
-        self._move = self._loop.send(result)
         return True
 
     def _generation_in(self, row: int) -> Generation:
@@ -111,21 +206,18 @@ class EngineDriver:
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
-    def _take_in(self) -> bool:
-        """Do what was asked meanwhile; False if nothing was."""
+    def _take_orders(self) -> bool:
+        """Execute the orders that have gathered; return False if there were none."""
         orders = self._inbox.take()
         for order in orders:
-            if isinstance(order, Submission):
-                self._lead(list(order.generations))
+            if isinstance(order, str):
+                self._abort(order)
             else:
-                self._abort(order.request_id)
+                self._lead(list(order))
         return bool(orders)
 
-    def _between_steps(self, _step: ScheduledStep, _result: StepResult, _outcome: StepOutcome) -> None:
-        self._take_in()
-
     def _lead(self, generations: list[Generation]) -> None:
-        """The first one computes the prompt of all."""
+        """Let the first request compute the prompt for all of them."""
         lead, *samples = generations
         for sample in samples:
             self._generations[sample.request.request_id] = sample
@@ -168,8 +260,8 @@ class EngineDriver:
                     generation.live.started_ns = now_ns
                     self._inbox.started()
 
-    def _hand_out(self, _step: ScheduledStep, result: StepResult, outcome: StepOutcome) -> None:
-        """Tokens to their readers, after the scheduler has freed what finished requests held."""
+    def _deliver_all(self, _step: ScheduledStep, result: StepResult, outcome: StepOutcome) -> None:
+        """Deliver a step's tokens to their readers, after the scheduler has freed the blocks of finished requests."""
         outputs: list[Output] = result.outputs
         if len(outputs) != len(outcome.sampled):
             raise MisuseError(
@@ -183,7 +275,7 @@ class EngineDriver:
                 self._deliver(sample)
 
     def _fork(self, lead: Generation, sample: Output) -> None:
-        """A sample goes on by itself behind its first token."""
+        """Let a sample continue as its own request after its first token."""
         generation, has_ended = sample.generation, sample.delta.finish_reason is not None
         generation.lead = None
         generation.keys.take_over(lead.keys)
@@ -211,7 +303,7 @@ class EngineDriver:
             self._on_ended(generation)
 
     def _fail(self, cause: Exception) -> None:
-        """End everything after an error: nothing is computed any more, and nothing stays held."""
+        """End every request after an error and free all blocks; nothing is computed any more."""
         error = EngineFailedError(f"the engine failed: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         self._inbox.close(error)
@@ -226,14 +318,14 @@ class EngineDriver:
             _try(partial(self._scheduler.abort, generation.request.request_id), cause)
             _try(partial(self._end, generation, "error", error), cause)
         for order in self._inbox.take():
-            for generation in order.generations if isinstance(order, Submission) else ():
+            for generation in () if isinstance(order, str) else order:
                 self._generations[generation.request.request_id] = generation
                 _try(partial(self._end, generation, "error", error), cause)
 
 
-def _try(what: Callable[[], object], cause: Exception) -> None:
-    """One part of ending everything; a sink or a listener that fails as well must not keep others waiting."""
+def _try(action: Callable[[], object], cause: Exception) -> None:
+    """Do one part of ending every request; if a sink or callback fails too, add a note to `cause` and continue."""
     try:
-        what()
+        action()
     except Exception as another:
         cause.add_note(f"and while everything was ended: {type(another).__name__}: {another}")

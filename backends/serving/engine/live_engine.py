@@ -1,4 +1,4 @@
-"""The live engine: the allocator, the scheduler and the loop of core, on the real clock, with real tokens.
+"""A live engine: core's allocator, scheduler and engine loop on the real clock, with real tokens.
 
     engine = LiveEngine(runner, allocator=allocator_config, scheduler=SchedulerConfig(max_num_seqs=8))
     request = engine.submit(prompt_token_ids, SamplingSettings(max_tokens=100, temperature=0))
@@ -9,10 +9,10 @@
 One thread drives the loop. Every other method may be called from any thread.
 """
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -30,17 +30,14 @@ from ....core.scheduler.engine import EngineObserver
 from ....core.scheduler.scheduler import Scheduler
 from ....core.scheduler.stats import SchedulerStats
 from ....core.types import EventSink, Request
-from ...cuda.backend import CudaBackend
 from ..model.runner import TokenRunner
 from ..sampling.detokenizer import Tokenizer
 from ..sampling.sampling import seed_of_request
 from ..sampling.settings import SamplingSettings, TokenRules
-from .driver import EngineDriver
+from .driver import EngineDriver, Inbox
 from .generation import Generation
-from .inbox import Inbox
-from .lengths import RequestLengths
 from .request import NANOSECONDS, LiveRequest
-from .request_checks import RequestChecks
+from .request_checks import RequestChecks, RequestLengths
 
 if TYPE_CHECKING:
     from .recording import LiveRecording
@@ -48,15 +45,15 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class EngineStats:
-    """The figures of an engine at one moment.
+    """The figures of an engine now.
 
     Attributes:
         num_running: requests that hold blocks.
         num_queued: requests that wait for their first step.
         num_unended: requests that were submitted and have not ended.
         num_steps: steps computed so far.
-        kv_cache_usage: share of the usable blocks that requests hold.
-        scheduler: counters over the engine's life.
+        kv_cache_usage: fraction of the usable blocks that requests hold.
+        scheduler: counters since the engine's start.
     """
 
     num_running: int
@@ -71,11 +68,11 @@ class LiveEngine:
     """Serves requests until it is shut down.
 
     Attributes:
-        allocator: the ledger, to be read.
-        scheduler: to be read.
-        lengths: how long requests may be.
-        tokenizer: makes text of outputs; None: there is none.
-        failure: what it failed with; None while it has not.
+        allocator: its allocator, read-only.
+        scheduler: its scheduler, read-only.
+        lengths: the longest requests that it can hold.
+        tokenizer: turns outputs into text; None: there is none.
+        failure: the error that it failed with, or None.
     """
 
     def __init__(
@@ -100,20 +97,20 @@ class LiveEngine:
 
         Args:
             runner: the model; its backend is initialized and has no pool yet.
-            allocator: pool and groups, of the plan that the backend was initialized with. Its `key_algorithm` becomes
+            allocator: pool and groups of the plan that the backend was initialized with. Its `key_algorithm` becomes
                 the hasher's name.
             scheduler: limits and policies.
-            tokenizer: makes text of outputs, which stop texts need.
+            tokenizer: turns outputs into text, which stop texts need.
             eos_token_ids: the model's tokens that end an output.
-            hasher: of block keys; SHA-256 unless given.
-            sinks: further listeners to every commit (metrics, KV events).
+            hasher: hashes tokens to block keys; SHA-256 unless given.
+            sinks: further sinks for every commit (metrics, KV events).
             observers: called in the engine's thread after each step.
-            recording: writes the run down; closed when the engine has stopped.
+            recording: records the run; closed when the engine has stopped.
             max_queued_requests: requests that may wait for their first step (back-pressure).
-            seed: of requests that bring none.
+            seed: sampling seed for requests without one.
             on_request_ended: called in the engine's thread for each request that has ended.
-            clock_ns: nanoseconds of the real clock.
-            start: whether a thread drives the engine; False: `advance` does, call by call.
+            clock_ns: the real clock, in nanoseconds.
+            start: whether a thread drives the engine; if False, each call of `advance` makes one move.
 
         Raises:
             InputError: settings that a live engine cannot serve with, or that contradict each other.
@@ -126,7 +123,7 @@ class LiveEngine:
         self._hasher = block_hasher() if hasher is None else hasher
         self._checks = RequestChecks(
             vocab_size=runner.vocab_size,
-            # What the model has no logit for never ends an output.
+            # A token without a logit never ends an output.
             eos_token_ids=frozenset(each for each in eos_token_ids if 0 <= each < runner.vocab_size),
             has_tokenizer=tokenizer is not None,
             policy=scheduler.policy,
@@ -135,7 +132,7 @@ class LiveEngine:
         self._seed = seed
         self._clock_ns = clock_ns
         self._began_ns = clock_ns()
-        self._ordinals = _Counter()
+        self._ordinals = itertools.count()  # `next` on it is atomic, so every thread gets its own numbers
         recorded = () if recording is None else (recording,)
         config = attrs.evolve(allocator, key_algorithm=self._hasher.name)
         self.allocator = KVCacheAllocator(config, sinks=[self._backend, *recorded, *sinks])
@@ -169,16 +166,16 @@ class LiveEngine:
 
         Args:
             prompt_token_ids: at least one token.
-            settings: how its output is chosen and where it ends; without a seed it gets one from the engine's.
-            priority: under the policy "priority" the lowest value goes first; under another one 0.
+            settings: how its output is sampled and where it ends; a missing seed is derived from the engine's.
+            priority: with the policy "priority" the lowest value goes first; with any other it must be 0.
             cache_salt: only requests with the same salt share cached blocks (tenant isolation); None: those without.
-            request_id: a name that no unended request has; one is made up unless given.
+            request_id: an id that no unended request has; generated unless given.
 
         Raises:
             InputError: a prompt or settings that this engine cannot serve, or an id that is taken.
-            DoesNotFitError: prompt and `max_tokens` can never be held.
+            DoesNotFitError: the pool can never hold prompt and `max_tokens`.
             QueueFullError: too many requests wait already.
-            EngineStoppedError, EngineFailedError: nothing is taken any more.
+            EngineStoppedError, EngineFailedError: the engine takes no more requests.
         """
         (live,) = self.submit_samples(
             prompt_token_ids,
@@ -198,21 +195,16 @@ class LiveEngine:
         cache_salt: str | None = None,
         request_ids: Sequence[str] | None = None,
     ) -> list[LiveRequest]:
-        """Queue several outputs of one prompt, or none of them: the API's `n`.
+        """Queue several outputs of one prompt, all or none: the API's `n`.
 
-        The prompt is computed once. Then the outputs share its blocks by a fork, and part by copy on write; each is a
-        request of its own, with its own figures and its own end.
+        The prompt is computed once. Then the outputs share its blocks by a fork, and diverge by copy on write; each is
+        a separate request with its own figures and end.
 
-        Args:
-            prompt_token_ids: at least one token.
-            settings: of each output.
-            priority: as `submit`.
-            cache_salt: as `submit`.
-            request_ids: a name for each, as `submit`.
+        `settings` and `request_ids` have one entry for each output; the other arguments and the errors are those of
+        `submit`.
 
         Raises:
-            InputError: as `submit`, no settings, more outputs than may wait at once, or another number of names.
-            DoesNotFitError, QueueFullError, EngineStoppedError, EngineFailedError: as `submit`.
+            InputError: also if there are no settings, more outputs than may wait at once, or another number of ids.
         """
         self._inbox.raise_refusal()
         tokens = self._checks.prompt(prompt_token_ids)
@@ -238,7 +230,7 @@ class LiveEngine:
         cache_salt: str | None,
         now_ns: int,
     ) -> Generation:
-        ordinal = self._ordinals.next()
+        ordinal = next(self._ordinals)
         keys = TokenKeySource(tokens, self._hasher, self.allocator.config.hash_block_size, ExtraKeys(cache_salt))
         request = Request(
             request_id=f"request-{ordinal}" if request_id is None else request_id,
@@ -254,7 +246,7 @@ class LiveEngine:
         return Generation(request, live, keys, tokens, seed, rules, self.tokenizer)
 
     def cancel(self, request_id: str) -> None:
-        """End a request after the step in flight; nothing happens to one that has ended or never was."""
+        """End a request after the step in flight; nothing happens if it has ended or never existed."""
         self._inbox.cancel(request_id)
 
     @property
@@ -278,7 +270,7 @@ class LiveEngine:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def advance(self) -> bool:
-        """Without a thread of its own: take in what was asked, or compute a step; False if there was nothing to do.
+        """Without an engine thread: execute orders, or compute a step; return False if there was nothing to do.
 
         Raises:
             MisuseError: a thread drives this engine.
@@ -292,8 +284,11 @@ class LiveEngine:
             raise
 
     def _serve(self) -> None:
-        """The engine's thread."""
-        _use_device_of(self._backend)
+        """Run the engine's thread."""
+        if self._backend.device.type == "cuda":  # each thread has its own current device
+            import torch
+
+            torch.cuda.set_device(self._backend.device)
         try:
             while self._driver.advance() or self._inbox.wait_for_orders():
                 pass
@@ -301,15 +296,15 @@ class LiveEngine:
             self.failure = error
 
     def shutdown(self, drain: bool = True, timeout_s: float | None = None) -> None:
-        """Take no more requests, let those that are there end, and free everything. A second call is harmless.
+        """Take no more requests, end the unended ones, and free everything. A second call is harmless.
 
         Args:
             drain: let requests finish; False: abort them after the step in flight.
-            timeout_s: when to abort what has not finished, and how long to wait for the step in flight then; None:
-                without limit.
+            timeout_s: when to abort unfinished requests, and how long to wait for the step in flight then; None: no
+                limit.
 
         Raises:
-            TimeoutError: a step is still in flight after that; call it again to go on waiting.
+            TimeoutError: a step is still in flight after that; call it again to wait longer.
             MisuseError: called from the engine's own thread.
             LogWriteError: the recording could not be completed; everything else is done.
         """
@@ -317,7 +312,10 @@ class LiveEngine:
             raise MisuseError("the engine cannot shut itself down from its own thread, where its callbacks run")
         self._inbox.close()
         if self._thread is None:
-            self._finish_by_hand(drain)
+            if not drain:
+                self._inbox.cancel_all()
+            while self.failure is None and self.advance():
+                pass
         else:
             if not drain or not self._inbox.wait_until_all_ended(timeout_s):
                 self._inbox.cancel_all()
@@ -332,32 +330,11 @@ class LiveEngine:
             if self._recording is not None:
                 self._recording.end()
 
-    def _finish_by_hand(self, drain: bool) -> None:
-        if not drain:
-            self._inbox.cancel_all()
-        while self.failure is None and self.advance():
-            pass
-
     def __enter__(self) -> "LiveEngine":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.shutdown(drain=error is None)
-
-
-class _Counter:
-    """Whole numbers from 0 on, each given once, to whichever thread asks."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._next = 0
-
-    def next(self) -> int:
-        with self._lock:
-            self._next += 1
-            return self._next - 1
 
 
 def _check_settings(runner: TokenRunner, allocator: AllocatorConfig, scheduler: SchedulerConfig) -> None:
@@ -371,11 +348,3 @@ def _check_settings(runner: TokenRunner, allocator: AllocatorConfig, scheduler: 
             "'recompute'"
         )
     runner.length_limit.check(allocator.max_model_len, "max_model_len")
-
-
-def _use_device_of(backend: CudaBackend) -> None:
-    """The current device is each thread's own."""
-    if backend.device.type == "cuda":
-        import torch
-
-        torch.cuda.set_device(backend.device)

@@ -1,4 +1,4 @@
-"""What a live engine is sized for, checked before a model is loaded."""
+"""The options of a live engine, checked before a model is loaded."""
 
 import attrs
 
@@ -9,25 +9,26 @@ from ..model.decode_graphs import checked_capture_sizes, decode_capture_sizes
 
 @attrs.frozen(kw_only=True)
 class EngineOptions:
-    """What an engine is sized for.
+    """The options that an engine is sized for.
 
     Attributes:
-        max_num_seqs: requests of one step.
-        max_num_batched_tokens: tokens of one step.
-        max_model_len: longest request; None: what the model was made for; -1: the longest that fits.
-        block_size: tokens of a block.
+        max_num_seqs: most requests in a step.
+        max_num_batched_tokens: most tokens in a step.
+        max_model_len: tokens of the longest request; None: the model's own limit; -1: the longest that fits.
+        block_size: tokens per block.
         kv_cache_dtype: dtype of the cache; `auto` is the model's.
-        kv_cache_memory_bytes: the pool's size.
-        num_gpu_blocks_override: blocks of the pool; it and the size above exclude each other.
-        gpu_memory_utilization: fraction of a GPU's total memory, where neither of them is given; 0.9 unless given.
-        enforce_eager: no decode step is captured in a CUDA graph.
-        cudagraph_capture_sizes: requests of the decode steps that are captured; None: `decode_capture_sizes`. On a
+        kv_cache_memory_bytes: size of the pool.
+        num_gpu_blocks_override: number of blocks; excludes `kv_cache_memory_bytes`.
+        gpu_memory_utilization: fraction of a GPU's total memory, if neither of them is given; 0.9 unless given.
+        enforce_eager: capture no decode step in a CUDA graph.
+        cudagraph_capture_sizes: numbers of requests of the captured decode steps; None: `decode_capture_sizes`. On a
             CPU nothing is captured.
-        attention_packages: FlashAttention and FlashInfer compute attention where they are installed and fit; on a GPU.
-        enable_prefix_caching: finished requests' blocks stay findable.
-        enable_chunked_prefill: prompts may be computed over several steps.
-        policy: "fcfs" or "priority".
-        watermark_blocks: blocks that an admission leaves free.
+        attention_packages: let FlashAttention and FlashInfer compute attention if they are installed and suitable; on
+            a GPU.
+        enable_prefix_caching: keep the blocks of finished requests in the prefix cache.
+        enable_chunked_prefill: allow a prompt to be computed over several steps.
+        policy: scheduling policy, "fcfs" or "priority".
+        watermark_blocks: free blocks that an admission must leave.
         tensor_parallel_size, pipeline_parallel_size, data_parallel_size: 1; a live engine runs on one device.
     """
 
@@ -62,7 +63,7 @@ class EngineOptions:
                 f"cudagraph_capture_sizes {list(self.cudagraph_capture_sizes)} has no effect with enforce_eager; leave "
                 "one of them out"
             )
-        # What contradicts itself is refused here, before a model is loaded.
+        # These check the other options, before a model is loaded.
         _ = self.scheduler, self.capture_sizes
 
     @property
@@ -77,10 +78,10 @@ class EngineOptions:
 
     @property
     def capture_sizes(self) -> tuple[int, ...]:
-        """Requests of the decode steps that a GPU captures, rising.
+        """Numbers of requests of the decode steps that a GPU captures, ascending.
 
         Raises:
-            InputError: sizes that no decode step has.
+            InputError: a size that no decode step can have.
         """
         if self.enforce_eager:
             return ()
@@ -90,7 +91,7 @@ class EngineOptions:
 
     @property
     def scheduler(self) -> SchedulerConfig:
-        """The scheduler's part."""
+        """The scheduler config."""
         return SchedulerConfig(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,

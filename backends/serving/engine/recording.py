@@ -1,40 +1,100 @@
-"""A live run, written down as it happens, so that it can be proved, run again and compared (docs/live_serving.md)."""
+"""Records a live run as it happens, so that it can be verified, run again and compared (docs/live_serving.md).
+
+Reading a recorded run needs no torch.
+"""
 
 import time
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
+import attrs
 import numpy as np
 from numpy.typing import NDArray
 
 from ....core.allocator.config import AllocatorConfig
 from ....core.errors import InputError
-from ....core.events import Commit
+from ....core.events import Commit, PoolCreated
 from ....core.scheduler.config import SchedulerConfig
 from ....core.scheduler.scheduler import Scheduler
 from ....core.types import ScheduledStep, StepResult
-from ...cuda.backend import CudaBackend
 from ...sinks.log.durable_log import Clock, DurableLog
 from ...sinks.log.flush_policy import FlushPolicy
 from ...sinks.log.rows import RequestArrived, RequestEnded, RunEnded, StepComputed
-from .generation import Generation
-from .recorded_run import live_header, slots_crc32
+
+if TYPE_CHECKING:
+    from ...cuda.backend import CudaBackend
+    from .generation import Generation
+
+COMMAND: Final = "serve"
+
+# Allocator options that decisions depend on and the pool's first commit does not hold.
+_RULES: Final = (
+    "retention_interval",
+    "max_in_flight_tokens",
+    "watermark_blocks",
+    "use_eagle",
+    "release",
+    "orphans",
+)
+
+
+def live_header(allocator: AllocatorConfig, scheduler: SchedulerConfig, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the header of a live run's log.
+
+    Args:
+        allocator: the engine's allocator config.
+        scheduler: the engine's scheduler config.
+        facts: other facts about the run, as plain JSON values.
+    """
+    return {
+        "command": COMMAND,
+        "allocator": {name: getattr(allocator, name) for name in _RULES},
+        "scheduler": attrs.asdict(scheduler),
+        "facts": facts,
+    }
+
+
+def recorded_configs(header: dict[str, Any], created: PoolCreated) -> tuple[AllocatorConfig, SchedulerConfig]:
+    """Return the configs of the engine whose log has this header and this first event."""
+    allocator = AllocatorConfig(
+        num_blocks=created.num_blocks,
+        groups=created.groups,
+        max_model_len=created.max_model_len,
+        max_num_reqs=created.max_num_reqs,
+        enable_caching=created.enable_caching,
+        hash_block_size=created.hash_block_size,
+        scheduler_block_size=created.scheduler_block_size,
+        eviction=created.eviction,
+        key_algorithm=created.key_algorithm,
+        **header["allocator"],
+    )
+    return allocator, SchedulerConfig(**header["scheduler"])
+
+
+def slots_crc32(slots_of_groups: Iterable[NDArray[np.int64]]) -> int:
+    """Return a checksum of the slots of a step's tokens: int64 `[num_tokens]` of each group, in order."""
+    checksum = 0
+    for slots in slots_of_groups:
+        checksum = zlib.crc32(np.ascontiguousarray(slots, dtype="<i8").tobytes(), checksum)
+    return checksum
 
 
 class LiveRecording:
-    """Writes a live engine's commits, and notes of what they do not say: requests, their ends, and measured steps.
+    """Logs a live engine's commits, and notes of what they do not tell: requests, their ends, and measured steps.
 
         recording = LiveRecording.create("run.log", flush=FlushPolicy(every_ms=50), allocator=..., scheduler=...)
         engine = LiveEngine(runner, allocator=..., scheduler=..., recording=recording)
 
-    The engine closes it when it has stopped. What it raises is what `DurableLog` raises, and stops the engine.
+    The engine closes it when it has stopped. It raises the errors of `DurableLog`, which stop the engine.
 
     Attributes:
-        log: what is written.
+        log: the log.
     """
 
     def __init__(self, log: DurableLog, header: dict[str, Any]) -> None:
-        """See `create`."""
+        """Use `create` instead."""
         self.log = log
         self._header = header
         self._backend: CudaBackend | None = None
@@ -53,11 +113,11 @@ class LiveRecording:
         """Start the log of a run.
 
         Args:
-            directory: where; empty or not there yet.
+            directory: directory of the log; empty, or it does not exist.
             flush: when commits reach the disk.
-            allocator: as the engine is given it.
-            scheduler: as the engine is given it.
-            facts: what else is to be known of the run (the model, its device), as plain JSON values.
+            allocator: the engine's allocator config.
+            scheduler: the engine's scheduler config.
+            facts: other facts about the run (the model, its device), as plain JSON values.
 
         Raises:
             InputError: something is in the directory, or a fact is no JSON value.
@@ -67,11 +127,11 @@ class LiveRecording:
         log = DurableLog.create(directory, flush=flush, clock=Clock("unix", time.time_ns), header=header)
         return cls(log, header)
 
-    def begin(self, scheduler: Scheduler, backend: CudaBackend) -> None:
-        """The engine: whose state snapshots are taken of, and whose slots are noted.
+    def begin(self, scheduler: Scheduler, backend: "CudaBackend") -> None:
+        """Connect the engine, whose state goes into snapshots and whose slots go into notes; the engine calls it.
 
         Raises:
-            InputError: it is not the engine that the log was started for, so that its run could not be run again.
+            InputError: the log was started for other settings, so the run could not be run again.
         """
         if live_header(scheduler.allocator.config, scheduler.config, self._header["facts"]) != self._header:
             raise InputError("the recording was made for other settings of allocator or scheduler than the engine's")
@@ -82,15 +142,15 @@ class LiveRecording:
         """Log one commit."""
         self.log.apply(commit)
 
-    def arrived(self, generation: Generation) -> None:
-        """Note a request before the scheduler hears of it."""
-        self._arrived(generation, {})
+    def arrived(self, generation: "Generation") -> None:
+        """Note a request before it is handed to the scheduler."""
+        self._note_arrival(generation, {})
 
-    def forked(self, generation: Generation, lead: Generation, has_ended: bool) -> None:
-        """Note a sample before the scheduler hears of it."""
-        self._arrived(generation, {"sample_of": lead.request.request_id, "has_ended": has_ended})
+    def forked(self, generation: "Generation", lead: "Generation", has_ended: bool) -> None:
+        """Note a sample before it is handed to the scheduler with its first token, which may be its last one."""
+        self._note_arrival(generation, {"sample_of": lead.request.request_id, "has_ended": has_ended})
 
-    def _arrived(self, generation: Generation, facts: dict[str, Any]) -> None:
+    def _note_arrival(self, generation: "Generation", facts: dict[str, Any]) -> None:
         request, keys = generation.request, generation.keys
         self._num_requests += 1
         self.log.note(
@@ -103,8 +163,8 @@ class LiveRecording:
             )
         )
 
-    def ending(self, generation: Generation, reason: str) -> None:
-        """Note a request's end; of an abort, before its blocks are freed."""
+    def ending(self, generation: "Generation", reason: str) -> None:
+        """Note the end of a request; an abort is noted before its blocks are freed."""
         self.log.note(
             RequestEnded(
                 request_id=generation.request.request_id,
@@ -116,14 +176,11 @@ class LiveRecording:
 
     def computed(self, step: ScheduledStep, result: StepResult) -> None:
         """Note a step before the scheduler accounts for it: how long it took, and the slots that it wrote."""
-        self.log.note(
-            StepComputed(
-                nanoseconds=result.nanoseconds[0],
-                load=step.load,
-                stopped=result.stopped,
-                slots_crc32=None if self._backend is None else slots_crc32(self._slots(step)),
-            )
-        )
+        checksum = None
+        if self._backend is not None:
+            # The slots as they are on the device, group by group. The step is over, so reading them waits for nothing.
+            checksum = slots_crc32(self._backend.slots[:, : step.batch.num_tokens].cpu().numpy())
+        self.log.note(StepComputed(result.nanoseconds[0], step.load, result.stopped, checksum))
 
     def end(self) -> None:
         """Note the end of the run and close the log; a second call does nothing."""
@@ -131,8 +188,3 @@ class LiveRecording:
             self._backend = None
             self.log.note(RunEnded({"num_requests": self._num_requests}))
         self.log.close()
-
-    def _slots(self, step: ScheduledStep) -> NDArray[np.int64]:
-        """As they stand on the device, a group after the other; the step is over, so reading them waits for nothing."""
-        assert self._backend is not None
-        return self._backend.slots[:, : step.batch.num_tokens].cpu().numpy()

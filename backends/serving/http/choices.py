@@ -1,15 +1,17 @@
-"""The choices of one HTTP request: each is a request of the engine, and all end when the client's request does."""
+"""The choices of one HTTP request. Each is a request of the engine, and all end when the client's request ends."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from typing import Any
 
 import attrs
 
-from ....core.errors import InputError
+from ....core.errors import DoesNotFitError, InputError
+from ....core.types import Request
 from ..engine.live_engine import LiveEngine
-from ..engine.request import LiveRequest
-from ..engine.token_stream import TokenDelta
+from ..engine.request import LiveRequest, TokenDelta
+from ..engine.request_checks import RequestLengths
 from ..errors import EngineFailedError, EngineStoppedError, QueueFullError, SettingError
 from ..sampling.settings import NUM_SEEDS, SamplingSettings
 from .errors import ApiError, engine_failed, invalid_request, queue_full, shutting_down
@@ -18,11 +20,11 @@ from .responses import Piece
 
 @attrs.frozen(eq=False)
 class Choice:
-    """One output that a client asked for.
+    """One requested output.
 
     Attributes:
-        index: in the answer.
-        prompt: which prompt it continues.
+        index: index of the choice in the answer.
+        prompt: index of the prompt that it continues.
         live: the engine's request.
     """
 
@@ -31,64 +33,65 @@ class Choice:
     live: LiveRequest
 
 
-@attrs.frozen(kw_only=True)
-class Wanted:
-    """What one HTTP request asks of the engine.
+def submit_choices(
+    engine: LiveEngine,
+    *,
+    answer_id: str,
+    prompts: Sequence[Sequence[int]],
+    settings: Sequence[SamplingSettings],
+    n: int,
+    priority: int,
+    cache_salt: str | None,
+    prompt_param: str,
+    retry_after_s: Callable[[], int],
+) -> list[Choice]:
+    """Submit all choices of an HTTP request, or none.
 
-    Attributes:
-        name: of the answer; the engine's requests are named `NAME-0`, `NAME-1`, ...
+    Args:
+        engine: the engine.
+        answer_id: id of the answer; the engine's requests are named `ID-0`, `ID-1`, ...
         prompts: token ids of each prompt.
-        n: choices of each.
-        settings: of every prompt; a given seed is that of its first choice, and each further one adds 1 to it.
-        priority, cache_salt: as `LiveEngine.submit` takes them.
+        settings: settings of each prompt; its first choice gets their seed, and each further choice the next one.
+        n: choices of each prompt.
+        priority: as in `LiveEngine.submit`.
+        cache_salt: as in `LiveEngine.submit`.
         prompt_param: the field that the prompts came from.
-    """
-
-    name: str
-    prompts: Sequence[Sequence[int]]
-    n: int
-    settings: Sequence[SamplingSettings]
-    priority: int = 0
-    cache_salt: str | None = None
-    prompt_param: str = "prompt"
-
-
-def submit_choices(engine: LiveEngine, wanted: Wanted, retry_after_s: Callable[[], int]) -> list[Choice]:
-    """Submit all choices or none.
+        retry_after_s: seconds after which a client may retry if the queue is full.
 
     Raises:
-        ApiError: what the engine answered, as a client is told it.
+        ApiError: the engine's error, as it is sent to the client.
     """
     choices: list[Choice] = []
     try:
-        for prompt, (token_ids, settings) in enumerate(zip(wanted.prompts, wanted.settings, strict=True)):
-            places = range(len(choices), len(choices) + wanted.n)
+        for prompt, (token_ids, of_prompt) in enumerate(zip(prompts, settings, strict=True)):
+            places = range(len(choices), len(choices) + n)
+            seed = of_prompt.seed
             lives = engine.submit_samples(
                 token_ids,
-                [_of_sample(settings, sample) for sample in range(wanted.n)],
-                priority=wanted.priority,
-                cache_salt=wanted.cache_salt,
-                request_ids=[f"{wanted.name}-{place}" for place in places],
+                [of_prompt if seed is None else of_prompt.with_seed((seed + i) % NUM_SEEDS) for i in range(n)],
+                priority=priority,
+                cache_salt=cache_salt,
+                request_ids=[f"{answer_id}-{place}" for place in places],
             )
             choices += [Choice(place, prompt, live) for place, live in zip(places, lives, strict=True)]
     except Exception as error:
         cancel_all(choices)
-        raise _told(error, wanted, retry_after_s) from error
+        raise _as_api_error(error, prompt_param, retry_after_s) from error
     return choices
 
 
 def cancel_all(choices: Sequence[Choice]) -> None:
-    """End what has not ended."""
+    """Cancel the choices that have not ended."""
     for choice in choices:
         choice.live.cancel()
 
 
 async def pieces_of(choice: Choice, on_gap: Callable[[float], None]) -> AsyncGenerator[Piece, None]:
-    """The output of a choice in parts that can be shown; the last one has the finish reason.
+    """Yield the output of a choice in pieces that can be shown; the last one has the finish reason.
 
     Args:
-        choice: read by nobody else.
-        on_gap: told of the seconds between two tokens.
+        choice: the choice; this is its only reader.
+        on_gap: called with the seconds between two tokens.
 
     Raises:
         ApiError: the engine was shut down, or failed, before the end.
@@ -119,7 +122,7 @@ async def pieces_of(choice: Choice, on_gap: Callable[[float], None]) -> AsyncGen
 async def merged(
     choices: Sequence[Choice], on_gap: Callable[[float], None]
 ) -> AsyncGenerator[tuple[Choice, Piece], None]:
-    """The parts of all choices as they come. A part at most of each is taken before the reader wants it."""
+    """Yield the pieces of all choices as they arrive. At most one piece of each is read ahead."""
     ready: asyncio.Queue[tuple[Choice, Piece | ApiError | None]] = asyncio.Queue(maxsize=1)
 
     async def read(choice: Choice) -> None:
@@ -150,33 +153,100 @@ async def merged(
 
 
 async def collected(choices: Sequence[Choice], on_gap: Callable[[float], None]) -> list[Piece]:
-    """The whole output of each choice."""
-    return list(await asyncio.gather(*(_whole(choice, on_gap) for choice in choices)))
+    """Return the whole output of each choice."""
+
+    async def whole(choice: Choice) -> Piece:
+        pieces = [piece async for piece in pieces_of(choice, on_gap)]
+        deltas = tuple(delta for piece in pieces for delta in piece.deltas)
+        return Piece("".join(piece.text for piece in pieces), deltas, pieces[-1].finish_reason)
+
+    return list(await asyncio.gather(*map(whole, choices)))
 
 
-async def _whole(choice: Choice, on_gap: Callable[[float], None]) -> Piece:
-    pieces = [piece async for piece in pieces_of(choice, on_gap)]
-    deltas = tuple(delta for piece in pieces for delta in piece.deltas)
-    return Piece("".join(piece.text for piece in pieces), deltas, pieces[-1].finish_reason)
+def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Count the tokens of an answer. A prompt counts once for all choices, with its first choice's cached tokens."""
+    stats = [choice.live.stats for choice in choices]
+    first_of_prompt = {choice.prompt: each for choice, each in zip(reversed(choices), reversed(stats), strict=True)}
+    prompt_tokens = sum(each.num_prompt_tokens for each in first_of_prompt.values())
+    completion_tokens = sum(each.num_output_tokens for each in stats)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(each.num_cached_tokens or 0 for each in first_of_prompt.values())
+        },
+    }
 
 
-def _of_sample(settings: SamplingSettings, sample: int) -> SamplingSettings:
-    if settings.seed is None:
-        return settings
-    return settings.with_seed((settings.seed + sample) % NUM_SEEDS)
-
-
-def _told(error: Exception, wanted: Wanted, retry_after_s: Callable[[], int]) -> Exception:
+def _as_api_error(error: Exception, prompt_param: str, retry_after_s: Callable[[], int]) -> Exception:
     match error:
         case QueueFullError():
             return queue_full(str(error), retry_after_s())
         case SettingError():
             return invalid_request(str(error), error.setting)
         case InputError():
-            return invalid_request(str(error), wanted.prompt_param)
+            return invalid_request(str(error), prompt_param)
         case EngineStoppedError():
             return shutting_down()
         case EngineFailedError():
             return engine_failed()
         case _:
             return error
+
+
+def name_of_prompt(param: str, place: int, num_prompts: int) -> str:
+    """Return a prompt's name in errors: its field, with its index if there are several."""
+    return param if num_prompts == 1 else f"{param}[{place}]"
+
+
+def check_lengths(
+    lengths: RequestLengths,
+    num_prompt_tokens: Sequence[int],
+    max_tokens: Sequence[int],
+    prompt_param: str,
+    max_tokens_param: str | None,
+) -> None:
+    """Refuse all prompts of a request if one of them is too long, and count it as rejected.
+
+    Args:
+        lengths: the engine's limits.
+        num_prompt_tokens: tokens of each prompt.
+        max_tokens: most output tokens of each.
+        prompt_param: the field that the prompts came from.
+        max_tokens_param: the field that limits the output; None: the client gave none.
+
+    Raises:
+        ApiError: 400 that names the field to change: the prompt if it is too long alone, else `max_tokens_param`.
+    """
+    for place, (num_tokens, most_wanted) in enumerate(zip(num_prompt_tokens, max_tokens, strict=True)):
+        try:
+            lengths.check(Request("", num_tokens, most_wanted))
+        except DoesNotFitError as error:
+            prompt = name_of_prompt(prompt_param, place, len(num_prompt_tokens))
+            raise _too_long(lengths, num_tokens, most_wanted, prompt, prompt_param, max_tokens_param) from error
+
+
+def _too_long(
+    lengths: RequestLengths,
+    num_prompt_tokens: int,
+    max_tokens: int,
+    prompt: str,
+    prompt_param: str,
+    max_tokens_param: str | None,
+) -> ApiError:
+    output = max_tokens_param or "the least"
+    most = lengths.most_output_tokens(num_prompt_tokens)
+    if most:
+        param = max_tokens_param
+        way_out = f"{most:,} fit behind this prompt; set {output} to {most:,} at most, or shorten {prompt}"
+    else:
+        param = prompt_param
+        way_out = f"a prompt may have {lengths.num_prompt_tokens:,}; shorten it"
+        if max_tokens > 1:
+            way_out += f", and set {output} to what is left"
+    return invalid_request(
+        f"{num_prompt_tokens:,} tokens in {prompt} and {max_tokens:,} of output ({output}) are too many: {way_out}",
+        param,
+        "context_length_exceeded",
+    )

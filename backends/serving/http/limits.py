@@ -1,8 +1,8 @@
-"""What a request must pass before it is looked into: its key, its size, its time, and a place among the open ones."""
+"""Checks a request before it is parsed: its API key, its size, its time to arrive, and the number of open requests."""
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import attrs
@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ....core.errors import InputError
 from .errors import ApiError, queue_full, shutting_down
 
-# A client that sends too much reads no answer before it has sent it all; so much more is taken and thrown away.
+# A client that sends too much reads no answer before it has sent everything; this much more is read and discarded.
 MAX_DISCARDED_BYTES = 16 << 20
 DISCARD_TIMEOUT_S = 2.0
 GUARDED_PREFIX = "/v1"
@@ -21,13 +21,13 @@ API_KEY = "kvledger_api_key"
 
 @attrs.frozen
 class RequestLimits:
-    """Bounds on what clients can make the server hold.
+    """Limits on what clients can make the server hold.
 
     Attributes:
-        max_request_bytes: the largest body.
-        body_timeout_s: how long a client may take to send it.
-        max_open_requests: requests under `/v1` whose answer is not sent yet.
-        api_keys: one of them must be given as `Authorization: Bearer KEY`; none: nobody is asked.
+        max_request_bytes: size of the largest body.
+        body_timeout_s: how long a client may take to send its body.
+        max_open_requests: most requests under `/v1` whose answer is not sent yet.
+        api_keys: a client must send one of them as `Authorization: Bearer KEY`; empty: none is needed.
     """
 
     max_request_bytes: int
@@ -44,11 +44,11 @@ class RequestLimits:
 
 
 class RequestGate:
-    """ASGI middleware that holds `RequestLimits`. Bodies are read whole here, so that what follows finds them complete.
+    """ASGI middleware that enforces `RequestLimits`. It reads bodies completely before it calls the application.
 
     Attributes:
         num_open: requests under `/v1` that are being served now.
-        is_draining: new ones are answered with 503.
+        is_draining: whether new ones are answered with 503.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class RequestGate:
         """Guard an application.
 
         Args:
-            app: what is behind.
-            limits: what is held.
-            retry_after_s: whole seconds after which a client that found no place may come again.
-            on_status: told of the status of every answer under `/v1`.
+            app: the guarded application.
+            limits: the limits.
+            retry_after_s: whole seconds after which a refused client may retry.
+            on_status: called with the status of every answer under `/v1`.
         """
         self._app = app
         self._limits = limits
@@ -74,7 +74,7 @@ class RequestGate:
         self.is_draining = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection's request."""
+        """Serve one request."""
         if scope["type"] != "http" or not scope["path"].startswith(GUARDED_PREFIX):
             await self._app(scope, receive, send)
             return
@@ -89,7 +89,13 @@ class RequestGate:
     async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._check_key(scope)
-            self._check_place()
+            if self.is_draining:
+                raise shutting_down()
+            if self.num_open >= self._limits.max_open_requests:
+                raise queue_full(
+                    f"{self.num_open} requests are open, which is all that this server takes; try again later",
+                    self._retry_after_s(),
+                )
         except ApiError as error:
             await _discard(scope, receive)
             await _refuse(error, scope, receive, send)
@@ -111,8 +117,10 @@ class RequestGate:
             return
         given = Headers(scope=scope).get("authorization", "")  # bytes as latin-1
         scheme, _, key = given.partition(" ")
-        known = _known_key(key.strip(), self._limits.api_keys) if scheme.lower() == "bearer" else None
-        if known is None:
+        key = key.strip()
+        # Compared in a time that does not tell how much of the key was right.
+        matches = [each for each in self._limits.api_keys if hmac.compare_digest(each.encode(), key.encode("latin-1"))]
+        if not matches or scheme.lower() != "bearer":
             raise ApiError(
                 401,
                 "no valid API key was given; send it as Authorization: Bearer KEY",
@@ -120,24 +128,15 @@ class RequestGate:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        scope[API_KEY] = known
-
-    def _check_place(self) -> None:
-        if self.is_draining:
-            raise shutting_down()
-        if self.num_open >= self._limits.max_open_requests:
-            raise queue_full(
-                f"{self.num_open} requests are open, which is all that this server takes; try again later",
-                self._retry_after_s(),
-            )
+        scope[API_KEY] = matches[0]
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body; None if the client left before its end."""
+        """Return the whole body; None if the client left before its end."""
         limit = self._limits.max_request_bytes
-        declared = _declared_bytes(scope)
-        if declared is not None and declared > limit:
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdecimal() and int(declared) > limit:
             await _discard(scope, receive)
-            raise _too_large(f"a body of {declared:,} bytes", limit)
+            raise _too_large(f"a body of {int(declared):,} bytes", limit)
         chunks: list[bytes] = []
         size = 0
         try:
@@ -164,30 +163,19 @@ class RequestGate:
         raise _too_large("the body", limit)
 
 
-def _known_key(given: str, keys: Sequence[str]) -> str | None:
-    """The key that was given, compared in a time that does not tell how much of it was right."""
-    found = [key for key in keys if hmac.compare_digest(key.encode(), given.encode("latin-1"))]
-    return found[0] if found else None
-
-
-def _declared_bytes(scope: Scope) -> int | None:
-    value = Headers(scope=scope).get("content-length")
-    return int(value) if value is not None and value.isdecimal() else None
-
-
 def _too_large(what: str, limit: int) -> ApiError:
     return ApiError(413, f"{what} is larger than the {limit:,} bytes that this server takes", code="request_too_large")
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer and close: what is left of the body is no next request."""
+    """Answer and close the connection, since the rest of the body is no next request."""
     response = error.response()
     response.headers["Connection"] = "close"
     await response(scope, receive, send)
 
 
 async def _discard(scope: Scope, receive: Receive) -> None:
-    """Take what a client still sends before it reads its answer; one that asks first (`Expect`) sends nothing."""
+    """Read and drop what a client sends before it reads its answer; one that asks first (`Expect`) sends nothing."""
     if "expect" in Headers(scope=scope):
         return
     size = 0
@@ -203,7 +191,7 @@ async def _discard(scope: Scope, receive: Receive) -> None:
 
 
 def _replayed(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
-    """A `receive` that gives the body once, then what the connection says: that the client left."""
+    """Return a `receive` that first returns the body, then the connection's messages: that the client left."""
     first: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

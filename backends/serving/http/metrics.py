@@ -1,4 +1,4 @@
-"""What a live server tells Prometheus, under vLLM's names where they mean the same, else under `kvledger:`."""
+"""The metrics of a live server for Prometheus, under vLLM's names if they mean the same, else under `kvledger:`."""
 
 import time
 from collections import deque
@@ -10,28 +10,45 @@ from ....core.scheduler.scheduler import StepOutcome
 from ....core.types import ScheduledStep, StepResult
 from ...sinks.metrics.boundaries import FIRST_TOKEN_MS, PREEMPTIONS, REQUEST_MS, STEP_TOKENS, TOKEN_MS, token_boundaries
 from ...sinks.metrics.endpoint import Figure, FigureCollector
+from ..engine.generation import Output
 from ..engine.live_engine import LiveEngine
-from ..engine.request import LiveRequest, RequestStats
-from ..engine.step_sampler import Output
+from ..engine.request import LiveRequest, seconds_between
 
-# The last ends of requests that the wait for a free place is estimated from, and its bounds in whole seconds.
+# Number of recent request ends from which the wait for a free place is estimated, and its limit in whole seconds.
 NUM_ENDS = 32
 MAX_RETRY_AFTER_S = 60
 _LABELS = ("engine", "model_name")
+# Histograms of times: (name, text, boundaries).
+_TIMES = (
+    ("time_to_first_token", "From arrival to the first token.", FIRST_TOKEN_MS),
+    ("inter_token_latency", "Gap between two tokens that a client was given.", TOKEN_MS),
+    ("request_time_per_output_token", "From the first token to the last, a token.", TOKEN_MS),
+    ("e2e_request_latency", "From arrival to the end.", REQUEST_MS),
+    ("request_queue_time", "From arrival to the first step.", REQUEST_MS),
+    ("request_prefill_time", "From the first step to the first token.", REQUEST_MS),
+    ("request_decode_time", "From the first token to the last.", REQUEST_MS),
+    ("request_inference_time", "From the first step to the last token.", REQUEST_MS),
+)
+_TOKENS_OF_REQUESTS = {
+    "prompt_tokens": "Prompt tokens of a request.",
+    "generation_tokens": "Output tokens of a request.",
+    "params_max_tokens": "What a request may produce at most.",
+    "prefill_kv_computed_tokens": "Prompt tokens that were not found in the cache.",
+}
 
 
 class ServingMetrics:
-    """Counts what ends, and reads the engine's gauges when it is asked.
+    """Counts steps, requests and answers, and reads the engine's gauges at each scrape.
 
     `ended` and `step` are the engine's callbacks (`on_request_ended`, `observers`); the server calls the others.
     """
 
     def __init__(self, model_name: str, max_model_len: int) -> None:
-        """Everything at 0; `watch` the engine once it is there.
+        """Start at 0. Call `watch` once the engine exists.
 
         Args:
-            model_name: of the label.
-            max_model_len: tokens of the longest request, for the boundaries of lengths.
+            model_name: value of the label `model_name`.
+            max_model_len: tokens of the longest request, for the bucket boundaries of lengths.
         """
         self._engine: LiveEngine | None = None
         self._ends_s: deque[float] = deque(maxlen=NUM_ENDS)
@@ -48,39 +65,14 @@ class ServingMetrics:
         self._step_tokens = self._histogram(
             "vllm:iteration_tokens_total", "Tokens computed in an engine step.", STEP_TOKENS
         )
-        self._ttft_s = self._seconds(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_MS
-        )
-        self._itl_s = self._seconds(
-            "vllm:inter_token_latency_seconds", "Gap between two tokens that a client was given.", TOKEN_MS
-        )
-        self._tpot_s = self._seconds(
-            "vllm:request_time_per_output_token_seconds", "From the first token to the last, a token.", TOKEN_MS
-        )
-        self._e2e_s = self._seconds("vllm:e2e_request_latency_seconds", "From arrival to the end.", REQUEST_MS)
-        self._queue_s = self._seconds("vllm:request_queue_time_seconds", "From arrival to the first step.", REQUEST_MS)
-        self._prefill_s = self._seconds(
-            "vllm:request_prefill_time_seconds", "From the first step to the first token.", REQUEST_MS
-        )
-        self._decode_s = self._seconds(
-            "vllm:request_decode_time_seconds", "From the first token to the last.", REQUEST_MS
-        )
-        self._inference_s = self._seconds(
-            "vllm:request_inference_time_seconds", "From the first step to the last token.", REQUEST_MS
-        )
-        self._request_prompt_tokens = self._histogram(
-            "vllm:request_prompt_tokens", "Prompt tokens of a request.", tokens
-        )
-        self._request_generation_tokens = self._histogram(
-            "vllm:request_generation_tokens", "Output tokens of a request.", tokens
-        )
-        self._request_max_tokens = self._histogram(
-            "vllm:request_params_max_tokens", "What a request may produce at most.", tokens
-        )
-        self._request_computed_tokens = self._histogram(
-            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens that were not found in the cache.", tokens
-        )
-        self._request_preemptions = self._histogram(
+        self._seconds = {
+            name: self._histogram(f"vllm:{name}_seconds", f"{text} Seconds.", [each / 1e3 for each in boundaries_ms])
+            for name, text, boundaries_ms in _TIMES
+        }
+        self._of_requests = {
+            name: self._histogram(f"vllm:request_{name}", text, tokens) for name, text in _TOKENS_OF_REQUESTS.items()
+        }
+        self._of_requests["num_preemptions"] = self._histogram(
             "vllm:request_num_preemptions", "How often an ended request had lost its blocks.", PREEMPTIONS
         )
         self._errors = Counter(
@@ -89,61 +81,69 @@ class ServingMetrics:
         )  # fmt: skip
         self._disconnects = self._counter("kvledger:client_disconnects", "Clients that left before their answer ended.")
 
-    # -- what happens ------------------------------------------------------------------------------------------------
-
     def watch(self, engine: LiveEngine) -> None:
-        """Whose gauges are read."""
+        """Set the engine whose gauges are read."""
         self._engine = engine
 
     def step(self, step: ScheduledStep, result: StepResult, _outcome: StepOutcome) -> None:
-        """A step was computed."""
+        """Count a step that was computed."""
         outputs: list[Output] = result.outputs
         self._step_tokens.observe(step.batch.num_tokens)
         self._generation_tokens.inc(sum(1 + len(output.samples) for output in outputs))
 
     def ended(self, live: LiveRequest) -> None:
-        """A request has ended, for whatever reason."""
+        """Count a request that has ended, for any reason."""
         stats = live.stats
         self._ends_s.append(time.monotonic())
         self._success.labels(**self._labels, finished_reason=stats.finish_reason or "error").inc()
         self._prompt_tokens.inc(stats.num_prompt_tokens)
-        self._request_prompt_tokens.observe(stats.num_prompt_tokens)
-        self._request_generation_tokens.observe(stats.num_output_tokens)
-        self._request_max_tokens.observe(live.settings.max_tokens)
-        self._request_preemptions.observe(stats.num_preemptions)
-        if stats.num_cached_tokens is not None:
-            self._request_computed_tokens.observe(stats.num_prompt_tokens - stats.num_cached_tokens)
-        self._time(live, stats)
+        started, first, last = live.started_ns, live.first_token_ns, live.last_token_ns
+        computed = None if stats.num_cached_tokens is None else stats.num_prompt_tokens - stats.num_cached_tokens
+        measured = (
+            (self._of_requests["prompt_tokens"], stats.num_prompt_tokens),
+            (self._of_requests["generation_tokens"], stats.num_output_tokens),
+            (self._of_requests["params_max_tokens"], live.settings.max_tokens),
+            (self._of_requests["prefill_kv_computed_tokens"], computed),
+            (self._of_requests["num_preemptions"], stats.num_preemptions),
+            (self._seconds["time_to_first_token"], stats.ttft_s),
+            (self._seconds["request_time_per_output_token"], stats.tpot_s),
+            (self._seconds["e2e_request_latency"], stats.e2e_s),
+            (self._seconds["request_queue_time"], stats.queue_time_s),
+            (self._seconds["request_prefill_time"], seconds_between(started, first)),
+            (self._seconds["request_decode_time"], seconds_between(first, last)),
+            (self._seconds["request_inference_time"], seconds_between(started, last)),
+        )
+        for histogram, value in measured:
+            if value is not None:
+                histogram.observe(value)
 
     def gap(self, seconds: float) -> None:
-        """Two tokens of a request came so far apart."""
-        self._itl_s.observe(seconds)
+        """Count the time between two tokens of a request (ITL)."""
+        self._seconds["inter_token_latency"].observe(seconds)
 
     def answered(self, status: int) -> None:
-        """A client was answered, or told in its stream that it would not be."""
+        """Count the status of an answer, or of an error in a stream."""
         if status >= 400:
             self._errors.labels(**self._labels, status=str(status)).inc()
 
     def client_left(self) -> None:
-        """A client left before its answer ended."""
+        """Count a client that left before its answer ended."""
         self._disconnects.inc()
 
     def retry_after_s(self) -> int:
-        """Whole seconds until a place in the queue is likely to be free: the mean time between the last ends."""
+        """Estimate the whole seconds until a place in the queue is free: the mean time between recent request ends."""
         ends = list(self._ends_s)
         if len(ends) < 2:
             return 1
         between_s = (ends[-1] - ends[0]) / (len(ends) - 1)
         return min(max(1, round(between_s + 0.5)), MAX_RETRY_AFTER_S)
 
-    # -- what Prometheus reads ---------------------------------------------------------------------------------------
-
     def text(self) -> bytes:
-        """One scrape, in Prometheus' text format."""
+        """Return one scrape in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def figures(self) -> Iterator[Figure]:
-        """What the engine knows now."""
+        """Yield the engine's figures now."""
         engine = self._engine
         if engine is None:
             return
@@ -167,30 +167,8 @@ class ServingMetrics:
         }
         yield Figure("vllm:cache_config_info", "gauge", "What the pool is.", 1, info)
 
-    def _time(self, live: LiveRequest, stats: RequestStats) -> None:
-        started, first, last = live.started_ns, live.first_token_ns, live.last_token_ns
-        measured = (
-            (self._ttft_s, stats.ttft_s),
-            (self._tpot_s, stats.tpot_s),
-            (self._e2e_s, stats.e2e_s),
-            (self._queue_s, stats.queue_time_s),
-            (self._prefill_s, _between_s(started, first)),
-            (self._decode_s, _between_s(first, last)),
-            (self._inference_s, _between_s(started, last)),
-        )
-        for histogram, seconds in measured:
-            if seconds is not None:
-                histogram.observe(seconds)
-
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, _LABELS, registry=self._registry).labels(**self._labels)
 
     def _histogram(self, name: str, text: str, boundaries: Sequence[float]) -> Histogram:
         return Histogram(name, text, _LABELS, registry=self._registry, buckets=boundaries).labels(**self._labels)
-
-    def _seconds(self, name: str, text: str, boundaries_ms: Sequence[int]) -> Histogram:
-        return self._histogram(name, f"{text} Seconds.", [boundary / 1e3 for boundary in boundaries_ms])
-
-
-def _between_s(start_ns: int | None, end_ns: int | None) -> float | None:
-    return None if start_ns is None or end_ns is None else (end_ns - start_ns) / 1e9

@@ -1,4 +1,4 @@
-"""The process around the server: its socket, its signals, and an orderly end."""
+"""Runs the server as a process: its socket, its signals, and its shutdown."""
 
 import asyncio
 import contextlib
@@ -13,10 +13,10 @@ import uvicorn
 from uvicorn.config import LOG_LEVELS
 
 from ....core.errors import InputError
-from .protocol import BoundedHttpProtocol
+from .connection import BoundedHttpProtocol
 from .server import OpenAIServer
 
-# What readers get after the engine has ended, to take what is already theirs.
+# How long readers may take, after the engine has ended, to read the rest of their answers.
 READERS_GRACE_S = 5.0
 BACKLOG = 2048
 TICK_S = 0.05
@@ -27,9 +27,9 @@ class ProcessSettings:
     """How the process listens and ends.
 
     Attributes:
-        drain_timeout_s: how long requests may go on after the first signal; then they are aborted.
-        stall_timeout_s: how long nothing may move on a connection (`BoundedHttpProtocol`).
-        log_level: of uvicorn.
+        drain_timeout_s: how long requests may continue after the first signal; then they are aborted.
+        stall_timeout_s: how long a connection may stall (`BoundedHttpProtocol`).
+        log_level: uvicorn's log level.
         access_log: whether each request is logged.
     """
 
@@ -48,7 +48,7 @@ class ProcessSettings:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A bound socket, so that a port that is not to be had is known before a model is loaded; port 0 takes a free one.
+    """Bind a socket, so that an unavailable port is known before a model is loaded; port 0 takes a free one.
 
     Raises:
         InputError: no such host, or the port is taken.
@@ -71,19 +71,19 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 class ServingProcess(uvicorn.Server):
-    """Serves until a signal comes or the engine fails, and leaves nothing running.
+    """Serves until a signal arrives or the engine fails, and leaves nothing running.
 
-    The first SIGINT or SIGTERM drains: no new request is taken, those that are there may end within
-    `drain_timeout_s`, what is left is aborted and its client told so. A second one aborts at once.
+    The first SIGINT or SIGTERM drains: no new request is taken, open ones may finish within `drain_timeout_s`, and the
+    rest are aborted with an error for their clients. A second signal aborts at once.
 
     Attributes:
-        engine: that serves; shut down when `serve` returns.
+        engine: the engine; it is shut down when `serve` returns.
     """
 
     def __init__(
         self, server: OpenAIServer, settings: ProcessSettings, on_started: Callable[[], None] = lambda: None
     ) -> None:
-        """Nothing listens yet; `serve` does, and calls `on_started` once clients can connect."""
+        """Prepare the process. `serve` listens, and calls `on_started` once clients can connect."""
         super().__init__(
             uvicorn.Config(
                 server.gate,
@@ -104,9 +104,9 @@ class ServingProcess(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Signals end the server, and are not raised again once it has ended: what comes after still has to be done."""
+        """Let signals end the server, without raising them again afterwards: its caller still has to clean up."""
         if threading.current_thread() is not threading.main_thread():
-            yield  # signals go to the main thread; whoever runs the server in another one ends it by `should_exit`
+            yield  # signals go to the main thread; a caller in another thread ends the server by `should_exit`
             return
         before = {each: signal.signal(each, self.handle_exit) for each in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -122,19 +122,19 @@ class ServingProcess(uvicorn.Server):
         self._openai_server.gate.is_draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
+        """Start listening."""
         await super().startup(sockets)
         self._on_started()
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second: end when the engine has."""
+        """Ten times a second: end if the engine has failed."""
         if self.engine.failure is not None:
             self._openai_server.gate.is_draining = True
             return True
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the listeners, end the engine, and see every answer off."""
+        """Close the listeners, end the engine, and send the rest of every answer."""
         self._openai_server.gate.is_draining = True
         ending = asyncio.create_task(self._end_engine())
         await super().shutdown(sockets)  # waits until no connection is left

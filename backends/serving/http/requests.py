@@ -1,9 +1,8 @@
-"""The bodies that clients send to the completions and the chat endpoint, checked field by field.
+"""The request bodies of the completions and the chat endpoint, checked field by field.
 
 Fields are OpenAI's; `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`, `ignore_eos`,
-`cache_salt`, `priority` and what concerns the chat template are vLLM's extensions. A field that is in neither list
-below is refused by name, not ignored. Types and the bounds of this API are checked here, other bounds by
-`SamplingSettings`.
+`cache_salt`, `priority` and those of the chat template are vLLM's extensions. An unknown field is refused by name, not
+ignored. Types and the bounds of this API are checked here, other bounds by `SamplingSettings`.
 """
 
 import json
@@ -25,12 +24,23 @@ from pydantic import (
 
 from .errors import ApiError, invalid_request, unsupported_parameter
 
-# Parameters of OpenAI's API (and of vLLM's extensions to it) that this server does not serve.
+# OpenAI's default for completions.
+DEFAULT_MAX_TOKENS_OF_COMPLETIONS = 16
+MAX_LOGPROBS = 20
+# Beyond every model's length and vocabulary, and within the range of counters; the engine checks what fits.
+MAX_TOKENS = 1 << 31
+# One spelling of each token id, so that no two keys mean the same token.
+TOKEN_KEY = re.compile("0|[1-9][0-9]{0,18}")
+# Every token's text is searched for each of them.
+MAX_STOPS = 16
 
 
 @attrs.frozen
 class Unsupported:
-    """Why a parameter is refused, and the values that ask for nothing; null always does."""
+    """A parameter of OpenAI's API (or vLLM's extensions) that is not served: why, and values that have no effect.
+
+    null never has an effect.
+    """
 
     reason: str
     neutral: tuple[Any, ...] = ()
@@ -38,11 +48,11 @@ class Unsupported:
 
 _NO_TOOLS = "this server runs no tools"
 _TEXT_ONLY = "this server takes and returns text only"
-_NOBODY_READS_IT = "nothing here reads it; to keep a tenant's cached prefixes apart, give cache_salt"
+_NOT_READ = "nothing here reads it; to keep a tenant's cached prefixes apart, give cache_salt"
 _NO_HOSTED_SERVICE = "it belongs to OpenAI's hosted service"
 
 _OF_BOTH: Mapping[str, Unsupported] = {
-    "user": Unsupported(_NOBODY_READS_IT),
+    "user": Unsupported(_NOT_READ),
     "use_beam_search": Unsupported("this server samples; it searches no beams", (False,)),
     "length_penalty": Unsupported("this server searches no beams", (1,)),
     "echo": Unsupported("this server returns no prompts", (False,)),
@@ -78,10 +88,10 @@ OF_CHAT: Mapping[str, Unsupported] = {
     "store": Unsupported(_NO_HOSTED_SERVICE, (False,)),
     "service_tier": Unsupported(f"{_NO_HOSTED_SERVICE}; use priority", ("auto", "default")),
     "moderation": Unsupported(_NO_HOSTED_SERVICE),
-    "prompt_cache_key": Unsupported(_NOBODY_READS_IT),
-    "prompt_cache_options": Unsupported(_NOBODY_READS_IT),
+    "prompt_cache_key": Unsupported(_NOT_READ),
+    "prompt_cache_options": Unsupported(_NOT_READ),
     "prompt_cache_retention": Unsupported("prefixes stay cached until their blocks are needed"),
-    "safety_identifier": Unsupported(_NOBODY_READS_IT),
+    "safety_identifier": Unsupported(_NOT_READ),
     "chat_template": Unsupported("the template is the tokenizer's own"),
 }
 
@@ -97,44 +107,27 @@ OF_MESSAGES: Mapping[str, Unsupported] = {
 
 
 def without_unsupported(given: Mapping[str, Any], unsupported: Mapping[str, Unsupported], place: str) -> dict[str, Any]:
-    """What is left of `given` without the parameters that ask for nothing.
+    """Return `given` without unsupported parameters whose value has no effect.
 
     Raises:
-        ApiError: one of them asks for something; names it. `place` stands before its name.
+        ApiError: the value of one has an effect; names the parameter, with `place` before its name.
     """
     kept: dict[str, Any] = {}
     for name, value in given.items():
         known = unsupported.get(name)
         if known is None:
             kept[name] = value
-        elif value is not None and not any(_is_the_same(value, each) for each in known.neutral):
-            message = f"{place}{name} is not supported: {known.reason} ({_way_out(known)})"
-            raise unsupported_parameter(place + name, message)
+        elif value is not None and not any(
+            isinstance(value, bool) == isinstance(each, bool) and value == each for each in known.neutral
+        ):
+            values = " or ".join(json.dumps(each) for each in known.neutral)
+            hint = f"leave it out, or give {values}" if values else "leave it out"
+            raise unsupported_parameter(place + name, f"{place}{name} is not supported: {known.reason} ({hint})")
     return kept
 
 
-def _is_the_same(value: Any, neutral: Any) -> bool:
-    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
-
-
-def _way_out(known: Unsupported) -> str:
-    values = " or ".join(json.dumps(each) for each in known.neutral)
-    return f"leave it out, or give {values}" if values else "leave it out"
-
-
-# What OpenAI's API takes where a client gives none.
-DEFAULT_MAX_TOKENS_OF_COMPLETIONS = 16
-MAX_LOGPROBS = 20
-# Beyond every model's length and vocabulary, and within what counters hold; the engine says what really fits.
-MAX_TOKENS = 1 << 31
-# One spelling of each, so that no two keys mean the same token.
-TOKEN_KEY = re.compile("0|[1-9][0-9]{0,18}")
-# Each is looked for in every token's text.
-MAX_STOPS = 16
-
-
 def _one_of(expected: str) -> WrapValidator:
-    """Says what was expected in one sentence where a union would complain about each of its members."""
+    """Replace a union's complaints about each of its members by one sentence about what was expected."""
 
     def check(value: Any, handler: Callable[[Any], Any]) -> Any:
         try:
@@ -173,7 +166,7 @@ def _check_utf8(text: str) -> str:
 
 Text: TypeAlias = Annotated[str, AfterValidator(_check_utf8)]
 TokenId: TypeAlias = Annotated[int, Field(ge=0)]
-# A list is as long as a body allows, and one thing that is wrong with it is enough to be told.
+# A list may be as long as a body allows, so only its first mistake is reported.
 TokenIds: TypeAlias = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts: TypeAlias = Annotated[list[Text], Field(fail_fast=True)]
 MaxTokens: TypeAlias = Annotated[int, _between(1, MAX_TOKENS)]
@@ -182,29 +175,29 @@ Prompt: TypeAlias = Text | TokenIds | Texts | Annotated[list[TokenIds], Field(fa
 
 
 def _without(param: str, needed: str) -> ApiError:
-    """400: one field has no meaning without another one."""
+    """Return 400: one field has no effect without another."""
     return invalid_request(f"{param} has no effect without {needed}: true; leave it out, or give both", param)
 
 
 class StrictModel(BaseModel):
-    """Types as JSON has them, no field that is not listed, no infinity."""
+    """A body with JSON's types, no unlisted fields and no infinity."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
 
 class StreamOptions(StrictModel):
-    """What a stream holds besides its text."""
+    """The options of a stream."""
 
     include_usage: bool | None = None
-    # Padding against readers of encrypted traffic, which this server never adds.
+    # Padding that hides text lengths in encrypted traffic, which this server never adds.
     include_obfuscation: Literal[False] | None = None
 
 
 class GenerationRequest(StrictModel):
-    """What both endpoints take."""
+    """The fields of both endpoints."""
 
     unsupported: ClassVar[dict[str, Unsupported]] = {}
-    # The field that holds the prompt.
+    # The field with the prompt.
     prompt_param: ClassVar[str]
 
     model: Text | None = None
@@ -235,7 +228,7 @@ class GenerationRequest(StrictModel):
 
     @field_validator("stop")
     @classmethod
-    def _are_few(cls, stop: str | list[str] | None) -> str | list[str] | None:
+    def _check_number_of_stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
         if isinstance(stop, list) and len(stop) > MAX_STOPS:
             raise ValueError(f"{len(stop)} texts; at most {MAX_STOPS} are looked for")
         return stop
@@ -258,22 +251,22 @@ class GenerationRequest(StrictModel):
 
     @property
     def max_output_tokens(self) -> int | None:
-        """Tokens of a choice at most, as given."""
+        """Most tokens of a choice, as given."""
         return self.max_tokens
 
     @property
     def max_tokens_param(self) -> str | None:
-        """The field that gave them; None: none did."""
+        """The field that gives `max_output_tokens`; None: none."""
         return None if self.max_tokens is None else "max_tokens"
 
     @property
     def default_max_tokens(self) -> int | None:
-        """Tokens of a choice at most where none are given; None: as many as fit behind the prompt."""
+        """Most tokens of a choice if none are given; None: as many as fit after the prompt."""
         return None
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are reported with each token; None: not even its own log probability."""
+        """Likeliest tokens reported with each token and its log probability; None: report neither."""
         return None
 
     @property
@@ -283,7 +276,7 @@ class GenerationRequest(StrictModel):
 
 
 class CompletionRequest(GenerationRequest):
-    """`POST /v1/completions`."""
+    """The body of `POST /v1/completions`."""
 
     unsupported: ClassVar[dict[str, Unsupported]] = dict(OF_COMPLETIONS)
     prompt_param: ClassVar[str] = "prompt"
@@ -300,14 +293,14 @@ class CompletionRequest(GenerationRequest):
 
     @field_validator("prompt")
     @classmethod
-    def _is_not_empty(cls, prompt: Prompt) -> Prompt:
+    def _check_not_empty(cls, prompt: Prompt) -> Prompt:
         if not prompt or (isinstance(prompt, list) and not all(each or each == 0 for each in prompt)):
             raise ValueError("every prompt needs at least one token")
         return prompt
 
     @model_validator(mode="after")
     def _check_best_of(self) -> "CompletionRequest":
-        """The best of as many as are returned are all of them; the others are never shown."""
+        """Refuse `best_of` above `n`; if they are equal, all choices are returned."""
         n = self.n or 1
         if self.best_of is not None and self.best_of < n:
             raise invalid_request(f"best_of is {self.best_of}; it must be n {n} or more; leave it out", "best_of")
@@ -321,17 +314,17 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def default_max_tokens(self) -> int | None:
-        """OpenAI's 16, or what fits."""
+        """OpenAI's default, 16."""
         return DEFAULT_MAX_TOKENS_OF_COMPLETIONS
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are reported with each token; None: not even its own log probability."""
+        """Likeliest tokens reported with each token and its log probability; None: report neither."""
         return self.logprobs
 
     @property
     def prompts(self) -> list[str] | list[TokenIds]:
-        """Each prompt as text or as token ids."""
+        """The prompts, each as text or as token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -340,7 +333,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(StrictModel):
-    """A part of a message; images, sounds and files are refused."""
+    """A text part of a message; images, audio and files are refused."""
 
     type: Literal["text"]
     text: Text
@@ -350,19 +343,19 @@ TextParts: TypeAlias = Annotated[list[TextPart], Field(fail_fast=True)]
 
 
 class Message(StrictModel):
-    """One message of a conversation. `developer` is what newer clients call `system`, and is rendered as such."""
+    """One message of a conversation. Newer clients call the role `system` `developer`; it is rendered as `system`."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[Text | TextParts, _one_of('text, or a list of {"type": "text", "text": ...}')]
 
     def as_template_input(self) -> dict[str, str]:
-        """Role and text, as chat templates take them; parts are joined as they are."""
+        """Return role and text for a chat template; parts are joined without a separator."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 class ChatCompletionRequest(GenerationRequest):
-    """`POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`."""
 
     unsupported: ClassVar[dict[str, Unsupported]] = dict(OF_CHAT)
     prompt_param: ClassVar[str] = "messages"
@@ -405,15 +398,15 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def max_output_tokens(self) -> int | None:
-        """As given, under either of its names."""
+        """Most tokens of a choice, given under either name."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def max_tokens_param(self) -> str | None:
-        """The name under which they were given; None: none."""
+        """The name under which `max_output_tokens` is given; None: not given."""
         return super().max_tokens_param if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def num_logprobs(self) -> int | None:
-        """As `CompletionRequest.num_logprobs`."""
+        """See `CompletionRequest.num_logprobs`."""
         return (self.top_logprobs or 0) if self.logprobs else None

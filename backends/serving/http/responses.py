@@ -1,31 +1,30 @@
-"""What clients get back: whole answers and the chunks of a stream, in the shapes of OpenAI's two endpoints."""
+"""The answers to clients: whole ones and the chunks of a stream, in the shapes of OpenAI's two endpoints."""
 
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, TypeAlias
 
 import attrs
 
-from ..engine.request import RequestStats
-from ..engine.token_stream import TokenDelta
+from ..engine.request import TokenDelta
 from ..sampling.detokenizer import REPLACEMENT, TokenSpelling
 
 Speller = Callable[[int], TokenSpelling]
 
-# What OpenAI's API gives for tokens that are next to impossible; JSON has no infinity for those that are quite so.
+# OpenAI's value for almost impossible tokens; JSON has no infinity for impossible ones.
 LEAST_LOGPROB = -9999.0
 
 
 @attrs.frozen
 class Piece:
-    """Part of one choice's output: what has become certain since the last part.
+    """A piece of one choice's output: the text completed since the last piece.
 
     Attributes:
-        text: to be shown.
-        deltas: the tokens that it came from, where log probabilities were asked for.
-        finish_reason: in the last part.
-        num_characters_before: of the choice's text, in front of this part.
+        text: text to show.
+        deltas: its tokens, if log probabilities were requested.
+        finish_reason: the finish reason, in the last piece.
+        num_characters_before: characters of the choice's text before this piece.
     """
 
     text: str
@@ -36,7 +35,7 @@ class Piece:
 
 @attrs.frozen
 class Answer:
-    """What all parts of one answer have in common."""
+    """The fields that all parts of one answer share."""
 
     id: str
     created: int
@@ -44,37 +43,17 @@ class Answer:
 
     @classmethod
     def new(cls, prefix: str, model: str) -> "Answer":
-        """An answer with an id that no other has."""
+        """Make an answer with a unique id."""
         return cls(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
 
     def document(self, kind: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """An object of OpenAI's API; usage is added by whoever knows it."""
+        """Return an object of OpenAI's API, without usage."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": list(choices)}
-
-
-class AnswerShape(Protocol):
-    """How one endpoint spells its choices."""
-
-    id_prefix: ClassVar[str]
-    whole: ClassVar[str]
-    chunk: ClassVar[str]
-
-    def choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        """A complete choice."""
-        ...
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """What a stream says of a choice before its first text; None: nothing."""
-        ...
-
-    def delta(self, index: int, piece: Piece) -> dict[str, Any]:
-        """A part of a choice in a stream."""
-        ...
 
 
 @attrs.frozen
 class CompletionShape:
-    """`/v1/completions`. `spell` is given where log probabilities were asked for."""
+    """The choices of `/v1/completions`. `spell` is set if log probabilities were requested."""
 
     id_prefix: ClassVar[str] = "cmpl"
     whole: ClassVar[str] = "text_completion"
@@ -83,21 +62,21 @@ class CompletionShape:
     spell: Speller | None = None
 
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        """`{"index", "text", "logprobs", "finish_reason"}`."""
+        """Return a complete choice: `{"index", "text", "logprobs", "finish_reason"}`."""
         logprobs = None if self.spell is None else _completion_logprobs(piece, self.spell)
         return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
     def opening(self, index: int) -> None:
-        """Nothing."""
+        """Return None: a stream has no chunk before the first text of a choice."""
 
     def delta(self, index: int, piece: Piece) -> dict[str, Any]:
-        """The same as a whole choice."""
+        """Return a piece of a choice in a stream, shaped like a complete choice."""
         return self.choice(index, piece)
 
 
 @attrs.frozen
 class ChatShape:
-    """`/v1/chat/completions`. `spell` is given where log probabilities were asked for."""
+    """The choices of `/v1/chat/completions`. `spell` is set if log probabilities were requested."""
 
     id_prefix: ClassVar[str] = "chatcmpl"
     whole: ClassVar[str] = "chat.completion"
@@ -106,16 +85,16 @@ class ChatShape:
     spell: Speller | None = None
 
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        """`{"index", "message": {"role", "content"}, "logprobs", "finish_reason"}`."""
+        """Return a complete choice: `{"index", "message": {"role", "content"}, "logprobs", "finish_reason"}`."""
         message = {"role": "assistant", "content": piece.text, "refusal": None}
         return {"index": index, "message": message, **self._end(piece)}
 
     def opening(self, index: int) -> dict[str, Any]:
-        """Who speaks."""
+        """Return the role, which a stream sends before the first text of a choice."""
         return {"index": index, "delta": {"role": "assistant", "content": ""}, **self._end(Piece(""))}
 
     def delta(self, index: int, piece: Piece) -> dict[str, Any]:
-        """`{"index", "delta": {"content"}, "logprobs", "finish_reason"}`."""
+        """Return a piece of a choice in a stream: `{"index", "delta": {"content"}, "logprobs", "finish_reason"}`."""
         return {"index": index, "delta": {"content": piece.text} if piece.text else {}, **self._end(piece)}
 
     def _end(self, piece: Piece) -> dict[str, Any]:
@@ -125,28 +104,16 @@ class ChatShape:
         return {"logprobs": logprobs, "finish_reason": piece.finish_reason}
 
 
-def usage(stats_by_prompt: Sequence[Sequence[RequestStats]]) -> dict[str, Any]:
-    """Tokens of a whole answer. A prompt counts once, however many choices it has; so do its cached tokens, which are
-    those that its first choice found.
-    """
-    prompt_tokens = sum(choices[0].num_prompt_tokens for choices in stats_by_prompt)
-    cached_tokens = sum(choices[0].num_cached_tokens or 0 for choices in stats_by_prompt)
-    completion_tokens = sum(stats.num_output_tokens for choices in stats_by_prompt for stats in choices)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
+AnswerShape: TypeAlias = CompletionShape | ChatShape
 
 
 def model_list(names: Iterable[str], created: int, max_model_len: int) -> dict[str, Any]:
-    """`/v1/models`; `max_model_len` is vLLM's extension."""
+    """Return the answer of `/v1/models`; `max_model_len` is vLLM's extension."""
     return {"object": "list", "data": [model_card(name, created, max_model_len) for name in names]}
 
 
 def model_card(name: str, created: int, max_model_len: int) -> dict[str, Any]:
-    """`/v1/models/{name}`."""
+    """Return the answer of `/v1/models/{name}`."""
     return {
         "id": name,
         "object": "model",
@@ -181,9 +148,7 @@ def _completion_logprobs(piece: Piece, spell: Speller) -> dict[str, Any]:
 
 
 def _distinct_text(spelling: TokenSpelling) -> str:
-    r"""What keeps tokens apart that are shown as the same replacement characters: their bytes (`bytes:\xe2\x82`), as
-    OpenAI names them.
-    """
+    r"""Return a token's text; with replacement characters, its bytes in OpenAI's spelling (`bytes:\xe2\x82`)."""
     if REPLACEMENT not in spelling.text or spelling.utf8 is None:
         return spelling.text
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling.utf8)

@@ -1,7 +1,7 @@
-"""Where each request goes, and what is said of those that go nowhere.
+"""Routes requests to the endpoints, and turns invalid ones into API errors.
 
-The endpoints are plain functions that find their server in the application: FastAPI keeps what it has learnt of each
-function for good, and so would keep alive the engine of every server that there ever was.
+The endpoints are plain functions that find their server in the application. FastAPI caches data about each function for
+ever, so bound methods would keep the engine of every server alive.
 """
 
 import json
@@ -26,7 +26,7 @@ MAX_SHOWN_CHARACTERS = 100
 
 
 def build_routes(server: "OpenAIServer") -> FastAPI:
-    """The application of one server."""
+    """Return the application of one server."""
     routes = FastAPI(title="kvledger", openapi_url=None, exception_handlers=_EXCEPTION_HANDLERS)
     routes.router.route_class = _StrictRoute
     routes.state.server = server
@@ -37,10 +37,10 @@ def build_routes(server: "OpenAIServer") -> FastAPI:
 
 
 class _StrictRequest(Request):
-    """Of a field that is named twice, JSON's readers keep the last one and say nothing."""
+    """A request that refuses a field given twice; JSON's readers silently keep the last one."""
 
     async def json(self) -> Any:
-        return json.loads(await self.body(), object_pairs_hook=_named_once)
+        return json.loads(await self.body(), object_pairs_hook=_unique_fields)
 
 
 class _StrictRoute(APIRoute):
@@ -53,7 +53,7 @@ class _StrictRoute(APIRoute):
         return handle_strictly
 
 
-def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, value in pairs:
         if name in fields:
@@ -63,31 +63,31 @@ def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
-    """`POST /v1/completions`."""
+    """Answer `POST /v1/completions`."""
     return await _server_of(request).complete(body, request)
 
 
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
-    """`POST /v1/chat/completions`."""
+    """Answer `POST /v1/chat/completions`."""
     return await _server_of(request).chat(body, request)
 
 
 async def list_models(request: Request) -> Response:
-    """`GET /v1/models`."""
+    """Answer `GET /v1/models`."""
     server = _server_of(request)
     return JSONResponse(model_list(server.settings.model_names, server.created, server.engine.max_model_len))
 
 
 async def get_model(name: str, request: Request) -> Response:
-    """`GET /v1/models/{name}`."""
+    """Answer `GET /v1/models/{name}`."""
     server = _server_of(request)
-    if not server.is_known(name):
+    if name not in server.settings.model_names:
         raise unknown_model(name, server.settings.model_names)
     return JSONResponse(model_card(name, server.created, server.engine.max_model_len))
 
 
 async def health(request: Request) -> Response:
-    """`GET /health`: 200 while requests are taken and served, else 503."""
+    """Answer `GET /health`: 200 while requests are taken and served, else 503."""
     server = _server_of(request)
     if server.engine.failure is not None:
         return JSONResponse({"status": "failed"}, 503)
@@ -97,7 +97,7 @@ async def health(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """`GET /metrics`."""
+    """Answer `GET /metrics`."""
     return Response(_server_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -116,7 +116,7 @@ def _server_of(request: Request) -> "OpenAIServer":
     return request.app.state.server
 
 
-async def _told(request: Request, error: Exception) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
     match error:
         case ApiError():
             return error.response()
@@ -125,14 +125,16 @@ async def _told(request: Request, error: Exception) -> Response:
         case HTTPException():
             return _of_status(error, request).response()
         case _:
-            return internal_error().response()  # the error itself is logged by the server of HTTP
+            return internal_error().response()  # uvicorn logs the error itself
 
 
-_EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys((ApiError, RequestValidationError, HTTPException, Exception), _told)
+_EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys(
+    (ApiError, RequestValidationError, HTTPException, Exception), _error_response
+)
 
 
 def _first_complaint(error: RequestValidationError, request: Request) -> ApiError:
-    """The first thing that is wrong with a body, in a sentence that names the field."""
+    """Describe the first mistake in a body, in a sentence that names the field."""
     first = error.errors()[0]
     place = [str(each) for each in first["loc"] if each != "body"]
     kind = first["type"]
@@ -152,7 +154,7 @@ def _first_complaint(error: RequestValidationError, request: Request) -> ApiErro
 
 
 def _not_an_object(kind: str, request: Request) -> ApiError:
-    """What is wrong with a body as a whole."""
+    """Describe what is wrong with a body as a whole."""
     if kind == "string_unicode":
         return invalid_request("the name of a parameter holds a lone surrogate, which no UTF-8 text has; leave it out")
     if not _is_json(request.headers.get("content-type", "")):
@@ -161,7 +163,7 @@ def _not_an_object(kind: str, request: Request) -> ApiError:
 
 
 def _complaint(error: Mapping[str, Any]) -> str:
-    """What pydantic says of a value, in JSON's words."""
+    """Put pydantic's complaint about a value into JSON's words."""
     kind, context = error["type"], error.get("ctx", {})
     match kind:
         case "literal_error":
@@ -192,7 +194,7 @@ _EXPECTED = {
 
 
 def _shown(given: Any) -> str | None:
-    """A value as the client wrote it, if that is no more than a few words."""
+    """Return a value as the client wrote it, or None if it is long."""
     if isinstance(given, dict | list) and given:
         return None
     text = json.dumps(given)
@@ -224,7 +226,7 @@ def _of_status(error: HTTPException, request: Request) -> ApiError:
 
 
 def _unreadable(cause: BaseException | None) -> str | None:
-    """Why a body could not be read where it is not for its grammar."""
+    """Return why a body could not be read, if its JSON grammar is not the reason."""
     match cause:
         case UnicodeDecodeError():
             return f"the body is no UTF-8 text: byte {cause.start} fits nowhere in one"

@@ -3,7 +3,7 @@
     server = OpenAIServer(engine, encoder, metrics, ServerSettings(model_names=("tiny",), limits=limits, ...))
     uvicorn.run(server.gate)
 
-Every answer that is no success has OpenAI's error shape, and none shows a stack trace.
+Every error answer has OpenAI's error shape, and none shows a stack trace.
 """
 
 import asyncio
@@ -23,16 +23,15 @@ from ....core.errors import InputError
 from ..engine.live_engine import LiveEngine
 from ..errors import SettingError
 from ..sampling.settings import NUM_SEEDS, SamplingSettings
-from .choices import Choice, Wanted, cancel_all, collected, merged, submit_choices
+from .choices import Choice, cancel_all, check_lengths, collected, merged, name_of_prompt, submit_choices, usage
+from .connection import DONE, EventStream, event, unless_client_leaves
 from .errors import ApiError, internal_error, invalid_request, unknown_model
-from .event_stream import DONE, EventStream, event, unless_client_leaves
 from .limits import API_KEY, RequestGate, RequestLimits
 from .metrics import ServingMetrics
 from .prompt_encoder import PromptEncoder
 from .requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, TokenIds
-from .responses import Answer, AnswerShape, ChatShape, CompletionShape, Speller, usage
+from .responses import Answer, AnswerShape, ChatShape, CompletionShape, Speller
 from .routes import build_routes
-from .too_long import check_lengths, name_of_prompt
 
 CLIENT_LEFT = 499
 logger = logging.getLogger("uvicorn.error")
@@ -41,13 +40,13 @@ Result = TypeVar("Result")
 
 @attrs.frozen(kw_only=True)
 class ServerSettings:
-    """What the server is besides its engine.
+    """The settings of the server.
 
     Attributes:
-        model_names: what clients may call the model; the first is what answers call it.
-        limits: on what clients can make the server hold.
-        max_queued_requests: as the engine was given it.
-        isolates_api_keys: clients with different API keys share no cached prefixes, whatever their cache_salt.
+        model_names: names of the model for clients; answers use the first one.
+        limits: limits on what clients can make the server hold.
+        max_queued_requests: the engine's limit on queued requests.
+        isolates_api_keys: whether clients with different API keys never share cached prefixes, for any cache_salt.
     """
 
     model_names: tuple[str, ...] = attrs.field(converter=tuple)
@@ -64,43 +63,35 @@ class OpenAIServer:
     """Answers requests from one engine.
 
     Attributes:
-        gate: the application that a server of HTTP runs; tell it when the server drains.
-        engine: that serves.
-        metrics: of the server.
-        settings: of the server.
-        created: when it was, in seconds since 1970.
+        gate: the ASGI application; set its `is_draining` when the server drains.
+        engine: the engine.
+        metrics: the server's metrics.
+        settings: the server's settings.
+        created: when the server was made, in seconds since 1970.
     """
 
     def __init__(
         self, engine: LiveEngine, encoder: PromptEncoder, metrics: ServingMetrics, settings: ServerSettings
     ) -> None:
-        """Close the server after its last request."""
+        """Make the server. Call `close` after its last request."""
         self.engine = engine
         self._encoder = encoder
         self.metrics = metrics
         self.settings = settings
         self.created = int(time.time())
-        # One thread: tokenizers are not made for more, and long prompts must not hold up the streams of others.
+        # One thread, since tokenizers are not thread-safe; not the event loop's, which long prompts would block.
         self._encoding = ThreadPoolExecutor(1, "kvledger-tokenizer")
         self.gate = RequestGate(build_routes(self), settings.limits, metrics.retry_after_s, metrics.answered)
 
     def close(self) -> None:
-        """Let go of the tokenizer's thread."""
+        """Stop the tokenizer's thread."""
         self._encoding.shutdown(cancel_futures=True)
 
-    # -- questions ---------------------------------------------------------------------------------------------------
-
-    def is_known(self, model_name: str) -> bool:
-        """Whether clients may call the model so."""
-        return model_name in self.settings.model_names
-
-    # -- answers -----------------------------------------------------------------------------------------------------
-
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
-        """The answer to `POST /v1/completions`."""
+        """Answer `POST /v1/completions`."""
         self._check(body, len(body.prompts))
         prompts = [
-            await self._encoded(
+            await self._in_tokenizer_thread(
                 self._encoder.of_text, prompt, name_of_prompt(body.prompt_param, place, len(body.prompts))
             )
             for place, prompt in enumerate(body.prompts)
@@ -108,12 +99,10 @@ class OpenAIServer:
         return await self._answer(body, prompts, CompletionShape(self._speller(body)), request)
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
-        """The answer to `POST /v1/chat/completions`."""
+        """Answer `POST /v1/chat/completions`."""
         self._check(body, 1)
-        prompt = await self._encoded(self._encoder.of_conversation, body)
+        prompt = await self._in_tokenizer_thread(self._encoder.of_conversation, body)
         return await self._answer(body, [prompt], ChatShape(self._speller(body)), request)
-
-    # -- how ---------------------------------------------------------------------------------------------------------
 
     async def _answer(
         self, body: GenerationRequest, prompts: Sequence[TokenIds], shape: AnswerShape, request: Request
@@ -126,19 +115,20 @@ class OpenAIServer:
             body.prompt_param,
             body.max_tokens_param,
         )
-        # Of many prompts few differ in it, and lists of tokens need not be looked at for each.
+        # Few prompts differ in it, so the settings' token lists are checked only once for each value.
         sampling = {each: self._sampling(body, each) for each in dict.fromkeys(max_tokens)}
         answer = Answer.new(shape.id_prefix, self.settings.model_names[0] if body.model is None else body.model)
-        wanted = Wanted(
-            name=answer.id,
+        choices = submit_choices(
+            self.engine,
+            answer_id=answer.id,
             prompts=prompts,
-            n=body.n or 1,
             settings=[sampling[each] for each in max_tokens],
+            n=body.n or 1,
             priority=body.priority or 0,
             cache_salt=self._salt(body.cache_salt, request.scope),
             prompt_param=body.prompt_param,
+            retry_after_s=self.metrics.retry_after_s,
         )
-        choices = submit_choices(self.engine, wanted, self.metrics.retry_after_s)
         headers = {"X-Request-Id": answer.id}
         if body.stream:
             events = self._events(choices, answer, shape, body.includes_usage)
@@ -153,12 +143,12 @@ class OpenAIServer:
         document = answer.document(
             shape.whole, [shape.choice(choice.index, piece) for choice, piece in zip(choices, pieces, strict=True)]
         )
-        return JSONResponse({**document, "usage": _usage(choices)}, headers=headers)
+        return JSONResponse({**document, "usage": usage(choices)}, headers=headers)
 
     async def _events(
         self, choices: Sequence[Choice], answer: Answer, shape: AnswerShape, includes_usage: bool
     ) -> AsyncGenerator[bytes, None]:
-        # With its usage at the end, a stream says in every other chunk that it is not there yet.
+        # If the last chunk has the usage, every other chunk states that it has none.
         no_usage = {"usage": None} if includes_usage else {}
         try:
             for choice in choices:
@@ -169,8 +159,8 @@ class OpenAIServer:
                 delta = shape.delta(choice.index, piece)
                 yield event({**answer.document(shape.chunk, [delta]), **no_usage})
             if includes_usage:
-                yield event({**answer.document(shape.chunk, []), "usage": _usage(choices)})
-        except ApiError as error:  # the status has been sent, so the stream says it
+                yield event({**answer.document(shape.chunk, []), "usage": usage(choices)})
+        except ApiError as error:  # the status has been sent, so the stream carries the error
             self.metrics.answered(error.status)
             yield event(error.body())
         except Exception:
@@ -180,8 +170,8 @@ class OpenAIServer:
         yield DONE
 
     def _check(self, body: GenerationRequest, num_prompts: int) -> None:
-        """What needs no tokens to be refused."""
-        if body.model is not None and not self.is_known(body.model):
+        """Refuse what can be refused without knowing the tokens."""
+        if body.model is not None and body.model not in self.settings.model_names:
             raise unknown_model(body.model, self.settings.model_names)
         n, most = body.n or 1, self.settings.max_queued_requests
         if num_prompts * n > most:
@@ -193,7 +183,7 @@ class OpenAIServer:
             )
 
     def _max_tokens(self, body: GenerationRequest, num_prompt_tokens: int) -> int:
-        """As given, else what fits behind the prompt, or less by default."""
+        """Return `max_tokens` as given, else the endpoint's default, at most what fits after the prompt."""
         rest = max(self.engine.lengths.num_tokens - num_prompt_tokens, 1)
         return body.max_output_tokens or min(body.default_max_tokens or rest, rest)
 
@@ -220,7 +210,7 @@ class OpenAIServer:
             raise invalid_request(str(error), error.setting) from None
 
     def _salt(self, given: str | None, scope: Scope) -> str | None:
-        """The salt of a request: the client's own, and that of its API key before it, which nobody else can give."""
+        """Return a request's cache salt: a hash of its API key, which no other client can send, then its own salt."""
         key: str | None = scope.get(API_KEY)
         if key is None or not self.settings.isolates_api_keys:
             return given
@@ -229,12 +219,5 @@ class OpenAIServer:
     def _speller(self, body: GenerationRequest) -> Speller | None:
         return None if body.num_logprobs is None else self._encoder.spell
 
-    async def _encoded(self, encode: Callable[..., Result], *prompt: Any) -> Result:
+    async def _in_tokenizer_thread(self, encode: Callable[..., Result], *prompt: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._encoding, encode, *prompt)
-
-
-def _usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    by_prompt: dict[int, list[Any]] = {}
-    for choice in choices:
-        by_prompt.setdefault(choice.prompt, []).append(choice.live.stats)
-    return usage(list(by_prompt.values()))

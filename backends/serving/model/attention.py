@@ -1,8 +1,8 @@
-"""Attention for transformers models that writes to the pool and reads it through block tables, with no gather.
+"""Attention for transformers models that writes to the pool and reads it through block tables, without a gather.
 
-A whole continuous batch (decodes and prefill chunks of many requests) is one flat row of tokens. Registering a name
-in transformers' `AttentionInterface` is how a model comes to call us; no mask function is registered under it, since
-transformers makes no mask at all for such a name, and the kernel needs none.
+A whole continuous batch (decodes and prefill chunks of many requests) is one flat row of tokens. The model calls this
+attention by the name registered in transformers' `AttentionInterface`. No mask function is registered under the name:
+transformers then makes no mask, and the kernel needs none.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from .served_model import ServedLayer
 ATTENTION_NAME = "kvledger"
 BATCH_KEYWORD = "paged_batch"
 
-# What models hand to every attention function and what decides nothing here: positions are in the keys already.
+# Arguments that models pass to every attention function and that have no effect here: keys already have positions.
 _WITHOUT_EFFECT = frozenset(
     {
         "position_ids",
@@ -34,12 +34,12 @@ _WITHOUT_EFFECT = frozenset(
 
 @attrs.define(eq=False)
 class PagedBatch:
-    """The batch of one forward pass; travels through the model as the keyword `paged_batch`.
+    """The batch of one forward pass, passed through the model as the keyword `paged_batch`.
 
     Attributes:
-        backend: has the batch's slots and tables ready.
+        backend: has prepared the batch's slots and tables.
         layers: the model's layers in order.
-        num_reqs: requests of the batch.
+        num_reqs: number of requests in the batch.
         num_layers_done: layers that have written and attended so far.
     """
 
@@ -50,7 +50,7 @@ class PagedBatch:
 
 
 def register_paged_attention() -> str:
-    """Make the attention known to transformers; any number of times.
+    """Register the attention with transformers (repeated calls are harmless).
 
     Returns:
         The name for `model.set_attn_implementation`.
@@ -83,19 +83,19 @@ def paged_attention_forward(
         key: `[1, num_kv_heads, num_tokens, head_size]`, positions applied.
         value: `[1, num_kv_heads, num_tokens, head_size_v]`.
         attention_mask: must be None; causality follows from the batch.
-        scaling: of the scores; None: head_size ** -0.5.
+        scaling: factor of the scores; None: head_size ** -0.5.
         dropout: must be 0.
-        sliding_window: as the layer sees it; must be the plan's.
+        sliding_window: the layer's window; must be the plan's.
         softcap: scores become softcap * tanh(score / softcap).
-        paged_batch: what `ModelRunner` passes to the model.
-        others: whatever else the model hands over.
+        paged_batch: the batch that `ModelRunner` passes to the model.
+        others: further arguments of the model.
 
     Returns:
         `[1, num_tokens, num_q_heads, head_size_v]`, and None for the weights.
 
     Raises:
-        MisuseError: the model was not run by `ModelRunner`.
-        InputError: a kind of attention that this is not (a mask, dropout, attention sinks, another window).
+        MisuseError: `ModelRunner` did not run the model.
+        InputError: the model asks for another kind of attention (a mask, dropout, attention sinks, another window).
     """
     if paged_batch is None:
         raise MisuseError(

@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs: captured once at a ladder of batch sizes, then replayed with one launch each.
+"""Captures decode steps as CUDA graphs at a ladder of batch sizes, and replays each with one launch.
 
-A step in which every request computes one token is padded to the next captured size. Everything that it reads lies in
-buffers that stay where they are: token ids and logits here; positions, rows, lengths, block tables and slots in the
-backend. Padding has row -1, length 0 and slot -1, so it neither writes the cache nor reads it.
+A step in which every request computes one token is padded to the next captured size. It reads only buffers that never
+move: token ids and logits here; positions, rows, lengths, block tables and slots in the backend. Padding has row -1,
+length 0 and slot -1, so it neither writes nor reads the cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,18 +23,17 @@ DecodeForward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def decode_capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """The ladder of vLLM as far as a decode step goes: 1, 2, 4, steps of 8 below 256 and of 16 from there up to 512,
-    and `max_num_seqs` itself if that is below.
+    """Return vLLM's ladder for decode steps: 1, 2, 4, multiples of 8 below 256 and of 16 up to 512, and `max_num_seqs`
+    itself if that is below.
     """
-    ladder = capture_sizes(max_num_seqs)
-    return tuple(sorted({min(size, max_num_seqs) for size in ladder}))
+    return tuple(sorted({min(size, max_num_seqs) for size in capture_sizes(max_num_seqs)}))
 
 
 def checked_capture_sizes(sizes: Sequence[int], max_num_seqs: int) -> tuple[int, ...]:
-    """The sizes in rising order, each once.
+    """Return the sizes in ascending order, each once.
 
     Raises:
-        InputError: none, or one that no decode step has.
+        InputError: there are none, or one that no decode step can have.
     """
     ladder = tuple(sorted(set(sizes)))
     if not ladder or ladder[0] < 1 or ladder[-1] > max_num_seqs:
@@ -49,49 +48,49 @@ class DecodeGraphs:
     """The captured decode steps of one model on one pool.
 
     Attributes:
-        num_replays: steps that were replayed so far.
+        num_replays: steps replayed so far.
     """
 
     def __init__(
         self, forward: DecodeForward, backend: CudaBackend, capturer: GraphCapturer, *, max_num_reqs: int
     ) -> None:
-        """Nothing is captured yet.
+        """Start with nothing captured.
 
         Args:
-            forward: the model over a prepared batch.
-            backend: its tables exist.
-            capturer: captures.
+            forward: runs the model on a prepared batch.
+            backend: its tables must exist.
+            capturer: captures the graphs.
             max_num_reqs: the largest size that will be captured.
         """
         self.num_replays = 0
         self._forward = forward
         self._backend = backend
         self._capturer = capturer
-        # By size: what replays the step, and the logits that it leaves.
+        # By size: the function that replays the step, and its logits.
         self._steps: dict[int, tuple[Callable[[], None], torch.Tensor]] = {}
         self._token_ids = self._buffer((max_num_reqs,), torch.int64)
         self._logits: torch.Tensor | None = None
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        # Graphs may be captured in inference mode, whose tensors nobody could fill outside it.
+        # Graphs may be captured in inference mode, whose tensors cannot be written outside it.
         with torch.inference_mode(False):
             return torch.zeros(shape, dtype=dtype, device=self._backend.device)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Requests of the captured steps, rising."""
+        """Numbers of requests of the captured steps, ascending."""
         return tuple(sorted(self._steps))
 
     def capture(self, size: int) -> None:
-        """Capture the step of `size` requests, over a batch that is all padding; no request's memory is touched.
+        """Capture the step of `size` requests on a batch of padding only; no request's memory is touched.
 
         Raises:
-            InputError: something in it waits for the device, or there is no memory for it.
+            InputError: part of the step waits for the device, or there is not enough memory.
         """
         nothing = np.zeros(0, dtype=np.int64)
         self._backend.slot_mapping(TokenBatch(nothing, nothing, nothing))
         try:
-            if self._logits is None:  # how wide they are, and of which dtype, the model alone says
+            if self._logits is None:  # only the model knows their width and dtype
                 found = self._logits_of(size)
                 self._logits = self._buffer((len(self._token_ids), found.shape[1]), found.dtype)
             logits = self._logits[:size]
@@ -108,18 +107,18 @@ class DecodeGraphs:
         return self._forward(self._token_ids[:size], self._backend.inputs.first_positions[:size])
 
     def size_for(self, batch: TokenBatch) -> int | None:
-        """The smallest captured size that holds a batch of single tokens; None: this batch runs eagerly."""
+        """Return the smallest captured size that holds a batch of single tokens; None: the batch runs eagerly."""
         num_reqs = len(batch.rows)
         if not num_reqs or batch.num_tokens != num_reqs:
             return None
         return min((size for size in self._steps if size >= num_reqs), default=None)
 
     def replay(self, size: int, token_ids: NDArray[np.int64]) -> torch.Tensor:
-        """Run the captured step over the batch that the backend has prepared and whose slots it has mapped.
+        """Run the captured step on the batch that the backend has prepared, with its slots mapped.
 
         Args:
-            size: of `size_for`.
-            token_ids: int64 `[num_reqs]`, one of each request, in batch order.
+            size: from `size_for`.
+            token_ids: int64 `[num_reqs]`, one per request, in batch order.
 
         Returns:
             Logits `[num_reqs, vocab_size]` on the device, which the next replay overwrites.
@@ -127,7 +126,7 @@ class DecodeGraphs:
         given = torch.from_numpy(token_ids)
         if self._token_ids.device.type == "cuda":
             given = given.pin_memory()
-        # Ids behind them are an earlier step's: any token will do for padding.
+        # The ids after them are from an earlier step: padding may be any token.
         self._token_ids[: len(given)].copy_(given, non_blocking=True)
         replay, logits = self._steps[size]
         replay()

@@ -1,4 +1,4 @@
-"""A model and its tokenizer from this machine's disk: a folder as transformers saves it, or a GGUF file."""
+"""Loads a model and its tokenizer from this machine's disk: a folder saved by transformers, or a GGUF file."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -7,7 +7,7 @@ import attrs
 
 from ....core.errors import InputError
 
-# vLLM's names; "auto" is what the weights were saved in, and float32 for a GGUF file, whose weights are unpacked.
+# vLLM's names; "auto" is the dtype of the saved weights, and float32 for a GGUF file, whose weights are unpacked.
 DTYPES: Final = {
     "auto": "auto",
     "float32": "float32",
@@ -20,10 +20,10 @@ DTYPES: Final = {
 
 @attrs.frozen(eq=False)
 class LoadedModel:
-    """What was found.
+    """A loaded model with its tokenizer.
 
     Attributes:
-        name: of the folder or file, for clients unless they are told another.
+        name: name of the folder or file; the default model name for clients.
         model: a transformers causal language model, on its device.
         tokenizer: its tokenizer, with its chat template if there is one.
         eos_token_ids: tokens that end an output: the tokenizer's and those of the generation config.
@@ -40,31 +40,38 @@ def load_model(path: str, *, device: str, dtype: str = "auto", chat_template: st
 
     Args:
         path: a folder with a `config.json`, or a `.gguf` file.
-        device: where the weights go.
+        device: device of the weights.
         dtype: one of `DTYPES`.
-        chat_template: a file with another template than the tokenizer's.
+        chat_template: a file with a template that replaces the tokenizer's.
 
     Raises:
-        InputError: nothing there that can be loaded, or a package is missing; says which.
+        InputError: there is nothing to load at `path`, or a package is missing; says which.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is unknown; it is one of {', '.join(DTYPES)}")
-    folder, gguf_file = _place_of(Path(path))
+    folder, gguf_file = _locate(Path(path))
     options: dict[str, Any] = {"local_files_only": True}
     if gguf_file is not None:
-        _need_gguf(path)
+        try:
+            import accelerate  # noqa: F401
+            import gguf  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise InputError(f"{path} needs the package {error.name}: pip install gguf accelerate") from None
         options["gguf_file"] = gguf_file
-    model, tokenizer = _loaded(path, folder, options, _dtype(dtype, gguf_file))
+    model, tokenizer = _load(path, folder, options, _dtype(dtype, gguf_file))
     if chat_template is not None:
-        tokenizer.chat_template = _text_of(chat_template)
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"cannot read the chat template {chat_template}: {error}") from None
     name = Path(path).resolve()
     return LoadedModel(
         name.stem if gguf_file is not None else name.name, model.to(device), tokenizer, _eos_token_ids(model, tokenizer)
     )
 
 
-def _place_of(path: Path) -> tuple[Path, str | None]:
-    """The folder, and the name of the GGUF file in it if one was named."""
+def _locate(path: Path) -> tuple[Path, str | None]:
+    """Return the folder, and the name of the GGUF file in it if `path` is one."""
     if path.is_file() and path.suffix == ".gguf":
         return path.parent, path.name
     if (path / "config.json").is_file():
@@ -80,14 +87,6 @@ def _place_of(path: Path) -> tuple[Path, str | None]:
     )
 
 
-def _need_gguf(path: str) -> None:
-    try:
-        import accelerate  # noqa: F401
-        import gguf  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise InputError(f"{path} needs the package {error.name}: pip install gguf accelerate") from None
-
-
 def _dtype(name: str, gguf_file: str | None) -> Any:
     import torch
 
@@ -97,7 +96,7 @@ def _dtype(name: str, gguf_file: str | None) -> Any:
     return getattr(torch, chosen)
 
 
-def _loaded(path: str, folder: Path, options: dict[str, Any], dtype: Any) -> tuple[Any, Any]:
+def _load(path: str, folder: Path, options: dict[str, Any], dtype: Any) -> tuple[Any, Any]:
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ModuleNotFoundError:
@@ -105,16 +104,9 @@ def _loaded(path: str, folder: Path, options: dict[str, Any], dtype: Any) -> tup
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), **options)
         model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, **options)
-    except Exception as error:  # whatever its many parsers meet in a file that is not what it should be
+    except Exception as error:  # its many parsers raise many kinds of errors for damaged files
         raise InputError(f"transformers cannot load {path}: {type(error).__name__}: {error}") from error
     return model, tokenizer
-
-
-def _text_of(chat_template: str) -> str:
-    try:
-        return Path(chat_template).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the chat template {chat_template}: {error}") from None
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""What a profiler runs before there is a pool: the largest step of a model, and captures of its decode steps.
+"""Runs a model for the memory profiler before there is a pool: its largest step, and captures of its decode steps.
 
-Both run over the smallest pool, with the attention of a served step; block tables that no event has filled name the
-null block everywhere, and nothing that is computed here is read.
+Both run on the smallest pool, with the attention of a served step. No event has filled the block tables, so they hold
+the null block everywhere; the results are not used.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,24 +28,24 @@ from .decode_graphs import DecodeGraphs
 from .runner import ModelRunner
 from .served_model import kv_cache_config
 
-# The null block and the one that a pool cannot do without.
+# The null block, and one more, which every pool needs.
 _SMALLEST_POOL_BLOCKS = 2
-# Penalizing, truncating and drawing takes the most memory that sampling can.
+# Sampling takes the most memory with penalties, truncation and a draw.
 _SAMPLED = SamplingSettings(max_tokens=1, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, logprobs=1)
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class ProfiledModel:
-    """A model to be profiled.
+    """A model to profile.
 
     Attributes:
         model: a transformers causal language model.
-        geometry: what its layers store.
-        limits: how large a step can be.
+        geometry: its geometry.
+        limits: the largest step.
         max_model_len: tokens of the longest request; None: no limit.
-        block_size: tokens of a block.
-        kv_cache_dtype: of the cache.
-        device: where the model is.
+        block_size: tokens per block.
+        kv_cache_dtype: dtype of the cache.
+        device: device of the model.
     """
 
     model: Any
@@ -57,12 +57,12 @@ class ProfiledModel:
     device: str | torch.device
 
     def largest_step(self) -> ProfilingStep:
-        """The step that takes the most memory, and sampling from it."""
+        """Return the step that takes the most memory, including sampling."""
         return ProfilingStep(model=self._run, sampler=_sample)
 
     def _run(self, tokens_per_request: tuple[int, ...]) -> torch.Tensor:
         counts = np.array(tokens_per_request, dtype=np.int64)
-        if self.max_model_len is not None:  # a few requests may not fill the largest step that is allowed
+        if self.max_model_len is not None:  # a few requests may be too short to fill the largest step
             counts = np.minimum(counts, self.max_model_len)
         rows = np.arange(len(counts), dtype=np.int64)
         batch = TokenBatch(rows, np.zeros_like(rows), counts)
@@ -71,7 +71,7 @@ class ProfiledModel:
 
     @contextmanager
     def on_smallest_pool(self, max_model_len: int) -> Iterator[ModelRunner]:
-        """The model on a pool of its own for the time of a block."""
+        """Run a `with` block with the model on its own small pool."""
         config = kv_cache_config(
             self.geometry,
             num_blocks=_SMALLEST_POOL_BLOCKS,
@@ -100,15 +100,15 @@ class ProfiledModel:
 
 
 class SampledGraphs:
-    """The captures of a model's decode steps as `MemoryProfiler.estimate_graphs` asks for them."""
+    """Captures a model's decode steps for `MemoryProfiler.estimate_graphs`."""
 
     def __init__(self, profiled: ProfiledModel, sizes: Sequence[int], capturer: GraphCapturer) -> None:
-        """Nothing is captured yet.
+        """Start with nothing captured.
 
         Args:
             profiled: the model.
-            sizes: requests of the steps that will be captured.
-            capturer: captures.
+            sizes: numbers of requests of the steps that will be captured.
+            capturer: captures the graphs.
         """
         self._profiled = profiled
         self._sizes = tuple(sizes)
@@ -118,12 +118,12 @@ class SampledGraphs:
 
     @property
     def captures(self) -> GraphCaptures:
-        """To be made inside `smallest_pool`."""
+        """The captures to make inside `smallest_pool`."""
         return GraphCaptures(mode="decode", sizes=self._sizes, capture=self._capture)
 
     @contextmanager
     def smallest_pool(self) -> Iterator[None]:
-        """The pool that they are captured over; the graphs are dropped with it."""
+        """Provide the pool for the captures; the graphs are dropped with it."""
         with self._profiled.on_smallest_pool(self._profiled.block_size) as self._runner:
             try:
                 yield
@@ -133,14 +133,14 @@ class SampledGraphs:
     def _capture(self, size: int) -> DecodeGraphs:
         if self._runner is None:
             raise MisuseError("graphs are sampled over the smallest pool; enter `smallest_pool` first")
-        if self._graphs is None:  # with the first graph, so that its sample counts the buffers that all share
+        if self._graphs is None:  # with the first graph, whose sample thus includes the shared buffers
             self._graphs = self._runner.empty_graphs(max(self._sizes), self._capturer)
         self._graphs.capture(size)
         return self._graphs
 
 
 def _sample(logits: torch.Tensor) -> None:
-    """With every token seen before in every row."""
+    """Sample with every token seen before in every row."""
     num_rows, vocab_size = logits.shape
     adjuster = LogitAdjuster(_SAMPLED, np.arange(vocab_size), TokenRules.of(_SAMPLED))
     choose_tokens(logits, [NextToken(_SAMPLED, 0.5, adjuster.next(0))] * num_rows).wait()

@@ -1,4 +1,4 @@
-"""One forward pass of a transformers model for a whole continuous batch: prefill chunks and decodes side by side.
+"""Runs a transformers model on a whole continuous batch at once: prefill chunks and decodes side by side.
 
     runner = ModelRunner(model, backend, tokens)
     backend.runner = runner                       # submit launches it, collect finishes it
@@ -23,37 +23,33 @@ from ...cuda.backend import CudaBackend
 from ...cuda.graphs import GraphCapturer
 from ...cuda.staging import on_device
 from ...cuda.step_runner import FinishStep
-from ..engine.lengths import LengthLimit, length_limit
 from .attention import BATCH_KEYWORD, PagedBatch, register_paged_attention
 from .decode_graphs import DecodeGraphs, checked_capture_sizes
-from .served_model import served_layers, transformers_geometry
+from .served_model import LengthLimit, length_limit, served_layers, transformers_geometry
 
-# A method by which some models look at their first and last token in every forward pass, to warn of padding without a
-# mask: a flat batch has no padding, and the look waits for the device.
+# With this method some models check their first and last token in every forward pass, to warn of padding without a
+# mask. A flat batch has no padding, and the check waits for the device.
 _PADDING_CHECK = "warn_if_padding_and_no_attention_mask"
-# Tokens of a chunk that one program of attention can take at once, whatever the heads are.
+# Tokens of a chunk that one attention program can process at once, for any heads.
 QUERY_TILES = (1, 2, 4, 8, 16)
 
 
 def _num_reqs_of_most_programs(num_tokens: int, max_num_reqs: int, tile: int) -> int:
-    """Among how many requests tokens are shared out so that attention needs the most programs, of `tile` tokens each:
-    every request has as many as the mean one fills.
+    """Return the number of requests that `num_tokens` must be divided among so that attention needs the most programs.
+
+    A program takes `tile` tokens; every request has as many programs as the mean one fills.
     """
     return max(range(1, max_num_reqs + 1), key=lambda num_reqs: num_reqs * -(-num_tokens // (num_reqs * tile)))
 
 
-def _find_no_padding(_input_ids: torch.Tensor, _attention_mask: torch.Tensor | None) -> None:
-    return None
-
-
 @attrs.frozen(eq=False)
 class StepTokens:
-    """What a step computes.
+    """The tokens that a step computes.
 
     Attributes:
         token_ids: int64 `[num_tokens]`, in batch order.
-        sampled: int64 `[num_sampled]`, which requests of the batch (by place, rising) get a next token: those whose
-            last known token is among `token_ids`. Logits are returned for no others.
+        sampled: int64 `[num_sampled]`, positions in the batch, ascending, of the requests that get a next token: those
+            whose last known token is among `token_ids`. Only these get logits.
     """
 
     token_ids: NDArray[np.int64]
@@ -61,47 +57,47 @@ class StepTokens:
 
 
 class RequestTokens(Protocol):
-    """Who knows the tokens of the requests and chooses the next ones (a live engine)."""
+    """Knows the tokens of the requests and chooses the next ones (a live engine)."""
 
     def step_tokens(self, step: ScheduledStep) -> StepTokens:
-        """The tokens of a step's batch."""
+        """Return the tokens of a step's batch."""
         ...
 
     def sample(self, step: ScheduledStep, tokens: StepTokens, logits: torch.Tensor) -> FinishStep:
         """Start choosing the next tokens from logits `[num_sampled, vocab_size]`, without waiting for the device.
 
         Returns:
-            What waits for them; `collect` calls it once. Its `StepOutputs.stopped` ends requests.
+            A function that waits for them; `collect` calls it once. The `stopped` of its `StepOutputs` ends requests.
         """
         ...
 
 
 class ModelRunner:
-    """Runs a causal language model on a backend's pool; a `StepRunner` once it is given `RequestTokens`.
+    """Runs a causal language model on a backend's pool; a `StepRunner` once it has `RequestTokens`.
 
-    The model is put into evaluation mode and its attention becomes the registered one, so it no longer runs by itself
-    (see `release_model`).
+    It puts the model into evaluation mode and replaces its attention by the registered one, so that the model no longer
+    runs alone (see `release_model`).
 
     Attributes:
         model: the transformers model.
-        backend: whose pool the model's layers write and read.
-        tokens: who knows the requests' tokens; None: nobody yet.
-        geometry: what the layers store.
-        length_limit: how long a request may be.
+        backend: the model's layers write and read its pool.
+        tokens: knows the requests' tokens; None: not set yet.
+        geometry: the model's geometry.
+        length_limit: the longest request.
         graphs: captured decode steps; None: every step runs eagerly.
     """
 
     def __init__(self, model: Any, backend: CudaBackend, tokens: RequestTokens | None = None) -> None:
-        """Take over a model.
+        """Connect a model to a backend.
 
         Args:
             model: a transformers causal language model on the backend's device.
             backend: initialized with a plan of the model's layers (`kv_cache_config`).
-            tokens: who knows the tokens; may be set later, `run` does without.
+            tokens: knows the tokens; may be set later, `run` does not need it.
 
         Raises:
-            InputError: a model that cannot be served, is elsewhere than the backend, or whose layers are not in the
-                backend's plan.
+            InputError: the model cannot be served, is on another device than the backend, or has layers that are not in
+                the backend's plan.
         """
         self.model = model
         self.backend = backend
@@ -114,7 +110,7 @@ class ModelRunner:
         self._own_attention: str = model.config._attn_implementation
         for module in model.modules():
             if hasattr(module, _PADDING_CHECK):
-                setattr(module, _PADDING_CHECK, _find_no_padding)
+                setattr(module, _PADDING_CHECK, lambda _input_ids, _attention_mask: None)
         model.eval()
         model.set_attn_implementation(register_paged_attention())
 
@@ -145,7 +141,7 @@ class ModelRunner:
         return self.geometry.vocab_size
 
     def release_model(self) -> None:
-        """Give the model its own attention back."""
+        """Restore the model's own attention."""
         self.model.set_attn_implementation(self._own_attention)
         for module in self.model.modules():
             vars(module).pop(_PADDING_CHECK, None)
@@ -154,8 +150,8 @@ class ModelRunner:
         """Run the step's batch and start choosing its next tokens; never waits for a GPU.
 
         Raises:
-            MisuseError: nobody knows the tokens yet (`tokens` is None).
-            InputError: a step with drafts.
+            MisuseError: `tokens` is None.
+            InputError: the step has draft tokens.
         """
         if self.tokens is None:
             raise MisuseError("the runner does not know the requests' tokens; set its `tokens` first")
@@ -171,19 +167,22 @@ class ModelRunner:
 
         Args:
             token_ids: int64 `[num_tokens]`, in batch order.
-            batch: where they stand; their slots are computed here if they are not yet.
-            sampled: int64 `[num_sampled]`, requests of the batch (by place, rising) whose last token's logits are
-                wanted.
+            batch: their requests and positions; their slots are computed here unless they are known.
+            sampled: int64 `[num_sampled]`, positions in the batch, ascending, of the requests whose last token needs
+                logits.
 
         Returns:
-            `[num_sampled, vocab_size]` on the device, in the model's dtype; where decode steps are captured, the next
-            one overwrites them.
+            `[num_sampled, vocab_size]` on the device, in the model's dtype; if decode steps are captured, the next one
+            overwrites them.
 
         Raises:
             InputError: another number of tokens than the batch has, or positions that the model does not have.
-            MisuseError: a layer of the model did not come through the registered attention.
+            MisuseError: a layer of the model did not use the registered attention.
         """
-        self._check_batch(token_ids, batch)
+        if len(token_ids) != batch.num_tokens:
+            raise InputError(f"{len(token_ids)} token ids for a batch of {batch.num_tokens} tokens")
+        longest = int((batch.first_positions + batch.counts).max(initial=0))
+        self.length_limit.check(longest, "a request's length")
         self.backend.slot_mapping(batch)
         size = None if self.graphs is None else self.graphs.size_for(batch)
         if self.graphs is not None and size is not None:
@@ -199,13 +198,13 @@ class ModelRunner:
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Run the model over padding, so that the first request finds every kernel compiled, that of attention too.
+        """Run the model on padding, so that every kernel, that of attention too, is compiled before the first request.
 
         Kernels are compiled for the model's heads, windows, softcaps and dtypes, and attention once with splits along
-        the sequence and once without: the step of fewest tokens splits if any does, and those of the most programs do
-        not if any does not. For a GPU: elsewhere nothing is compiled, and it takes as long as several of the largest
-        steps. The backend's tables must exist (`create_tables`), and no step may be in flight. The cache stays as it
-        is.
+        the sequence and once without: the step with the fewest tokens splits if any step does, and the steps with the
+        most programs do not split if any step does not. Useful on a GPU only: elsewhere nothing is compiled, and it
+        takes as long as several of the largest steps. The backend's tables must exist (`create_tables`), and no step
+        may be in flight. The cache is unchanged.
         """
         max_num_tokens = self.backend.slots.shape[1]
         most = min(len(self.backend.inputs.rows), max_num_tokens)
@@ -219,7 +218,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def capture(self, sizes: Sequence[int], capturer: GraphCapturer) -> DecodeGraphs:
-        """Capture decode steps; from here on a step of single tokens of at most the largest size is replayed.
+        """Capture decode steps; from now on a step of single tokens, of at most the largest size, is replayed.
 
         The backend's tables must exist (`create_tables`), and no step may be in flight.
 
@@ -228,7 +227,7 @@ class ModelRunner:
             capturer: `CudaGraphs()` on a GPU.
 
         Raises:
-            InputError: sizes that no decode step has, or a model whose step cannot be captured.
+            InputError: a size that no decode step can have, or a model whose step cannot be captured.
         """
         room = min(len(self.backend.inputs.rows), self.backend.slots.shape[1])
         ladder = checked_capture_sizes(sizes, room)
@@ -239,7 +238,7 @@ class ModelRunner:
         return graphs
 
     def empty_graphs(self, max_num_reqs: int, capturer: GraphCapturer) -> DecodeGraphs:
-        """For decode steps of up to so many requests, with nothing captured yet, and not used by `run`."""
+        """Make graphs for decode steps of up to `max_num_reqs` requests. Nothing is captured; `run` ignores them."""
         return DecodeGraphs(self._decode, self.backend, capturer, max_num_reqs=max_num_reqs)
 
     def _decode(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -248,7 +247,7 @@ class ModelRunner:
     def _forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, num_reqs: int, logits_to_keep: torch.Tensor | int
     ) -> torch.Tensor:
-        """Logits of the tokens at `logits_to_keep`, int64 `[num_sampled]`, of a prepared batch; 0: of all tokens."""
+        """Return the logits of the tokens at `logits_to_keep`, int64 `[num_sampled]`, of a prepared batch; 0: all."""
         paged = PagedBatch(self.backend, self._layers, num_reqs)
         output = self.model(
             input_ids=token_ids[None],
@@ -260,29 +259,20 @@ class ModelRunner:
         if paged.num_layers_done != len(self._layers):
             raise MisuseError(
                 f"{paged.num_layers_done} of {len(self._layers)} layers attended through the pool; "
-                f"{type(self.model).__name__} computes attention in some other way, so its output is wrong"
+                f"{type(self.model).__name__} computes attention in another way, so its output is wrong"
             )
         return output.logits[0]
-
-    def _check_batch(self, token_ids: NDArray[np.int64], batch: TokenBatch) -> None:
-        if len(token_ids) != batch.num_tokens:
-            raise InputError(f"{len(token_ids)} token ids for a batch of {batch.num_tokens} tokens")
-        longest = int((batch.first_positions + batch.counts).max(initial=0))
-        self.length_limit.check(longest, "a request's length")
 
     def _to_device(self, values: NDArray[np.int64]) -> torch.Tensor:
         return on_device(np.asarray(values, dtype=np.int64), self.backend.device)
 
 
-# What a live engine needs of a model.
-
-
 class TokenRunner(Protocol):
-    """A model on a backend's pool that asks for tokens and hands over logits: `ModelRunner`.
+    """The model as a live engine uses it: it asks for tokens and returns logits. `ModelRunner` is one.
 
     Attributes:
-        backend: whose pool it writes and reads.
-        length_limit: how long a request may be.
+        backend: the model writes and reads its pool.
+        length_limit: the longest request.
         tokens: set by the engine.
     """
 

@@ -1,11 +1,12 @@
-"""From a transformers model to a plan: what each of its layers stores, in block-table groups, and where it lies.
+"""Reads from a transformers model what each layer caches and how long a request may be, and plans its pool.
 
     geometry = transformers_geometry(model)
     backend.initialize(kv_cache_config(geometry, num_blocks=1000, block_size=16))
 
-What the pool or its attention kernel cannot hold is refused here, before anything is allocated.
+Models that the pool or its attention kernel cannot serve are refused here, before anything is allocated.
 """
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -16,9 +17,8 @@ from ....core.models.layer_cache import AttentionCache
 from ....core.models.parts import ConfigFields
 from ....core.planner.groups import group_layers
 from ....core.planner.layout import KVCacheConfig, KVCacheGroup, KVCacheLayout, lay_out
-from ..engine.lengths import length_limit
 
-# Fields of a config under which a token's keys and values are not just its own layer's, one of each a token.
+# Config fields with which a layer does not simply store one key and value of its own per token.
 _REFUSED_FIELDS = {
     "is_encoder_decoder": "is an encoder and a decoder; the encoder's keys do not grow token by token",
     "add_cross_attention": "attends to another sequence; those keys do not grow token by token",
@@ -32,8 +32,8 @@ class ServedLayer:
     """One decoder layer as attention sees it.
 
     Attributes:
-        name: of its cache in the plan and in the backend.
-        window: tokens that a query sees, itself among them; None: all.
+        name: name of its cache in the plan and in the backend.
+        window: tokens that a query sees, itself included; None: all.
     """
 
     name: str
@@ -41,16 +41,16 @@ class ServedLayer:
 
 
 def transformers_geometry(model: Any) -> ModelGeometry:
-    """What a transformers model stores: its config read by `geometry_from_config`, its weights' dtype for `auto`.
+    """Return the geometry of a transformers model: its config read by `geometry_from_config`, its weights' dtype.
 
-    Its `max_position_embeddings` is what the model can be served with (`length_limit`).
+    The geometry's `max_position_embeddings` is the longest request that can be served (`length_limit`).
 
     Args:
         model: a causal language model (`PreTrainedModel` with a head).
 
     Raises:
-        InputError: an architecture that is not known here, a field that decides the cache is missing, or caches that
-            cannot be served from a pool of plain keys and values.
+        InputError: an unknown architecture, a missing field that decides the cache, or caches that a pool of plain
+            keys and values cannot hold.
     """
     architecture = type(model).__name__
     text_config = model.config.get_text_config(decoder=True)
@@ -76,10 +76,10 @@ def transformers_geometry(model: Any) -> ModelGeometry:
 
 
 def served_layers(geometry: ModelGeometry) -> tuple[ServedLayer, ...]:
-    """The decoder's layers in order, named as in `ModelGeometry.layer_specs`.
+    """Return the decoder's layers in order, named as in `ModelGeometry.layer_specs`.
 
     Raises:
-        InputError: a layer that does not store keys and values of every token or of a sliding window.
+        InputError: a layer does not store keys and values of every token or of a sliding window.
     """
     layers: list[ServedLayer] = []
     for index, caches in enumerate(geometry.layers):
@@ -102,11 +102,11 @@ def kv_cache_groups(
     layout: KVCacheLayout = KVCacheLayout.LBNHC,
     disable_hybrid_kv_cache_manager: bool = False,
 ) -> tuple[KVCacheGroup, ...]:
-    """The model's block-table groups on one rank: full layers, and windows where there are any.
+    """Return the model's block-table groups on one rank: full attention layers, and windowed ones if there are any.
 
     Args:
-        geometry: of `transformers_geometry`.
-        block_size: tokens of a block.
+        geometry: from `transformers_geometry`.
+        block_size: tokens per block.
         kv_cache_dtype: `auto` is the dtype of the model's weights.
         layout: physical order of the axes; the default suits every `CacheArrangement` that keeps tokens outside heads.
         disable_hybrid_kv_cache_manager: size windowed layers like full ones, in one group.
@@ -127,10 +127,10 @@ def kv_cache_config(
     layout: KVCacheLayout = KVCacheLayout.LBNHC,
     disable_hybrid_kv_cache_manager: bool = False,
 ) -> KVCacheConfig:
-    """`kv_cache_groups` laid out for `num_blocks` blocks: what `CudaBackend.initialize` takes.
+    """Lay out `kv_cache_groups` for `num_blocks` blocks; `CudaBackend.initialize` takes the result.
 
     Raises:
-        InputError: as `kv_cache_groups`, or a layout that cannot hold the pages.
+        InputError: as in `kv_cache_groups`, or the layout cannot hold the pages.
     """
     groups = kv_cache_groups(
         geometry,
@@ -140,3 +140,71 @@ def kv_cache_config(
         disable_hybrid_kv_cache_manager=disable_hybrid_kv_cache_manager,
     )
     return lay_out(groups, num_blocks, layout)
+
+
+@attrs.frozen
+class LengthLimit:
+    """The longest request that a model can be served with.
+
+    Attributes:
+        num_tokens: tokens of prompt and output; None: the model's config does not say.
+        reason: why it is the limit, and what to do; a clause that follows "and".
+        is_longrope: whether rotary scaling of the type `longrope` decides it.
+    """
+
+    num_tokens: int | None
+    reason: str
+    is_longrope: bool = False
+
+    def check(self, num_tokens: int, what: str) -> None:
+        """Raise `InputError` if `num_tokens` exceeds the limit; `what` names it in the error."""
+        if self.num_tokens is not None and num_tokens > self.num_tokens:
+            raise InputError(f"{what} is {num_tokens:,}, and {self.reason}")
+
+
+def length_limit(model: Any, max_position_embeddings: int | None) -> LengthLimit:
+    """Return the limit of a transformers model.
+
+    With rotary scaling of the type `longrope` it is the original length, where the scaling starts: for longer requests,
+    transformers rotates all keys of a forward pass differently, those of shorter requests too, so a request's output
+    would depend on the others in its batch.
+
+    Args:
+        model: a causal language model.
+        max_position_embeddings: the limit in its config; None: it has none.
+    """
+    name = type(model).__name__
+    text_config = model.config.get_text_config(decoder=True)
+    originals = [
+        rope.get("original_max_position_embeddings") or getattr(text_config, "original_max_position_embeddings", None)
+        for rope in _rotary_parameters(text_config)
+        if rope.get("rope_type") == "longrope"
+    ]
+    known = [limit for limit in originals if limit is not None]
+    if known and (max_position_embeddings is None or min(known) <= max_position_embeddings):
+        limit = min(known)
+        reason = (
+            f"{name} has rotary scaling of the type longrope, which is served up to its original length of {limit:,} "
+            "tokens (original_max_position_embeddings): beyond, what one request is answered would depend on the "
+            f"others in its batch; set max_model_len to {limit} at most, or serve a model whose positions are scaled "
+            "alike at every length (yarn, llama3, linear)"
+        )
+        return LengthLimit(limit, reason, is_longrope=True)
+    if max_position_embeddings is None:
+        return LengthLimit(None, "")
+    return LengthLimit(
+        max_position_embeddings,
+        f"{name} was made for at most {max_position_embeddings:,} (max_position_embeddings); set max_model_len to "
+        f"{max_position_embeddings} at most",
+    )
+
+
+def _rotary_parameters(text_config: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the rotary parameters of all layers, or of each kind of layer."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    if "rope_type" in parameters:
+        yield parameters
+        return
+    for of_kind in parameters.values():
+        if isinstance(of_kind, Mapping):
+            yield of_kind

@@ -1,11 +1,11 @@
-"""A transformers `Cache` whose storage is the pool.
+"""A transformers `Cache` that stores keys and values in the pool.
 
     with LedgerCache(model, backend, allocator) as cache:
         model.generate(input_ids, past_key_values=cache)    # `cache=cache` from transformers 5.24 on
 
 Every sequence of the batch is one request of the allocator: growing appends, cropping truncates, beams fork and copy
-on write. The model keeps its own attention and reads what a gather brings together; to read the pool without one, see
-`registered_attention` and `ModelRunner`.
+on write. The model keeps its own attention and reads gathered keys and values; to read the pool without a gather, use
+`register_paged_attention` and `ModelRunner`.
 """
 
 import itertools
@@ -27,24 +27,24 @@ from .served_model import ServedLayer, served_layers, transformers_geometry
 class LedgerCache(Cache):
     """Keys and values of one batch of sequences of equal length (padding included), kept in a backend's pool.
 
-    Behaves as `DynamicCache` does for the same model: what it returns to attention has the same values, shape and
-    strides. Blocks are not shared with other requests (padding makes positions the batch's own); they are given back
-    by `reset`, or at the end of a `with` block.
+    Behaves like `DynamicCache` for the same model: attention gets the same values, shape and strides. Blocks are not
+    shared with other requests (padding makes positions specific to the batch). `reset`, or the end of a `with` block,
+    frees them.
     """
 
     layers: "list[LedgerLayer]"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, model: Any, backend: CudaBackend, allocator: KVCacheAllocator, name: str = "generate") -> None:
-        """An empty cache.
+        """Make an empty cache.
 
         Args:
             model: the transformers model that will use it.
             backend: initialized with the model's plan (`kv_cache_config`), and a sink of the allocator.
-            allocator: decides where tokens live.
-            name: what the ids of the cache's requests start with; distinct among the caches of an allocator.
+            allocator: decides where tokens are stored.
+            name: prefix of the ids of the cache's requests; distinct among the caches of an allocator.
 
         Raises:
-            InputError: a model that cannot be served from a pool, or one whose layers are not in the plan.
+            InputError: the model cannot be served from a pool, or its layers are not in the plan.
         """
         served = served_layers(transformers_geometry(model))
         missing = [layer.name for layer in served if layer.name not in backend.layers]
@@ -63,11 +63,11 @@ class LedgerCache(Cache):
         self._records_past = False
 
     def __enter__(self) -> "LedgerCache":
-        """The cache itself."""
+        """Return the cache itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give everything back."""
+        """Free all blocks."""
         self.reset()
 
     @property
@@ -75,14 +75,14 @@ class LedgerCache(Cache):
         """The row of each sequence in the block tables, in batch order."""
         return [self.allocator.row_of(request.request_id) for request in self._requests]
 
-    # -- what a forward pass does ------------------------------------------------------------------------------------
+    # -- in a forward pass -------------------------------------------------------------------------------------------
 
     def grow(self, num_sequences: int, num_new_tokens: int) -> None:
-        """Give every sequence slots for its next tokens: what the first layer of a forward pass asks for.
+        """Allocate slots for the next tokens of every sequence; the first layer of a forward pass calls it.
 
         Raises:
-            DoesNotFitError: too few free blocks or rows, or a sequence longer than `max_model_len`; the cache is as
-                before.
+            DoesNotFitError: too few free blocks or rows, or a sequence longer than `max_model_len`; the cache is
+                unchanged.
             InputError: another batch size than before, or more tokens than the backend takes in one step.
         """
         self._check_growth(num_sequences, num_new_tokens)
@@ -150,22 +150,22 @@ class LedgerCache(Cache):
         self.backend.write_kv(layer.name, rows[0], rows[1])
 
     def read(self, layer: ServedLayer, first: int, stop: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of positions `first` to `stop - 1`, `[num_sequences, num_kv_heads, stop - first, size]`."""
+        """Read positions `first` to `stop - 1` of keys and values, `[num_sequences, num_kv_heads, length, size]`."""
         rows = self.rows
         keys, values = self.backend.gather(
             layer.name, rows, [stop - first] * len(rows), [first] * len(rows), dtype=dtype
         )
         return _as_batch(keys, len(rows)), _as_batch(values, len(rows))
 
-    # -- what generation does between passes -------------------------------------------------------------------------
+    # -- between forward passes --------------------------------------------------------------------------------------
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens of every sequence (rejected drafts).
+        """Remove the last `-tokens_to_remove` tokens of every sequence (rejected drafts).
 
         Raises:
             InputError: a positive number, or more tokens than there are.
-            MisuseError: a window's blocks that would be needed again have been given back already; call
-                `activate_past_recording` before the forward pass.
+            MisuseError: blocks of a window that would be needed again have been freed; call `activate_past_recording`
+                before the forward pass.
         """
         tokens_to_remove = int(tokens_to_remove)  # before transformers 5.24 a tensor, which += would change in place
         num_kept = self.num_tokens + tokens_to_remove
@@ -184,15 +184,15 @@ class LedgerCache(Cache):
             layer.num_tokens = num_kept
 
     def activate_past_recording(self) -> None:
-        """Keep what falls out of a window until the next `crop`, which may need it again."""
+        """Keep tokens that leave a window until the next `crop`, which may need them again."""
         self._records_past = True
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Sequence i goes on from what sequence `beam_idx[i]` has: it is forked, or simply goes on."""
+        """Let sequence i continue from sequence `beam_idx[i]`, which is forked if several continue from it."""
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sequence `repeats` times, side by side."""
+        """Repeat every sequence `repeats` times, side by side."""
         self._select([place for place in range(len(self._requests)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -212,7 +212,7 @@ class LedgerCache(Cache):
         selected: list[Request] = []
         for place in parents:
             parent = self._requests[place]
-            # The first one goes on in the parent's row, so that a batch needs no more rows than it has sequences.
+            # The first child keeps the parent's row, so that a batch needs no more rows than it has sequences.
             if seen[place]:
                 child = self._new_request(parent.num_prompt_tokens)
                 self.allocator.fork(parent.request_id, child)
@@ -224,7 +224,7 @@ class LedgerCache(Cache):
         self._batch = None
 
     def reset(self) -> None:
-        """Give every block back; the cache is empty and can be used again."""
+        """Free every block; the cache is empty and can be used again."""
         self._free(self._requests)
         self._requests = []
         self._batch = None
@@ -242,12 +242,12 @@ class LedgerCache(Cache):
 
 
 def _as_batch(tokens: torch.Tensor, num_sequences: int) -> torch.Tensor:
-    """Tokens `[num_sequences * length, heads, size]` as attention takes them, dense `[num_sequences, heads, ...]`."""
+    """Reshape tokens `[num_sequences * length, heads, size]` for attention: dense `[num_sequences, heads, ...]`."""
     return tokens.unflatten(0, (num_sequences, -1)).transpose(1, 2).contiguous()
 
 
 class LedgerLayer(CacheLayerMixin):
-    """One layer of a `LedgerCache`: what transformers asks of it during a forward pass."""
+    """One layer of a `LedgerCache`, which transformers uses during a forward pass."""
 
     is_compileable = False
     is_croppable = True
@@ -264,12 +264,12 @@ class LedgerLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What is cached, `[num_sequences, num_kv_heads, num_tokens, head_size]`, of a window its last `window - 1`."""
+        """Cached keys `[num_sequences, num_kv_heads, num_tokens, head_size]`; in a window the last `window - 1`."""
         return self._cached(0)
 
     @property
     def values(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The same of the values."""
+        """Cached values, shaped like `keys`."""
         return self._cached(1)
 
     def _cached(self, which: int) -> torch.Tensor | None:
@@ -278,14 +278,14 @@ class LedgerLayer(CacheLayerMixin):
         return self._cache.read(self._layer, self._first_attended(self.num_tokens), self.num_tokens, self._dtype)[which]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take note of the dtype that the model computes in."""
+        """Note the dtype that the model computes in."""
         self._dtype = key_states.dtype
         self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store a step's keys and values; returns all that its tokens attend to, from the first one's window on."""
+        """Store a step's keys and values; return all that its tokens attend to, from the first token's window on."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         num_sequences, num_new_tokens = key_states.shape[0], key_states.shape[2]
@@ -297,34 +297,34 @@ class LedgerLayer(CacheLayerMixin):
         return self._cache.read(self._layer, self._first_attended(before), self.num_tokens, key_states.dtype)
 
     def _first_attended(self, num_tokens: int) -> int:
-        """The first position that the token behind the first `num_tokens` attends to."""
+        """Return the first position that the token after the first `num_tokens` attends to."""
         return 0 if self._layer.window is None else max(num_tokens - self._layer.window + 1, 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many keys the next `query_length` tokens attend to, and the position of the first one."""
+        """Return how many keys the next `query_length` tokens attend to, and the position of the first key."""
         first = self._first_attended(self.num_tokens)
         return self.num_tokens + query_length - first, first
 
     def get_seq_length(self) -> int:
-        """Tokens of a sequence so far, those out of window included."""
+        """Return the tokens of a sequence so far, including those out of the window."""
         return self.num_tokens
 
     def get_max_length(self) -> int:
-        """The window, or -1 where there is none."""
+        """Return the window, or -1 if there is none."""
         return -1 if self._layer.window is None else self._layer.window
 
     def reset(self) -> None:
-        """Forget the length; the cache gives the blocks back."""
+        """Reset the length; the cache frees the blocks."""
         self.num_tokens = 0
         self.is_initialized = False
         self._dtype = None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused: all layers share one block table."""
+        """Raise `MisuseError`: all layers share one block table."""
         raise self._whole_cache_only("crop")
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Refused: all layers share one block table."""
+        """Raise `MisuseError`: all layers share one block table."""
         raise self._whole_cache_only("reorder_cache")
 
     def _whole_cache_only(self, method: str) -> MisuseError:

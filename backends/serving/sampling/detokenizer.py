@@ -1,4 +1,4 @@
-"""Output tokens into text as they come: whole characters only."""
+"""Turns output tokens into text as they arrive, in whole characters, and spells single tokens."""
 
 import re
 from collections.abc import Sequence
@@ -6,62 +6,64 @@ from typing import Final, Protocol
 
 import attrs
 
-# Tokens of the prompt that the first output is read together with: spaces and bytes depend on what stands before.
+# Prompt tokens that are decoded together with the first output: spaces and bytes depend on the tokens before.
 CONTEXT_TOKENS = 6
 # What a decoder shows for bytes that are no character yet.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A character has four bytes at most, so at most so many of its tokens can be there before its last one.
+# A character has at most four bytes, so at most this many of its tokens come before its last one.
 MAX_TOKENS_OF_HALF_A_CHARACTER = 3
-# With more tokens than this unread, those that can become nothing any more are given out: each token reads them all.
+# With more unread tokens than this, those that cannot become a character are returned: each new token decodes them all.
 MAX_UNREAD_TOKENS = 16
+# The name of a byte in vocabularies with byte fallback.
+_NAMED_BYTE: Final = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer; those of transformers fit."""
+    """The tokenizer that turns outputs into text; those of transformers fit."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
-        """The text of some tokens."""
+        """Return the text of tokens."""
         ...
 
 
 class Detokenizer:
-    """The text of one request's output, as far as it is certain."""
+    """Decodes one request's output as soon as its text can no longer change."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
-        """`prompt_token_ids`: at least its last few."""
+        """Start after a prompt, of which `prompt_token_ids` are at least the last `CONTEXT_TOKENS`."""
         self._tokenizer = tokenizer
-        # Tokens that may still change what the next one reads as; the first `_num_read` of them were given out.
+        # Tokens that may still change how the next one decodes; the text of the first `_num_read` was returned.
         self._tokens = [int(token_id) for token_id in prompt_token_ids[-CONTEXT_TOKENS:]]
         self._num_read = len(self._tokens)
 
     def add(self, token_id: int) -> str:
-        """The text that this token makes certain; empty while a character is incomplete."""
+        """Return the text that this token completes; empty while a character is incomplete."""
         self._tokens.append(token_id)
         new = self._unread()
         if new and not new.endswith(REPLACEMENT):
-            self._give_out(len(self._tokens))
+            self._mark_read(len(self._tokens))
             return new
         return self._certain(new) if len(self._tokens) - self._num_read > MAX_UNREAD_TOKENS else ""
 
     def end(self) -> str:
-        """What is left when no token follows: bytes that never became a character."""
+        """Return the rest when no token follows: bytes that never became a character."""
         return self._unread()
 
     def _certain(self, unread: str) -> str:
-        """Of bytes that are no character, and of tokens without text, what no further token changes."""
+        """Return the text that no further token changes, of bytes that are no character and of tokens without text."""
         for num_kept in range(MAX_TOKENS_OF_HALF_A_CHARACTER, 2 * MAX_TOKENS_OF_HALF_A_CHARACTER + 1):
             num_certain = len(self._tokens) - num_kept
             certain = self._text(num_certain)[len(self._text(self._num_read)) :]
             if unread.startswith(certain):  # else the cut goes through a character
                 if certain:
-                    self._give_out(num_certain)
-                else:  # what was read before them still decides about a space behind them
+                    self._mark_read(num_certain)
+                else:  # the text before them still decides about a space after them
                     del self._tokens[self._num_read : num_certain]
                 return certain
         return ""
 
-    def _give_out(self, num_tokens: int) -> None:
-        """So many of the tokens count as read from now on, and those that did before are needed no more."""
+    def _mark_read(self, num_tokens: int) -> None:
+        """Mark the first `num_tokens` as read, and drop those that were read before."""
         del self._tokens[: self._num_read]
         self._num_read = num_tokens - self._num_read
 
@@ -72,19 +74,13 @@ class Detokenizer:
         return self._tokenizer.decode(self._tokens[:num_tokens], skip_special_tokens=True)
 
 
-# How one token reads by itself: its text, and its bytes, which alone need not be whole characters.
-
-# How vocabularies with a fallback to bytes name a byte.
-_NAMED_BYTE: Final = re.compile("<0x([0-9A-Fa-f]{2})>")
-
-
 @attrs.frozen
 class TokenSpelling:
-    """One token.
+    """The text and bytes of one token, which need not be whole characters.
 
     Attributes:
-        text: what it adds to a text; bytes that are no whole characters are shown as replacement characters.
-        utf8: its bytes; None: its tokenizer does not tell them.
+        text: text that the token adds; incomplete characters are shown as replacement characters.
+        utf8: its bytes; None: the tokenizer does not tell them.
     """
 
     text: str
@@ -92,32 +88,37 @@ class TokenSpelling:
 
 
 class NamingTokenizer(Tokenizer, Protocol):
-    """What is needed of a tokenizer; those of transformers fit."""
+    """The tokenizer that spells single tokens; those of transformers fit."""
 
     def convert_ids_to_tokens(self, ids: int) -> str:
-        """The name of a token in the vocabulary."""
+        """Return the name of a token in the vocabulary."""
         ...
 
 
 class TokenSpeller:
-    """Spells the tokens of one tokenizer; for one thread."""
+    """Spells the tokens of one tokenizer. Use it in one thread only."""
 
     def __init__(self, tokenizer: NamingTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._byte_of = _bytes_by_character()
+        # The alphabet of byte-level BPE (GPT-2's): printable bytes of Latin-1 are their own characters, the others in
+        # order are the characters from 256 on.
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(0x100) if byte not in printable]
+        self._byte_of = {chr(byte): byte for byte in printable}
+        self._byte_of |= {chr(0x100 + place): byte for place, byte in enumerate(others)}
 
     def __call__(self, token_id: int) -> TokenSpelling:
-        """The spelling of a token of the model."""
+        """Return the spelling of a token of the model."""
         alone = self._tokenizer.decode([token_id])
         if REPLACEMENT in alone:
             return TokenSpelling(alone, self._named_bytes(token_id, alone))
-        # A tokenizer may drop the space that a text begins with; the second of two keeps it.
+        # A tokenizer may drop the space at the start of a text; the second of two tokens keeps it.
         twice = self._tokenizer.decode([token_id, token_id])
         text = twice[len(alone) :] if twice.startswith(alone) else alone
         return TokenSpelling(text, text.encode())
 
     def _named_bytes(self, token_id: int, text: str) -> bytes | None:
-        """The bytes by which the vocabulary names a token, if they read as this text."""
+        """Return the bytes in the vocabulary's name of a token, if they decode to this text."""
         name = self._tokenizer.convert_ids_to_tokens(token_id)
         named_byte = _NAMED_BYTE.fullmatch(name)
         if named_byte is not None:
@@ -126,12 +127,3 @@ class TokenSpeller:
             return None
         found = bytes(self._byte_of[character] for character in name)
         return found if found.decode(errors="replace") == text else None
-
-
-def _bytes_by_character() -> dict[str, int]:
-    """The alphabet of byte-level BPE (GPT-2's): printable bytes of Latin-1 stand for themselves, the others in their
-    order for the characters from 256 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}

@@ -1,8 +1,8 @@
-"""What a request's settings change in the logits of its next token, before temperature and truncation.
+"""Adjusts the logits of a request's next token as its settings say, before temperature and truncation.
 
-In the order of vLLM's sampler: tokens that cannot come yet (`min_tokens`), then `logit_bias`, then penalties. Penalties
-follow OpenAI's definition (presence and frequency, over the output) and that of the CTRL paper, arXiv:1909.05858, as
-vLLM's `SamplingParams` applies it (repetition, over prompt and output):
+In the order of vLLM's sampler: tokens that are not allowed yet (`min_tokens`), then `logit_bias`, then penalties.
+Penalties follow OpenAI's definition (presence and frequency, over the output) and that of the CTRL paper,
+arXiv:1909.05858, as vLLM's `SamplingParams` applies it (repetition, over prompt and output):
 
     logit / repetition if logit > 0 else logit * repetition,    for tokens of prompt or output
     logit - frequency * (times in the output) - presence * (1 if in the output else 0)
@@ -18,18 +18,21 @@ from numpy.typing import NDArray
 from ...cuda.staging import on_device
 from .settings import SamplingSettings, TokenRules
 
-# Which tokens a request has seen, and how often its output holds each: what penalties are counted from.
+# Most logits changed at once, which bounds the device memory for it, however many tokens a batch has seen.
+MAX_ENTRIES = 1 << 20
+
+_NONE = np.zeros(0, dtype=np.int64)
 
 
 class SeenTokens:
-    """Distinct tokens in the order in which they were first seen."""
+    """The distinct tokens that a request has seen, in order, and how often its output holds each, for penalties."""
 
     def __init__(self, prompt_token_ids: Iterable[int], max_output_tokens: int) -> None:
         """Start with a prompt's tokens, none of which is in the output.
 
         Args:
-            prompt_token_ids: those that count as seen.
-            max_output_tokens: calls of `add` at most.
+            prompt_token_ids: prompt tokens that count as seen.
+            max_output_tokens: most calls of `add`.
         """
         distinct = list(dict.fromkeys(int(token_id) for token_id in prompt_token_ids))
         self._place_of = {token_id: place for place, token_id in enumerate(distinct)}
@@ -54,22 +57,16 @@ class SeenTokens:
         return self._counts[: len(self._place_of)]
 
 
-# Logits changed at once, so that what it takes on the device is bounded, however many tokens a batch has seen.
-MAX_ENTRIES = 1 << 20
-
-_NONE = np.zeros(0, dtype=np.int64)
-
-
 @attrs.frozen(eq=False)
 class LogitAdjustment:
-    """What is changed in one row of logits.
+    """The changes to one row of logits.
 
     Attributes:
-        settings: biases and penalties.
-        never: int64 `[num_tokens]`, tokens that cannot come.
+        settings: the settings with the penalties.
+        never: int64 `[num_tokens]`, tokens that are not allowed.
         biased: int64 `[num_biased]`, tokens whose logits are biased.
         biases: float64 `[num_biased]`.
-        seen: what penalties are counted from; None: none are.
+        seen: tokens for the penalties; None: there are no penalties.
     """
 
     settings: SamplingSettings
@@ -80,20 +77,20 @@ class LogitAdjustment:
 
     @property
     def num_entries(self) -> int:
-        """Logits that are changed, those that are changed twice counted twice."""
+        """Number of changes; a logit that is changed twice counts twice."""
         return len(self.never) + len(self.biased) + (0 if self.seen is None else len(self.seen.token_ids))
 
 
 class LogitAdjuster:
-    """The adjustments of one request, output after output. Depends on its tokens alone, so preemption changes none."""
+    """Makes one request's adjustment for each output. It depends on the tokens only, so preemption is harmless."""
 
     def __init__(self, settings: SamplingSettings, prompt_token_ids: NDArray[np.int64], rules: TokenRules) -> None:
-        """Nothing is in the output yet.
+        """Start with an empty output.
 
         Args:
-            settings: of the request.
+            settings: the request's settings.
             prompt_token_ids: int64 `[num_prompt_tokens]`.
-            rules: of its settings.
+            rules: the token rules of these settings.
         """
         self._settings = settings
         self._prompt_token_ids = prompt_token_ids
@@ -101,12 +98,12 @@ class LogitAdjuster:
         self._seen: SeenTokens | None = None
 
     def add(self, token_id: int) -> None:
-        """The output has one more token."""
+        """Append one output token."""
         if self._settings.penalizes:
             self._tokens_seen().add(token_id)
 
     def next(self, num_output_tokens: int) -> LogitAdjustment | None:
-        """For the token behind so many output tokens; None: nothing is changed."""
+        """Return the adjustment for the token after `num_output_tokens` output tokens; None: no change."""
         rules = self._rules
         never = rules.held_back if num_output_tokens < self._settings.min_tokens else _NONE
         seen = self._tokens_seen() if self._settings.penalizes else None
@@ -114,7 +111,7 @@ class LogitAdjuster:
         return found if found.num_entries else None
 
     def _tokens_seen(self) -> SeenTokens:
-        """Made when first asked for: what waits for its first token needs none."""
+        """Return the seen tokens, made on first use: a queued request needs none."""
         if self._seen is None:
             prompt = self._prompt_token_ids.tolist() if self._settings.repetition_penalty != 1 else ()
             self._seen = SeenTokens(prompt, self._settings.max_tokens)
@@ -122,14 +119,14 @@ class LogitAdjuster:
 
 
 def adjusted_logits(logits: torch.Tensor, adjustments: Sequence[LogitAdjustment | None]) -> torch.Tensor:
-    """Logits with each row's adjustment applied; never waits for the device.
+    """Apply each row's adjustment without waiting for the device.
 
     Args:
-        logits: `[num_sampled, vocab_size]`, of any floating dtype; stay as they are.
-        adjustments: of each row; None: none.
+        logits: `[num_sampled, vocab_size]`, of any floating dtype; unchanged.
+        adjustments: the adjustment of each row, or None.
 
     Returns:
-        float64 `[num_sampled, vocab_size]`; `logits` themselves where nothing is adjusted.
+        float64 `[num_sampled, vocab_size]`; `logits` themselves if nothing is adjusted.
     """
     if all(each is None for each in adjustments):
         return logits
@@ -142,7 +139,7 @@ def adjusted_logits(logits: torch.Tensor, adjustments: Sequence[LogitAdjustment 
 
 
 def _parts(adjustments: Sequence[LogitAdjustment | None]) -> Iterator[dict[int, LogitAdjustment]]:
-    """Rows with an adjustment, as many at once as `MAX_ENTRIES` allows, one at least."""
+    """Yield rows with an adjustment, as many at once as `MAX_ENTRIES` allows but at least one."""
     part: dict[int, LogitAdjustment] = {}
     num_entries = 0
     for row, each in enumerate(adjustments):
@@ -158,40 +155,40 @@ def _parts(adjustments: Sequence[LogitAdjustment | None]) -> Iterator[dict[int, 
 
 
 class _Entries:
-    """Places in the logits: of some rows, some tokens each."""
+    """Positions in the logits: some tokens of some rows."""
 
     def __init__(self, token_ids: dict[int, NDArray[np.int64]], device: torch.device) -> None:
-        """`token_ids`: row -> its tokens, int64."""
+        """Copy the positions to the device. `token_ids`: row -> its tokens, int64."""
         self._counts = [len(each) for each in token_ids.values()]
         self._device = device
         rows = np.repeat(np.fromiter(token_ids, dtype=np.int64, count=len(token_ids)), self._counts)
         self.places = on_device(rows, device), on_device(np.concatenate([_NONE, *token_ids.values()]), device)
 
     @property
-    def are_none(self) -> bool:
+    def is_empty(self) -> bool:
         return not sum(self._counts)
 
     def of_rows(self, values: Sequence[float]) -> torch.Tensor:
-        """A value of each row, at every place of the row: float64 `[num_entries]`."""
+        """Repeat each row's value for every position in the row: float64 `[num_entries]`."""
         return on_device(np.repeat(np.array(values, dtype=np.float64), self._counts), self._device)
 
 
 def _forbid(wide: torch.Tensor, rows: dict[int, LogitAdjustment]) -> None:
     entries = _Entries({row: each.never for row, each in rows.items()}, wide.device)
-    if not entries.are_none:
+    if not entries.is_empty:
         wide[entries.places] = -torch.inf
 
 
 def _bias(wide: torch.Tensor, rows: dict[int, LogitAdjustment]) -> None:
     entries = _Entries({row: each.biased for row, each in rows.items()}, wide.device)
-    if not entries.are_none:
+    if not entries.is_empty:
         wide[entries.places] += on_device(np.concatenate([each.biases for each in rows.values()]), wide.device)
 
 
 def _penalize(wide: torch.Tensor, rows: dict[int, LogitAdjustment]) -> None:
     seen = {row: each.seen for row, each in rows.items() if each.seen is not None}
     entries = _Entries({row: each.token_ids for row, each in seen.items()}, wide.device)
-    if entries.are_none:
+    if entries.is_empty:
         return
     settings = [rows[row].settings for row in seen]
     counts = on_device(np.concatenate([each.output_counts for each in seen.values()]), wide.device)

@@ -1,7 +1,7 @@
-"""How the next token is chosen: one draw for each output that depends on nothing else.
+"""Chooses next tokens with one draw for each output.
 
-Output i of a request is drawn with the number `uniform(seed, i)`. So a request produces the same tokens whoever
-else is in its batch, and again after it was preempted.
+Output i of a request is drawn with the number `uniform(seed, i)`. A request therefore produces the same tokens in any
+batch, and again after a preemption.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from ...cuda.staging import on_device
 from .logit_adjustments import LogitAdjustment, adjusted_logits
 from .settings import SamplingSettings
 
-# With so many bits a draw times a sum of probabilities is always below that sum, in double precision.
+# With this many bits a draw times a sum of probabilities is always below that sum, in double precision.
 _DRAW_BITS = 52
 
 
@@ -24,9 +24,9 @@ class ChosenToken:
     """One output token.
 
     Attributes:
-        token_id: which.
-        logprob: its log probability, where asked for.
-        top_logprobs: (token, log probability) of the likeliest ones, in descending order, where asked for.
+        token_id: the token.
+        logprob: its log probability, if requested.
+        top_logprobs: (token, log probability) of the likeliest tokens, in descending order, if requested.
     """
 
     token_id: int
@@ -35,29 +35,28 @@ class ChosenToken:
 
 
 def uniform(seed: int, index: int) -> float:
-    """The draw for output `index` of a request: a number in [0, 1), the same on every machine."""
-    digest = hashlib.blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> (64 - _DRAW_BITS)) / (1 << _DRAW_BITS)
+    """Return the draw for output `index` of a request: a number in [0, 1), the same on every machine."""
+    return (seed_of_request(seed, index) >> (64 - _DRAW_BITS)) / (1 << _DRAW_BITS)
 
 
 def seed_of_request(engine_seed: int, ordinal: int) -> int:
-    """The seed of the `ordinal`-th request of an engine, for requests that bring none."""
+    """Hash an engine's seed and a number to 64 bits: the seed of the `ordinal`-th request, if it has none."""
     digest = hashlib.blake2b(engine_seed.to_bytes(8, "little") + ordinal.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 class ChosenTokens:
-    """The tokens of one step on their way from the device."""
+    """The chosen tokens of one step, still on the device."""
 
     def __init__(
         self, token_ids: torch.Tensor, logprobs: "dict[int, tuple[torch.Tensor, torch.Tensor | None]]"
     ) -> None:
         self._token_ids = token_ids
-        # Row -> log probabilities of all tokens, and of the likeliest ones.
+        # Row -> log probability of its token, and of the likeliest tokens.
         self._logprobs = logprobs
 
     def wait(self) -> list[ChosenToken]:
-        """The tokens, one a row of the logits; waits for the device."""
+        """Wait for the device and return the tokens, one for each row of the logits."""
         chosen = [ChosenToken(token_id) for token_id in self._token_ids.tolist()]
         for row, (own, top) in self._logprobs.items():
             likeliest: tuple[tuple[int, float], ...] = ()
@@ -70,12 +69,12 @@ class ChosenTokens:
 
 @attrs.frozen(eq=False)
 class NextToken:
-    """What one row of logits is to become a token by.
+    """How to choose the token of one row of logits.
 
     Attributes:
-        settings: of the row's request.
-        draw: the `uniform` number of its output; a greedy row uses none.
-        adjustment: what the request's settings change in the row before anything is drawn; None: nothing.
+        settings: settings of the row's request.
+        draw: the `uniform` number of its output; unused in a greedy row.
+        adjustment: changes to the row before the draw; None: none.
     """
 
     settings: SamplingSettings
@@ -84,14 +83,14 @@ class NextToken:
 
 
 def choose_tokens(logits: torch.Tensor, wanted: Sequence[NextToken]) -> ChosenTokens:
-    """Choose a token for each row; never waits for the device.
+    """Choose a token for each row without waiting for the device.
 
     Args:
-        logits: `[num_sampled, vocab_size]`, of any floating dtype; stay as they are.
-        wanted: of each row.
+        logits: `[num_sampled, vocab_size]`, of any floating dtype; unchanged.
+        wanted: how to choose the token of each row.
 
-    What a row becomes depends on that row alone: its logits, its settings, its number. Log probabilities are those of
-    the model: before adjustments, temperature and truncation.
+    The token of a row depends on that row only: its logits, settings and draw. Log probabilities are the model's:
+    before adjustments, temperature and truncation.
     """
     adjusted = adjusted_logits(logits, [each.adjustment for each in wanted])
     token_ids = torch.argmax(adjusted, dim=-1)
@@ -106,19 +105,19 @@ def choose_tokens(logits: torch.Tensor, wanted: Sequence[NextToken]) -> ChosenTo
 
 
 def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    """A value of each row: float64 `[num_rows, 1]`."""
+    """Return one value per row: float64 `[num_rows, 1]`."""
     return on_device(np.array(values, dtype=np.float64), device)[:, None]
 
 
 def _scaled(logits: torch.Tensor, wanted: Sequence[NextToken]) -> torch.Tensor:
-    """Logits over temperature in double precision, the highest of each row at 0 so that none overflows."""
+    """Divide logits by temperature in double precision, the highest of each row at 0 so that none overflows."""
     wide = logits.to(torch.float64)
     temperatures = _column([each.settings.temperature for each in wanted], logits.device)
     return (wide - wide.amax(dim=-1, keepdim=True)) / temperatures
 
 
 def _first_above(weights: torch.Tensor, wanted: Sequence[NextToken]) -> torch.Tensor:
-    """The first place of each row where the running sum of weights exceeds the draw's share of the whole."""
+    """Return the first position of each row where the running sum of weights exceeds the draw times their sum."""
     sums = weights.cumsum(dim=-1)
     targets = _column([each.draw for each in wanted], weights.device) * sums[:, -1:]
     return torch.searchsorted(sums, targets, right=True)
@@ -129,17 +128,17 @@ def _draw_of_all(logits: torch.Tensor, wanted: Sequence[NextToken]) -> torch.Ten
 
 
 def _draw_of_likeliest(logits: torch.Tensor, wanted: Sequence[NextToken]) -> torch.Tensor:
-    """Temperature, `min_p`, `top_k`, then `top_p` of what is left: the order of vLLM's sampler."""
+    """Apply temperature, `min_p`, `top_k`, then `top_p` to the rest, in the order of vLLM's sampler, and draw."""
     scaled, order = _scaled(logits, wanted).sort(dim=-1, descending=True, stable=True)
     weights = scaled.exp()
     size, device = weights.shape[-1], weights.device
-    # The likeliest token weighs 1, so weights are shares of its probability.
+    # The likeliest token has weight 1, so weights are relative to its probability.
     weights *= weights >= _column([each.settings.min_p for each in wanted], device)
     limits = on_device(np.array([each.settings.top_k or size for each in wanted]), device)
     weights *= torch.arange(size, device=device) < limits[:, None]
     shares = _column([each.settings.top_p for each in wanted], device)
     sums = weights.cumsum(dim=-1)
-    # What stands before a token decides whether it is needed to reach the share; the first one always is.
+    # The sum before a token decides whether the token is needed to reach the share; the first one always is.
     weights *= (sums - weights) < shares * sums[:, -1:]
     return order.gather(-1, _first_above(weights, wanted))[:, 0]
 
@@ -156,6 +155,6 @@ def _logprobs(
         if each.logprobs:
             values, places = of_all.topk(min(each.logprobs, len(of_all)))
             top = torch.stack([values.to(torch.float64), places.to(torch.float64)])
-        # A single element as an index would be read on the host, which waits for it.
+        # Indexing by a single element would read it on the host, which waits for the device.
         found[row] = of_all.index_select(0, token_ids[row : row + 1]), top
     return found

@@ -1,4 +1,4 @@
-"""How the output of one request is chosen and where it ends, checked where it is given.
+"""The sampling settings of a request: how its output is chosen and where it ends.
 
 Names and meanings are OpenAI's (`presence_penalty`, `frequency_penalty`, `logit_bias`) and vLLM's (`SamplingParams`:
 `repetition_penalty`, `min_p`, `min_tokens`, `stop_token_ids`, `ignore_eos`).
@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 from ..errors import SettingError
 
 NUM_SEEDS = 1 << 64
-# A step's values of top_k are one int64 tensor: a larger one would fail the step, and with it everybody's requests.
+# A step's values of top_k are one int64 tensor: a larger value would fail the step, and thus every request.
 MAX_TOP_K = (1 << 63) - 1
 # OpenAI's bounds.
 MAX_PENALTY = 2
 MAX_LOGIT_BIAS = 100
-# Far beyond any use, and near enough to 1 that no logit becomes infinite by it.
+# Far beyond any use, and close enough to 1 that no logit becomes infinite.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.001, 1000
 
 
 def _whole_number(setting: str) -> Callable[[SupportsIndex], int]:
-    """A converter. What is none would be noticed in the engine's thread only, and fail everybody's requests."""
+    """Return a converter. Without it the engine's thread would find the mistake first, and fail every request."""
 
     def convert(value: SupportsIndex) -> int:
         try:
@@ -71,30 +71,30 @@ def _biases(value: "Mapping[int, float] | Iterable[tuple[int, float]]") -> tuple
 
 @attrs.frozen(kw_only=True)
 class SamplingSettings:
-    """How the output of one request is chosen and where it ends.
+    """How to choose the output of one request, and where it ends.
 
     Attributes:
-        max_tokens: output tokens at most.
-        min_tokens: output tokens before which nothing ends the output: until then a token that would end it is never
-            chosen; stop texts are looked for in the text behind.
-        temperature: of the distribution; 0: always the likeliest token (greedy).
-        top_p: the smallest set of likeliest tokens whose probabilities reach it is drawn from; 1: all.
-        top_k: as many of the likeliest tokens are drawn from; 0: all.
-        min_p: tokens less likely than this share of the likeliest one's probability are not drawn; 0: all are.
-        presence_penalty: taken off the logit of every token that is in the output so far.
-        frequency_penalty: taken off as often as the token is in the output so far.
-        repetition_penalty: logits of tokens that are in the prompt or in the output so far are divided by it where
-            they are above 0, and else multiplied; 1: none.
-        logit_bias: token -> what is added to its logit, or such pairs; kept as pairs in the order of the tokens.
-        seed: of the draws; None: the engine gives the request one of its own.
-        stop: texts that end the output; what follows their beginning is not part of it.
-        stop_token_ids: tokens that end the output, beside the model's end-of-sequence tokens; each is kept once.
-        ignore_eos: the model's end-of-sequence tokens do not end the output.
-        logprobs: how many of the likeliest tokens are reported with each token and its own log probability (of the
-            model's distribution, before anything above changes it); None: neither is.
+        max_tokens: most output tokens.
+        min_tokens: output tokens before the output may end: until then a token that would end it is never chosen, and
+            stop texts are searched for only in the text after them.
+        temperature: temperature of the distribution; 0: always the likeliest token (greedy).
+        top_p: draw from the smallest set of likeliest tokens whose probabilities reach it; 1: all.
+        top_k: draw from this many likeliest tokens; 0: all.
+        min_p: do not draw tokens less likely than this fraction of the likeliest token's probability; 0: draw all.
+        presence_penalty: subtracted from the logit of every token in the output so far.
+        frequency_penalty: subtracted once for each time that the token is in the output so far.
+        repetition_penalty: logits of tokens in the prompt or the output so far are divided by it if positive, else
+            multiplied; 1: none.
+        logit_bias: token -> value to add to its logit, or such pairs; kept as pairs in the order of the tokens.
+        seed: seed of the draws; None: the engine derives one for the request.
+        stop: texts that end the output, which is cut at their beginning.
+        stop_token_ids: tokens that end the output, besides the model's end-of-sequence tokens; each is kept once.
+        ignore_eos: do not end the output at the model's end-of-sequence tokens.
+        logprobs: number of likeliest tokens reported with each token and its own log probability (of the model's
+            distribution, before the settings above change it); None: report neither.
 
     Raises:
-        SettingError: a value out of its bounds, or of another kind; names the setting, the value and the bounds.
+        SettingError: a value is out of bounds or of another type; names the setting, the value and the bounds.
     """
 
     max_tokens: int = attrs.field(converter=_whole_number("max_tokens"))
@@ -116,7 +116,7 @@ class SamplingSettings:
     def __attrs_post_init__(self) -> None:
         self._check("max_tokens", self.max_tokens >= 1, "at least 1")
         self._check("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"0 to max_tokens {self.max_tokens}")
-        # A finite number, which also a whole number can exceed.
+        # A finite number: a whole number can be larger than every float.
         is_finite = 0 <= self.temperature <= sys.float_info.max
         self._check("temperature", is_finite, "0 (greedy) or a finite number above")
         self._check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (all tokens)")
@@ -147,13 +147,13 @@ class SamplingSettings:
                 )
 
     def with_seed(self, seed: int) -> "SamplingSettings":
-        """The same settings with another seed, 0 or more and below `NUM_SEEDS`; the rest is shared, not looked at."""
+        """Return the same settings with another seed, from 0 to below `NUM_SEEDS`; the rest is shared, not checked."""
         changed = copy.copy(self)
         object.__setattr__(changed, "seed", seed)
         return changed
 
-    def says_the_same_of_tokens(self, other: "SamplingSettings") -> bool:
-        """Whether both share what they say of tokens and stop texts. Lists that are merely equal are not compared."""
+    def shares_token_rules(self, other: "SamplingSettings") -> bool:
+        """Return whether both hold the same objects as token lists and stop texts. Equal lists are not compared."""
         return (
             self.stop is other.stop
             and self.stop_token_ids is other.stop_token_ids
@@ -164,30 +164,29 @@ class SamplingSettings:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is drawn."""
+        """Whether the likeliest token is always chosen."""
         return self.temperature == 0
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are too unlikely to be drawn."""
+        """Whether unlikely tokens are excluded from the draw."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens that were seen before get other logits."""
+        """Whether the logits of seen tokens change."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
-
-
-# What settings say of single tokens, in the form in which every step asks for it.
 
 
 @attrs.frozen(eq=False)
 class TokenRules:
-    """Made once for all outputs whose settings say the same of tokens: lists may be as long as a vocabulary.
+    """The settings about single tokens, in the form that every step needs.
+
+    They are made once for all outputs that share them, since lists may be as long as a vocabulary.
 
     Attributes:
         ends: tokens that end an output.
-        held_back: int64 `[num_tokens]`, those of them that cannot come in its first `min_tokens` tokens: all or none.
+        held_back: int64 `[num_tokens]`, the tokens of `ends` not allowed in the first `min_tokens` tokens: all or none.
         biased: int64 `[num_biased]`, tokens whose logits are biased.
         biases: float64 `[num_biased]`.
     """
@@ -199,7 +198,7 @@ class TokenRules:
 
     @classmethod
     def of(cls, settings: SamplingSettings, eos_token_ids: Collection[int] = ()) -> "TokenRules":
-        """The rules of a request; `eos_token_ids` are the model's tokens that end an output."""
+        """Make the rules of a request; `eos_token_ids` are the model's tokens that end an output."""
         ends = frozenset(settings.stop_token_ids).union(() if settings.ignore_eos else eos_token_ids)
         return cls(
             ends=ends,

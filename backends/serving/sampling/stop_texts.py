@@ -1,22 +1,22 @@
-"""The first stop text in an output that comes in pieces, and nothing behind its beginning.
+"""Finds the first stop text in an output that arrives in pieces, and cuts the output at its beginning.
 
-Each character is looked at once for each stop text, however much of one is there already (Knuth, Morris and Pratt,
-SIAM J. Comput. 6(2), 1977), so that no choice of stop texts makes a step long.
+Each character is compared about once for each stop text, however much of it has matched (Knuth, Morris and Pratt,
+SIAM J. Comput. 6(2), 1977), so that no choice of stop texts makes a step slow.
 """
 
 from collections.abc import Sequence
 
 
 class StopTexts:
-    """Looks for stop texts, and holds back what may be the start of one."""
+    """Searches for stop texts, and holds back text that may be the start of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """`stops`: none of them empty."""
+        """Start with an empty output. None of `stops` may be empty."""
         self._searches = [_Search(stop) for stop in stops]
         self._held = ""
 
     def add(self, text: str) -> tuple[str, str | None]:
-        """What may be given out, and the stop text that was found, if any; nothing may follow that."""
+        """Return the text that may be shown, and the stop text that was found, if any, which ends the search."""
         before, self._held = len(self._held), self._held + text
         found = [
             (before + end - len(search.stop), search.stop)
@@ -32,26 +32,27 @@ class StopTexts:
         return given, None
 
     def end(self) -> str:
-        """What was held back, when no text follows."""
+        """Return the text that was held back, when no text follows."""
         return self._held
 
 
 class _Search:
-    """One stop text, looked for in text that comes in pieces.
+    """The search for one stop text in text that arrives in pieces.
 
     Attributes:
         stop: the stop text.
-        num_matched: characters at the end of the text so far that are its beginning: as many as can be.
+        num_matched: length of the longest end of the text so far that is a beginning of the stop text.
     """
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.num_matched = 0
-        # By length less 1 of a beginning of it: how much of its end is a shorter beginning; as far as was needed.
+        # At index n - 1: how much of the end of the stop text's first n characters is a shorter beginning of it, for
+        # as many n as were needed.
         self._borders = [0]
 
     def end_in(self, text: str) -> int | None:
-        """How many characters of the next piece there are up to the stop text's end, if it ends in the piece."""
+        """Return how many characters of the next piece belong to the stop text or precede it, if it ends there."""
         stop, matched, place = self.stop, self.num_matched, 0
         while place < len(text):
             if not matched:

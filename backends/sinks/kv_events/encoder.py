@@ -1,4 +1,4 @@
-"""From commits to KV events: what a cache that says what vLLM says would publish."""
+"""Encodes the commits of an allocator, and those of its tiers, as the KV events that vLLM would publish."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ from ....core.events import (
 )
 from ....core.keys.block_hash import key_low64
 from ..log.keys import encode_key
-from .content import RequestContent, RequestContents
+from .content import ContentRegistry, RequestContent
 from .schema import WIRES, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVCacheEvent, Wire
 
 SPEC_KINDS: Final[dict[type, str]] = {
@@ -35,13 +35,15 @@ SPEC_KINDS: Final[dict[type, str]] = {
     SequenceState: "mamba",
 }
 MEDIUM: Final = "GPU"
+# vLLM's offloading connector calls host memory "CPU".
+MEDIA: Final[Mapping[str, str]] = {"host": "CPU", "ssd": "SSD"}
 
 
 def block_hash(key: Key) -> BlockHash:
-    """A key as it travels: bytes as they are, integers as unsigned 64 bits, others as the SHA-256 of their encoding.
+    """Return a key in its wire form: bytes unchanged, integers as unsigned 64 bits, others as a SHA-256 hash.
 
-    Negative integers (a trace's partial blocks) take the upper half of the unsigned range, where no positive one that
-    stays an integer lies.
+    Negative integers (a trace's partial blocks) take the upper half of the unsigned range, which no positive key that
+    stays an integer uses.
     """
     if isinstance(key, bytes):
         return key
@@ -51,23 +53,23 @@ def block_hash(key: Key) -> BlockHash:
 
 
 def block_hash_low64(key: Key) -> int:
-    """The form of servers that are configured for 64-bit hashes: the last 64 bits of the bytes."""
+    """Return the last 64 bits of a key's wire form, as servers configured for 64-bit hashes send it."""
     hashed = block_hash(key)
     return hashed if isinstance(hashed, int) else key_low64(hashed)
 
 
 class KVEventEncoder:
-    """Follows the commits of one allocator and says of each what vLLM would publish.
+    """Encodes each commit of one allocator as the events that vLLM would publish.
 
-    With `wire="vllm"` event for event (golden/events): one `BlockStored` for each group and request that was looked
-    at, perhaps without hashes; one `BlockRemoved` for each block. With `wire="strict"` as field report E01 asks:
-    consecutive hashes with their own tokens and the hash just before them; nothing where nothing was stored; the
-    removed blocks of a group in one event. Both describe the same set of blocks.
+    `wire="vllm"` matches vLLM event for event (golden/events): one `BlockStored` for each group and request that was
+    looked at, perhaps without hashes, and one `BlockRemoved` for each block. `wire="strict"` does what field report E01
+    asks for: consecutive hashes with their own tokens and the hash just before them, no event if nothing was stored,
+    and the removed blocks of a group in one event. Both describe the same set of blocks.
     """
 
     def __init__(
         self,
-        contents: RequestContents,
+        contents: ContentRegistry,
         wire: Wire = "vllm",
         as_hash: Callable[[Key], BlockHash] = block_hash,
         medium: str = MEDIUM,
@@ -75,10 +77,10 @@ class KVEventEncoder:
         """Start before the first commit.
 
         Args:
-            contents: where tokens and keys of requests are found.
+            contents: tokens and keys of the requests.
             wire: "vllm" or "strict".
-            as_hash: what a key becomes: `block_hash` or `block_hash_low64`.
-            medium: what the blocks are in.
+            as_hash: turns a key into its wire form: `block_hash` or `block_hash_low64`.
+            medium: the memory that holds the blocks.
         """
         if wire not in WIRES:
             raise InputError(f"wire is {wire!r}; it must be one of {', '.join(WIRES)}")
@@ -91,7 +93,7 @@ class KVEventEncoder:
         self._request_in: dict[int, str] = {}
 
     def encode(self, commit: Commit) -> list[KVCacheEvent]:
-        """The events of one commit, in order; often none."""
+        """Return the events of one commit, in order; often none."""
         out: list[KVCacheEvent] = []
         for event in commit.events:
             match event:
@@ -116,8 +118,6 @@ class KVEventEncoder:
                     pass
         return out
 
-    # -- removed -----------------------------------------------------------------------------------------------------
-
     def _removed(self, keys: Sequence[Key | None], groups: Sequence[int], out: list[KVCacheEvent]) -> None:
         pairs = zip(keys, groups or (0,) * len(keys), strict=True)
         lost = [(self._as_hash(key), group) for key, group in pairs if key is not None]
@@ -128,8 +128,6 @@ class KVEventEncoder:
         for hashed, group in lost:
             by_group.setdefault(group, []).append(hashed)
         out += [BlockRemoved(hashes, self._medium, group) for group, hashes in by_group.items()]
-
-    # -- stored ------------------------------------------------------------------------------------------------------
 
     def _stored(self, event: BlocksCached, out: list[KVCacheEvent]) -> None:
         indices = as_ints(event.indices)
@@ -156,7 +154,7 @@ class KVEventEncoder:
         keys: Sequence[Key],
         out: list[KVCacheEvent],
     ) -> None:
-        """One event for each run of consecutive blocks, behind the block just before it, registered or not."""
+        """Add one event for each run of consecutive blocks; its parent is the block just before, registered or not."""
         begin = 0
         for end in range(1, len(indices) + 1):
             if end < len(indices) and indices[end] == indices[end - 1] + 1:
@@ -168,7 +166,7 @@ class KVEventEncoder:
             begin = end
 
     def _key_of_block(self, content: RequestContent, group: int, index: int) -> Key:
-        """The chain's value at a block's end, whatever became of the block."""
+        """Return the hash chain's value at the end of a block, whether or not the block is still cached."""
         at = (index + 1) * self._groups[group].block_size // self._hash_block_size - 1
         (key,) = content.keys.keys(at, at + 1)
         return key
@@ -184,6 +182,13 @@ class KVEventEncoder:
     ) -> BlockStored:
         kind = self._groups[group]
         size = kind.block_size
+        # As many extra keys as hashes, or None if there are no hashes.
+        extra_keys: list[Any] | None = None
+        if indices:
+            first, of_range = indices[0], None
+            if content.extra_keys is not None:
+                of_range = content.extra_keys(first, indices[-1] + 1, size)
+            extra_keys = [None if of_range is None else of_range[index - first] for index in indices]
         return BlockStored(
             block_hashes=[self._as_hash(key) for key in keys],
             parent_block_hash=parent,
@@ -192,7 +197,7 @@ class KVEventEncoder:
             lora_id=content.lora_id,
             medium=self._medium,
             lora_name=content.lora_name,
-            extra_keys=_extra_keys(content, indices, size),
+            extra_keys=extra_keys,
             group_idx=group,
             kv_cache_spec_kind=SPEC_KINDS.get(type(kind), type(kind).__name__),
             kv_cache_spec_sliding_window=kind.window if isinstance(kind, SlidingWindow) else None,
@@ -201,32 +206,16 @@ class KVEventEncoder:
     def _content_in(self, row: int) -> RequestContent:
         request_id = self._request_in.get(row)
         if request_id is None:
-            raise MisuseError(f"row {row} caches blocks but no request holds it: the encoder missed its assignment")
+            raise MisuseError(f"row {row} caches blocks but no request holds it: the encoder missed a RowsAssigned")
         return self._contents.content_of(request_id)
 
 
-def _extra_keys(content: RequestContent, indices: Sequence[int], block_size: int) -> list[Any] | None:
-    """What else went into the key of each stored block: a list as long as the hashes, None where there are none."""
-    if not indices:
-        return None
-    of_range = None
-    first, stop = indices[0], indices[-1] + 1
-    if content.extra_keys is not None:
-        of_range = content.extra_keys(first, stop, block_size)
-    return [None if of_range is None else of_range[index - first] for index in indices]
-
-
-# From tier commits to KV events: what a server with offloading publishes beside its GPU's events.
-
-# vLLM's offloading connector says "CPU" of host memory.
-MEDIA: Final[Mapping[str, str]] = {"host": "CPU", "ssd": "SSD"}
-
-
 class TierEventEncoder:
-    """Follows the commits of one engine's tiers: `BlockStored` and `BlockRemoved` with the tier as `medium`.
+    """Encodes the commits of one engine's tiers: `BlockStored` and `BlockRemoved` with the tier as `medium`.
 
-    As vLLM's offloading connector has it, stored blocks come without tokens and without a parent: who wants those knows
-    them from the GPU's event of the same hashes. What the pool itself gains or loses is said by its own encoder.
+    A server with offloading publishes these beside its GPU's events. As in vLLM's offloading connector, stored blocks
+    have neither tokens nor a parent: the GPU's event of the same hashes has them. `KVEventEncoder` encodes what the
+    pool itself gains or loses.
     """
 
     def __init__(
@@ -235,9 +224,9 @@ class TierEventEncoder:
         """Start before the first commit.
 
         Args:
-            as_hash: what a key becomes: `block_hash` or `block_hash_low64`.
+            as_hash: turns a key into its wire form: `block_hash` or `block_hash_low64`.
             media: the medium of each tier by its name; a tier that is not named here is its own medium.
-            group_idx: the group whose blocks are kept.
+            group_idx: the group whose blocks the tiers keep.
         """
         self._as_hash = as_hash
         self._names = media
@@ -245,7 +234,7 @@ class TierEventEncoder:
         self._created: TiersCreated | None = None
 
     def encode(self, commit: TierCommit) -> list[KVCacheEvent]:
-        """The events of one commit: in the order of the moves, each content's old place before its new one."""
+        """Return the events of one commit in the order of the moves; each move's removal comes before its storing."""
         out: list[KVCacheEvent] = []
         for event in commit.events:
             if isinstance(event, TiersCreated):
@@ -255,18 +244,9 @@ class TierEventEncoder:
             if event.from_tier != POOL:
                 out.append(BlockRemoved(hashes, self._medium(event.from_tier), self._group))
             if event.to_tier is not None and event.to_tier != POOL:
-                out.append(self._stored(hashes, event.to_tier))
+                medium, size = self._medium(event.to_tier), self._tiers().block_size
+                out.append(BlockStored(hashes, None, [], size, medium=medium, group_idx=self._group))
         return out
-
-    def _stored(self, hashes: list[BlockHash], tier: int) -> BlockStored:
-        return BlockStored(
-            block_hashes=hashes,
-            parent_block_hash=None,
-            token_ids=[],
-            block_size=self._tiers().block_size,
-            medium=self._medium(tier),
-            group_idx=self._group,
-        )
 
     def _medium(self, tier: int) -> str:
         name = self._tiers().names[tier - 1]

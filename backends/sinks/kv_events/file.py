@@ -1,4 +1,4 @@
-"""A stream of KV events in a file: every message as it came, each under a checksum."""
+"""Records a stream of KV events in a file: every message unchanged, each with a checksum."""
 
 import struct
 import zlib
@@ -18,7 +18,7 @@ class KVEventFileWriter:
     """Appends messages to a new file."""
 
     def __init__(self, path: str | Path) -> None:
-        """Start a file. Raises InputError if there is one already."""
+        """Start a file. Raises InputError if it exists."""
         try:
             self._file: BinaryIO = Path(path).open("xb")  # noqa: SIM115
         except FileExistsError:
@@ -26,7 +26,7 @@ class KVEventFileWriter:
         self._file.write(TITLE)
 
     def write(self, sequence: int, payload: bytes) -> None:
-        """Append one message; it is handed to the operating system at once."""
+        """Append one message and hand it to the operating system at once."""
         self._file.write(_HEAD.pack(sequence, len(payload), _crc(sequence, payload)) + payload)
         self._file.flush()
 
@@ -36,7 +36,7 @@ class KVEventFileWriter:
 
 
 def is_kv_event_file(path: str | Path) -> bool:
-    """Whether a path is such a file."""
+    """Return whether a path is such a file."""
     candidate = Path(path)
     if not candidate.is_file():
         return False
@@ -45,11 +45,11 @@ def is_kv_event_file(path: str | Path) -> bool:
 
 
 def read_kv_event_file(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """(sequence number, payload) of every whole message; one that was cut short at the end is left out.
+    """Yield (sequence number, payload) of every complete message; an incomplete last one is left out.
 
     Raises:
         InputError: this is no such file.
-        LogDamagedError: a message is not what was written; those before it have been given out.
+        LogDamagedError: a message is not what was written; those before it have been yielded.
     """
     if not is_kv_event_file(path):
         raise InputError(f"{path} is no recorded stream of KV events")

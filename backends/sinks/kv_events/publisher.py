@@ -1,8 +1,8 @@
-"""KV events over ZeroMQ: a socket that publishes, and one that gives batches again to those who missed them.
+"""Publishes KV events over ZeroMQ: one socket publishes, another replays batches to subscribers that missed them.
 
-A message is [topic, sequence number, payload], a replayed one the same behind the empty frame of a request socket. A
-request for replay is the first number wanted (8 bytes, big-endian); the answer ends with the number -1 and an empty
-payload. The request `snapshot` (where `describes_itself` is on) is answered by the whole state as events, under the
+A message is [topic, sequence number, payload]; a replayed one has the empty frame of a request socket before it. A
+replay request is the first wanted number (8 bytes, big-endian); the answer ends with the number -1 and an empty
+payload. The request `snapshot` (if `describes_itself` is on) is answered with the whole state as events, under the
 number of the last batch that they include.
 """
 
@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Final
 
 import zmq
@@ -26,19 +25,19 @@ from .shadow_pool import ShadowPool
 END_OF_REPLAY: Final = (-1).to_bytes(8, "big", signed=True)
 SNAPSHOT_REQUEST: Final = b"snapshot"
 _POLL_MS: Final = 50
-# A reader that takes nothing for so long is left to itself.
-_PATIENCE_MS: Final = 10_000
+# A replay ends if its reader takes nothing for this long.
+_SEND_TIMEOUT_MS: Final = 10_000
 _EVENTS_PER_SNAPSHOT_BATCH: Final = 256
 
 
 class KVEventPublisher:
-    """Publishes batches of events from a thread of its own; a sink too, if it is given an encoder.
+    """Publishes batches of events from its own thread. With an encoder it is also a sink of an allocator.
 
         publisher = KVEventPublisher(KVEventsConfig(endpoint="tcp://*:5557"), KVEventEncoder(contents))
         allocator = KVCacheAllocator(config, sinks=[publisher])
 
     Attributes:
-        endpoint: where it publishes, with the port that a wildcard became.
+        endpoint: where it publishes, with the real port instead of a wildcard.
         replay_endpoint: where it replays; None if it does not.
     """
 
@@ -53,10 +52,10 @@ class KVEventPublisher:
         """Bind (or connect) and start.
 
         Args:
-            config: where and how.
-            encoder: what turns commits into events, for `apply`.
+            config: where and how to publish.
+            encoder: turns commits into events, for `apply`.
             now_s: the clock of the batches, in seconds.
-            data_parallel_rank: what every batch states, if anything.
+            data_parallel_rank: the rank that every batch states, if any.
 
         Raises:
             InputError: an endpoint that cannot be bound.
@@ -92,9 +91,9 @@ class KVEventPublisher:
             if self._config.replay_endpoint is not None:
                 replaying = self._context.socket(zmq.ROUTER)
                 sockets.append(replaying)
-                # Without this a ROUTER drops what a slow reader has no room for; with it, sending waits.
+                # Without this a ROUTER drops messages for a slow reader; with it, sending waits.
                 replaying.setsockopt(zmq.ROUTER_MANDATORY, 1)
-                replaying.setsockopt(zmq.SNDTIMEO, _PATIENCE_MS)
+                replaying.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
                 self.replay_endpoint = _attach(replaying, self._config.replay_endpoint, always_bind=True)
                 self._threads.append(threading.Thread(target=self._replay_all, args=(replaying,), daemon=True))
         except InputError:
@@ -105,10 +104,8 @@ class KVEventPublisher:
         for thread in self._threads:
             thread.start()
 
-    # -- what is published -------------------------------------------------------------------------------------------
-
     def apply(self, commit: Commit) -> None:
-        """Publish what a commit makes of the cache; nothing if that is nothing."""
+        """Publish the events of a commit, if it has any."""
         if self._encoder is None:
             raise MisuseError("this publisher was given no encoder, so it cannot take commits; publish(events) instead")
         events = self._encoder.encode(commit)
@@ -116,7 +113,7 @@ class KVEventPublisher:
             self.publish(events)
 
     def publish(self, events: Sequence[KVCacheEvent]) -> None:
-        """Hand one batch to the thread that sends; waits only while `max_queue_size` batches wait already.
+        """Queue one batch for the sending thread; wait only while `max_queue_size` batches are queued.
 
         Raises:
             InputError: an earlier batch could not be encoded, and was not sent.
@@ -130,7 +127,7 @@ class KVEventPublisher:
             self._queue.put(KVEventBatch(self._now_s(), list(events), self._rank))
 
     def close(self, linger_s: float = 1.0) -> None:
-        """Send what waits, for at most so long, and stop. A second call does nothing."""
+        """Send the queued batches for at most `linger_s` seconds, then stop. A second call does nothing."""
         if self._stopping.is_set():
             return
         self._stopping.set()
@@ -144,12 +141,8 @@ class KVEventPublisher:
     def __enter__(self) -> "KVEventPublisher":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    # -- the thread that sends ---------------------------------------------------------------------------------------
 
     def _publish_all(self, socket: "zmq.Socket[Any]") -> None:
         while (batch := self._queue.get()) is not None:
@@ -167,14 +160,12 @@ class KVEventPublisher:
             socket.send_multipart([self._topic, sequence.to_bytes(8, "big"), payload])
         socket.close(linger=1000)
 
-    # -- the thread that replays -------------------------------------------------------------------------------------
-
     def _replay_all(self, socket: "zmq.Socket[Any]") -> None:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         while not self._stopping.is_set():
             if poller.poll(_POLL_MS):
-                # A reader that went away, or takes nothing, gets no more; the others are served.
+                # A reader that left, or takes nothing, is dropped; the others are served.
                 with contextlib.suppress(zmq.ZMQError):
                     self._answer(socket, socket.recv_multipart())
         socket.close(linger=1000)
@@ -186,13 +177,12 @@ class KVEventPublisher:
             for sequence, payload in self._snapshot():
                 socket.send_multipart([*envelope, self._topic, sequence.to_bytes(8, "big", signed=True), payload])
         elif len(request) == 8:
-            for sequence, payload in self._from(int.from_bytes(request, "big")):
+            first = int.from_bytes(request, "big")
+            with self._mutex:
+                missed = [each for each in self._buffer if each[0] >= first]
+            for sequence, payload in missed:
                 socket.send_multipart([*envelope, self._topic, sequence.to_bytes(8, "big"), payload])
         socket.send_multipart([*envelope, self._topic, END_OF_REPLAY, b""])
-
-    def _from(self, first: int) -> list[tuple[int, bytes]]:
-        with self._mutex:
-            return [each for each in self._buffer if each[0] >= first]
 
     def _snapshot(self) -> list[tuple[int, bytes]]:
         assert self._pool is not None
@@ -205,7 +195,7 @@ class KVEventPublisher:
 
 
 def _attach(socket: "zmq.Socket[Any]", endpoint: str, always_bind: bool = False) -> str:
-    """Bind to an endpoint that names no single host, connect to another, as vLLM does. Returns the real endpoint."""
+    """Bind to an endpoint that names no single host, else connect, as vLLM does. Return the real endpoint."""
     bind = always_bind or "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
     try:
         (socket.bind if bind else socket.connect)(endpoint)

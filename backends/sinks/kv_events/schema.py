@@ -1,7 +1,7 @@
-"""KV events as vLLM 0.32 publishes them: the msgpack schema. A batch is an array, each event a map tagged by its type.
+"""KV events as vLLM 0.32 publishes them: the msgpack schema and the options of `--kv-events-config`.
 
-Optional fields that have their default are left out, as vLLM leaves them out. Hashes are bytes, or unsigned 64-bit
-integers where a server is configured to send those.
+A batch is an array, and each event a map tagged by its type. Like vLLM, it omits optional fields that have their
+default. Hashes are bytes, or unsigned 64-bit integers if a server is configured to send those.
 """
 
 import json
@@ -18,11 +18,11 @@ WIRES: tuple[Wire, ...] = get_args(Wire)
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Blocks became findable.
+    """Blocks entered the prefix cache.
 
-    In `wire="strict"` the hashes are consecutive, `token_ids` are theirs alone and `parent_block_hash` is the hash
-    just before the first one. In `wire="vllm"` the tokens are those of the whole range that was looked at, of which
-    some blocks (or all) may have no hash here, and the parent is the one before that range.
+    With `wire="strict"` the hashes are consecutive, `token_ids` are their tokens only and `parent_block_hash` is the
+    hash just before the first one. With `wire="vllm"` the tokens are those of the whole range that was looked at, some
+    (or all) of whose blocks may have no hash here, and the parent is the one before that range.
     """
 
     block_hashes: list[BlockHash]
@@ -42,12 +42,12 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
     @property
     def is_dense(self) -> bool:
-        """Whether every block of the tokens has its hash here."""
+        """Whether the event has a hash for every block of its tokens."""
         return len(self.token_ids) == len(self.block_hashes) * self.block_size
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """One copy of each of these blocks can no longer be found."""
+    """One copy of each of these blocks left the prefix cache."""
 
     block_hashes: list[BlockHash]
     medium: str | None = None
@@ -57,44 +57,38 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """No block can be found any more."""
+    """All blocks left the prefix cache."""
 
 
 KVCacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one message carries: the time in seconds, the events in order, and which data-parallel rank sent it."""
+    """The payload of one message: the time in seconds, the events in order, and the data-parallel rank that sent it."""
 
     ts: float
     events: list[KVCacheEvent]
     data_parallel_rank: int | None = None
 
 
-class BatchDecoder:
-    """Payloads into batches."""
+_DECODER = msgspec.msgpack.Decoder(KVEventBatch)
 
-    def __init__(self) -> None:
-        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
 
-    def decode(self, payload: bytes) -> KVEventBatch:
-        """The batch in a payload.
+def decode_batch(payload: bytes) -> KVEventBatch:
+    """Decode the payload of a message.
 
-        Raises:
-            InputError: it is none; says where it departs from the schema.
-        """
-        try:
-            return self._decoder.decode(payload)
-        except msgspec.DecodeError as error:
-            raise InputError(f"{len(payload)} bytes are no batch of KV events: {error}") from None
+    Raises:
+        InputError: it is no batch; says where it departs from the schema.
+    """
+    try:
+        return _DECODER.decode(payload)
+    except msgspec.DecodeError as error:
+        raise InputError(f"{len(payload)} bytes are no batch of KV events: {error}") from None
 
 
 def encode_batch(batch: KVEventBatch) -> bytes:
-    """The payload of a batch."""
+    """Encode a batch as the payload of a message."""
     return msgspec.msgpack.encode(batch)
-
-
-# How KV events are published, under the names of vLLM's `--kv-events-config`.
 
 
 def _is_text(_: object, attribute: "attrs.Attribute[str]", value: object) -> None:
@@ -114,19 +108,19 @@ def _at_least_one(_: object, attribute: "attrs.Attribute[int]", value: int) -> N
 
 @attrs.frozen
 class KVEventsConfig:
-    """Where and how events leave.
+    """Where and how KV events are published, under the names of vLLM's `--kv-events-config`.
 
     Attributes:
-        enable_kv_cache_events: whether they do at all.
-        publisher: "zmq", or "null" for nobody; None: "zmq" if enabled.
+        enable_kv_cache_events: whether events are published.
+        publisher: "zmq", or "null" to publish nothing; None: "zmq" if enabled.
         endpoint: where subscribers connect; bound if it names no single host ("tcp://*:5557", "ipc://...").
-        replay_endpoint: where they ask for batches again; None: nowhere.
-        buffer_steps: batches kept for that.
-        hwm: messages kept for a subscriber that is slow.
-        max_queue_size: batches that wait to be sent before `publish` waits too.
+        replay_endpoint: where subscribers ask for missed batches; None: nowhere.
+        buffer_steps: batches kept for replay.
+        hwm: messages kept for a slow subscriber.
+        max_queue_size: batches that may wait to be sent before `publish` waits too.
         topic: first frame of every message.
-        describes_itself: whether the replay endpoint also gives the whole state as events to those who ask for it
-            (ours: vLLM's does not), for readers that replay cannot reach. Keeps the token ids of every block.
+        describes_itself: whether the replay endpoint also sends the whole state as events on request (ours: vLLM's does
+            not), for readers too late for a replay. Keeps the token ids of every block.
     """
 
     enable_kv_cache_events: bool = attrs.field(default=True, validator=_is_flag)
@@ -145,15 +139,15 @@ class KVEventsConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is to be published."""
+        """Whether events are published."""
         return self.enable_kv_cache_events and self.publisher != "null"
 
     @classmethod
     def parse(cls, text: str) -> "KVEventsConfig":
-        """The JSON object that `--kv-events-config` takes.
+        """Parse the JSON object that `--kv-events-config` takes.
 
         Raises:
-            InputError: no JSON object, or an option that there is not.
+            InputError: no JSON object, or an unknown option.
         """
         try:
             given: Any = json.loads(text)

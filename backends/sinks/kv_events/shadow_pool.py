@@ -1,4 +1,4 @@
-"""What a stream of KV events says of a pool: which blocks can be found, their copies, what is before them, the tier."""
+"""Rebuilds the index of a pool from its KV events: cached blocks, their copies, parents and tiers."""
 
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias
@@ -15,12 +15,13 @@ Address: TypeAlias = tuple[int, BlockHash]
 
 @attrs.define
 class ShadowBlock:
-    """A block that can be found.
+    """A cached block.
 
     Attributes:
-        copies: medium -> blocks of it that carry the hash.
-        parent: the hash of the block before it; None at the start, or where the stream does not tell.
-        stored: the event that told of it first, and its place in it; only kept where the pool is to be described again.
+        copies: medium -> number of its blocks that carry the hash.
+        parent: the hash of the block before it; None at the start, or if the stream does not tell.
+        stored: the event that first reported the block; kept only if the pool describes itself.
+        place: the block's position in that event.
     """
 
     copies: dict[str, int]
@@ -32,21 +33,21 @@ class ShadowBlock:
 class ShadowPool:
     """The index of a prefix cache, as its events so far describe it. Takes both wire modes.
 
-    A hash that is stored twice is gone only after two removals, and one that is removed comes back only by being
-    stored again. What cannot be so is counted, never guessed at.
+    A hash that is stored twice is gone only after two removals, and a removed hash returns only when it is stored
+    again. Impossible events are counted; nothing is guessed.
 
     Attributes:
         blocks: (group, hash) -> block.
-        num_copies: blocks that can be found, duplicates included.
-        num_orphans: blocks stored behind a block that was not there (the stream began later, or was cut). In groups
-            of full attention only: a window's first block stands behind one that is gone by design.
-        num_unknown_removals: removals of blocks that were not there.
+        num_copies: cached blocks, duplicates included.
+        num_orphans: blocks stored after a block that was not cached (the stream began later, or was cut). Counted only
+            in groups of full attention: the parent of a window's first block is gone by design.
+        num_unknown_removals: removals of blocks that were not cached.
         num_stored: blocks ever stored.
         num_removed: blocks ever removed, by removal or by clearing.
     """
 
     def __init__(self, describes_itself: bool = False) -> None:
-        """`describes_itself`: keep what is needed to tell the pool again as events (token ids, extra keys)."""
+        """Start empty. `describes_itself`: keep what `describe` needs (token ids, extra keys)."""
         self._describes_itself = describes_itself
         self.blocks: dict[Address, ShadowBlock] = {}
         self.num_copies = 0
@@ -56,7 +57,7 @@ class ShadowPool:
         self.num_removed = 0
 
     def apply(self, events: Iterable[KVCacheEvent]) -> None:
-        """Take in the events of one batch, in order."""
+        """Apply the events of one batch, in order."""
         for event in events:
             if isinstance(event, BlockStored):
                 self._store(event)
@@ -66,26 +67,26 @@ class ShadowPool:
                 self.clear()
 
     def clear(self) -> None:
-        """Forget every block."""
+        """Remove every block."""
         self.num_removed += self.num_copies
         self.blocks.clear()
         self.num_copies = 0
 
     def num_copies_of(self, hashed: BlockHash, group: int = 0, medium: str | None = None) -> int:
-        """How many blocks carry a hash, in one medium or in all."""
+        """Return how many blocks carry a hash, in one medium or in all."""
         block = self.blocks.get((group, hashed))
         if block is None:
             return 0
         return sum(block.copies.values()) if medium is None else block.copies.get(medium, 0)
 
     def by_copies(self) -> dict[Address, int]:
-        """(group, hash) -> copies, for comparison with a pool."""
+        """Return (group, hash) -> copies, for comparison with a pool."""
         return {address: sum(block.copies.values()) for address, block in self.blocks.items()}
 
     def depth(self, hashed: BlockHash | None, group: int = 0) -> int:
-        """How many blocks stand in a row up to this one, as far as they are there."""
+        """Return the length of the chain of cached blocks that ends with this one."""
         count = 0
-        # A stream may be wrong in any way; a chain that bites its tail must not be followed for ever.
+        # A stream may be wrong in any way, so the chain may be a circle.
         while hashed is not None and count < len(self.blocks):
             block = self.blocks.get((group, hashed))
             if block is None:
@@ -95,15 +96,19 @@ class ShadowPool:
         return count
 
     def describe(self) -> Iterator[KVCacheEvent]:
-        """Events that lead an empty pool to this one: everything cleared, then each block behind its parent."""
+        """Yield events that rebuild this pool from an empty one: clear everything, then each block after its parent."""
         yield AllBlocksCleared()
         done: set[Address] = set()
         for address in self.blocks:
-            for each in reversed(self._not_yet_told(address, done)):
+            chain: dict[Address, None] = {}
+            at: Address | None = address
+            while at is not None and at not in done and at not in chain and at in self.blocks:
+                chain[at] = None
+                parent = self.blocks[at].parent
+                at = None if parent is None else (at[0], parent)
+            for each in reversed(chain):
                 done.add(each)
-                yield from self._told(each)
-
-    # -- events ------------------------------------------------------------------------------------------------------
+                yield from self._as_events(each)
 
     def _store(self, event: BlockStored) -> None:
         group, medium = event.group_idx or 0, event.medium or GPU
@@ -119,7 +124,7 @@ class ShadowPool:
                 if self._describes_itself:
                     block.stored, block.place = event, place
             block.copies[medium] = block.copies.get(medium, 0) + 1
-            # Between hashes that need not be neighbours, the one before says nothing.
+            # If hashes need not be neighbours, the previous one is not the parent.
             parent = hashed if is_dense else None
         self.num_copies += len(event.block_hashes)
         self.num_stored += len(event.block_hashes)
@@ -139,41 +144,27 @@ class ShadowPool:
             self.num_copies -= 1
             self.num_removed += 1
 
-    # -- the pool told again -----------------------------------------------------------------------------------------
-
-    def _not_yet_told(self, address: Address, done: set[Address]) -> list[Address]:
-        """The block and those before it that have not been told of, last one first."""
-        chain: dict[Address, None] = {}
-        at: Address | None = address
-        while at is not None and at not in done and at not in chain and at in self.blocks:
-            chain[at] = None
-            parent = self.blocks[at].parent
-            at = None if parent is None else (at[0], parent)
-        return list(chain)
-
-    def _told(self, address: Address) -> Iterator[BlockStored]:
+    def _as_events(self, address: Address) -> Iterator[BlockStored]:
+        """Yield one event for each copy of a block, with its own tokens if the original event tells which those are."""
         group, hashed = address
         block = self.blocks[address]
-        stored = block.stored
+        stored = block.stored or BlockStored([], None, [], 0)
+        tokens: list[int] = []
+        if stored.is_dense:
+            tokens = stored.token_ids[block.place * stored.block_size : (block.place + 1) * stored.block_size]
+        extra_keys = [stored.extra_keys[block.place]] if stored.extra_keys else None
         for medium, count in block.copies.items():
             for _ in range(count):
                 yield BlockStored(
                     [hashed],
                     block.parent,
-                    _tokens_of(stored, block.place),
-                    stored.block_size if stored else 0,
-                    lora_id=stored.lora_id if stored else None,
+                    tokens,
+                    stored.block_size,
+                    lora_id=stored.lora_id,
                     medium=medium,
-                    lora_name=stored.lora_name if stored else None,
-                    extra_keys=[stored.extra_keys[block.place]] if stored and stored.extra_keys else None,
+                    lora_name=stored.lora_name,
+                    extra_keys=extra_keys,
                     group_idx=group,
-                    kv_cache_spec_kind=stored.kv_cache_spec_kind if stored else None,
-                    kv_cache_spec_sliding_window=stored.kv_cache_spec_sliding_window if stored else None,
+                    kv_cache_spec_kind=stored.kv_cache_spec_kind,
+                    kv_cache_spec_sliding_window=stored.kv_cache_spec_sliding_window,
                 )
-
-
-def _tokens_of(stored: BlockStored | None, place: int) -> list[int]:
-    """The block's own tokens, where the event says which those are."""
-    if stored is None or not stored.is_dense:
-        return []
-    return stored.token_ids[place * stored.block_size : (place + 1) * stored.block_size]

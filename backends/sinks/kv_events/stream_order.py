@@ -1,6 +1,6 @@
-"""The order of a stream that may lose, delay and repeat messages: each batch once, in sequence, or known to be lost.
+"""Puts a stream that may lose, delay and repeat messages in order: each batch once, in sequence, or counted as lost.
 
-Pure bookkeeping, without sockets: `KVEventSubscriber` feeds it what arrives and asks for what it misses.
+It has no sockets: `KVEventSubscriber` feeds it the messages that arrive and asks for the missing ones.
 """
 
 import zlib
@@ -10,15 +10,15 @@ from typing import Final
 import attrs
 
 from ....core.errors import InputError
-from .schema import BatchDecoder, KVEventBatch
+from .schema import KVEventBatch, decode_batch
 
-# How many payloads are remembered to tell a repetition from another run of the producer.
+# Payloads remembered, to distinguish a repeated message from a restarted producer.
 REMEMBERED: Final = 10_000
 
 
 @attrs.frozen
 class Gap:
-    """Batches that are missing: `first .. last`, before one that is there."""
+    """Missing batches `first .. last`, before a batch that has arrived."""
 
     first: int
     last: int
@@ -26,16 +26,16 @@ class Gap:
 
 @attrs.define
 class StreamCounts:
-    """What happened to a stream.
+    """Counts of what happened to a stream.
 
     Attributes:
         applied: batches applied, each once.
-        duplicates: messages that repeated one, or came after it had been made up for.
+        duplicates: messages that repeated another, or came after a replay had replaced them.
         gaps: gaps found.
         replayed: batches that a replay brought.
-        unrecoverable: batches that nothing could bring back.
-        restarts: times the producer began anew.
-        snapshots: times the whole state was taken over.
+        unrecoverable: batches lost for good.
+        restarts: restarts of the producer.
+        snapshots: times the whole state was replaced by a snapshot.
         undecodable: messages that were no batch.
     """
 
@@ -54,12 +54,12 @@ class StreamOrder:
 
         order.offer(7, payload)             # 3 was the last: nothing is applied yet
         order.gap                           # Gap(4, 6)
-        order.offer(4, ..), ..              # what a replay brings; 7 follows by itself
-        order.give_up()                     # if it brought nothing: clears, since removals may be among what is lost
+        order.offer(4, ..), ..              # what a replay brings; 7 is applied after 6
+        order.give_up()                     # if it brought nothing: clears, since removals may be lost
 
     Attributes:
-        counts: what happened.
-        expected: the sequence number that comes next; None before the first message.
+        counts: what happened so far.
+        expected: the next sequence number; None before the first message.
     """
 
     def __init__(
@@ -68,14 +68,13 @@ class StreamOrder:
         """Start before the first message.
 
         Args:
-            apply: given each batch with its sequence number, once and in order.
-            clear: called where what was applied so far no longer counts.
-            max_pending: messages kept behind a gap; with more, the gap is given up.
+            apply: called with each sequence number and batch, once and in order.
+            clear: called when everything applied so far is void.
+            max_pending: messages kept after a gap; with more, the gap is given up.
         """
         self._apply = apply
         self._clear = clear
         self._max_pending = max_pending
-        self._decoder = BatchDecoder()
         self._pending: dict[int, bytes] = {}
         self._checksums: dict[int, int] = {}
         self._last_ts = float("-inf")
@@ -84,7 +83,7 @@ class StreamOrder:
 
     @property
     def gap(self) -> Gap | None:
-        """What is missing before the messages that wait, if any do."""
+        """The batches missing before the waiting messages; None if no message waits."""
         if not self._pending:
             return None
         return Gap(self.expected or 0, min(self._pending) - 1)
@@ -96,7 +95,7 @@ class StreamOrder:
         return last if last in self._checksums else None
 
     def offer(self, sequence: int, payload: bytes, is_replay: bool = False) -> None:
-        """Take a message, live or from a replay."""
+        """Accept a message, live or from a replay."""
         if self.expected is None:
             self.expected = 0
         if sequence < self.expected:
@@ -115,11 +114,11 @@ class StreamOrder:
             self.give_up()
 
     def matches(self, sequence: int, payload: bytes) -> bool:
-        """Whether a payload is the one that was applied under this number (True where that is not remembered)."""
+        """Return whether this payload was applied under this number (True if that is no longer remembered)."""
         return self._checksums.get(sequence, zlib.crc32(payload)) == zlib.crc32(payload)
 
     def give_up(self) -> None:
-        """The gap stays: forget what was applied (removals may be among what is lost) and go on behind it."""
+        """Give up the gap: clear what was applied (removals may be lost) and continue after the gap."""
         gap = self.gap
         if gap is None:
             return
@@ -139,7 +138,7 @@ class StreamOrder:
         self._drain()
 
     def restart(self) -> None:
-        """The producer began anew: what was applied no longer counts, and numbers start at 0 again."""
+        """Start again from number 0, since the producer restarted: clear what was applied."""
         self.counts.restarts += 1
         self._clear()
         self._pending.clear()
@@ -148,7 +147,7 @@ class StreamOrder:
         self.expected = 0
 
     def _offer_old(self, sequence: int, payload: bytes, is_replay: bool) -> None:
-        """A number that is past: a repetition, a latecomer, or the first sign of a new run."""
+        """Handle a number below the expected one: a repeated or late message, or the first one of a new run."""
         remembered = self._checksums.get(sequence)
         if remembered is not None and remembered == zlib.crc32(payload):
             self.counts.duplicates += not is_replay
@@ -176,7 +175,7 @@ class StreamOrder:
 
     def _decoded(self, payload: bytes) -> KVEventBatch | None:
         try:
-            return self._decoder.decode(payload)
+            return decode_batch(payload)
         except InputError:
             self.counts.undecodable += 1
             return None

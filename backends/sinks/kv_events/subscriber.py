@@ -1,15 +1,14 @@
-"""The other end of the stream: every batch once and in order, gaps made good by replay or by the whole state."""
+"""Subscribes to a stream of KV events and repairs gaps by replay or by a snapshot of the whole state."""
 
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Final
 
 import attrs
 import zmq
 
 from .publisher import END_OF_REPLAY, SNAPSHOT_REQUEST
-from .schema import BatchDecoder
+from .schema import decode_batch
 from .stream_order import StreamOrder
 
 _STEP_MS: Final = 50
@@ -17,14 +16,14 @@ _STEP_MS: Final = 50
 
 @attrs.frozen
 class Endpoints:
-    """Where a stream comes from.
+    """The source of a stream.
 
     Attributes:
         endpoint: the publisher.
-        replay_endpoint: where missed batches are asked for; None: nowhere.
-        topic: prefix of the topics wanted.
-        replay_timeout_s: how long an answer may take to begin, and to go on.
-        offers_snapshots: whether the producer can be asked for its whole state (ours, with `describes_itself`).
+        replay_endpoint: where to ask for missed batches; None: nowhere.
+        topic: prefix of the wanted topics.
+        replay_timeout_s: longest wait for the first and for each further message of a replay.
+        offers_snapshots: whether the producer sends its whole state on request (ours does with `describes_itself`).
         receive_hwm: messages that may wait here before the publisher keeps or drops them.
     """
 
@@ -43,13 +42,13 @@ class KVEventSubscriber:
         with KVEventSubscriber(Endpoints("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"), order) as subscriber:
             while True: subscriber.receive(timeout_s=1.0)
 
-    What is missed is asked for from one batch before, so that its payload tells whether the producer is still the
-    same: if it is not, everything is forgotten and asked for from 0. What no replay brings is taken over from a
-    snapshot, or given up.
+    A replay request starts one batch before the gap: that batch's payload shows whether the producer has restarted. If
+    it has, the order restarts and everything is requested from 0. A gap that no replay closes is closed by a snapshot,
+    or given up.
     """
 
     def __init__(self, endpoints: Endpoints, order: StreamOrder) -> None:
-        """Connect; nothing is received before `receive`."""
+        """Connect. Call `receive` to receive messages."""
         self._endpoints = endpoints
         self._order = order
         self._answer_was_whole = False
@@ -60,7 +59,7 @@ class KVEventSubscriber:
         self._socket.connect(endpoints.endpoint)
 
     def receive(self, timeout_s: float) -> int:
-        """Take in what arrives until something has, or the time is over. Returns the messages taken in."""
+        """Wait up to `timeout_s` for messages, accept those that have arrived, and return their number."""
         deadline = time.monotonic() + timeout_s
         taken = 0
         while True:
@@ -79,10 +78,9 @@ class KVEventSubscriber:
                 self._close_gap()
 
     def catch_up(self) -> None:
-        """Ask for everything that was published before this subscriber came; nothing where there is no replay."""
+        """Request everything published before this subscriber connected; do nothing without a replay endpoint."""
         if self._order.expected is None:
-            for sequence, payload in self._replayed(0):
-                self._order.offer(sequence, payload, is_replay=True)
+            self._offer_from_start()
             if self._order.gap is not None:
                 self._close_gap()
 
@@ -94,16 +92,16 @@ class KVEventSubscriber:
     def __enter__(self) -> "KVEventSubscriber":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- gaps --------------------------------------------------------------------------------------------------------
+    def _offer_from_start(self) -> None:
+        for sequence, payload in self._replayed(0):
+            self._order.offer(sequence, payload, is_replay=True)
 
     def _close_gap(self) -> None:
         order = self._order
-        for _ in range(2):  # a second time after a restart that only the replay showed
+        for _ in range(2):  # again after a restart that only the replay showed
             gap = order.gap
             if gap is None:
                 return
@@ -121,26 +119,24 @@ class KVEventSubscriber:
             if not restarted:
                 break
             order.restart()
-            for sequence, payload in self._replayed(0):
-                order.offer(sequence, payload, is_replay=True)
+            self._offer_from_start()
         if order.gap is not None and not self._take_over_snapshot():
             order.give_up()
 
     def _take_over_snapshot(self) -> bool:
         if not self._endpoints.offers_snapshots:
             return False
-        decoder = BatchDecoder()
         parts = list(self._answers(SNAPSHOT_REQUEST))
         if not parts or not self._answer_was_whole:
             return False
-        self._order.take_over(parts[0][0], [decoder.decode(payload) for _, payload in parts])
+        self._order.take_over(parts[0][0], [decode_batch(payload) for _, payload in parts])
         return True
 
     def _replayed(self, first: int) -> Iterator[tuple[int, bytes]]:
         return self._answers(first.to_bytes(8, "big"))
 
     def _answers(self, request: bytes) -> Iterator[tuple[int, bytes]]:
-        """(number, payload) of what a request brings, until its end mark or until nothing comes for too long."""
+        """Yield (number, payload) of the answers to a request until the end mark or `replay_timeout_s` of silence."""
         self._answer_was_whole = False
         if self._endpoints.replay_endpoint is None:
             return

@@ -1,7 +1,7 @@
-"""From an open segment to a closed one: Parquet beside it, then the manifest, then the stream goes.
+"""Closes a segment: writes it as Parquet with a snapshot of the state, updates the manifest, deletes the stream.
 
-Whatever a crash in between leaves behind is told by its name and undone when the log is resumed: until the manifest
-names the closed segment, the open one is what counts.
+Until the manifest names the closed segment, the open one counts. What a crash leaves behind is recognised by its name
+and undone when the log is resumed.
 """
 
 import json
@@ -18,20 +18,17 @@ from ....core.ledger.event_log import can_be_restored, restore_snapshot, take_sn
 from ....core.ledger.state import LedgerState
 from ..errors import LogDamagedError
 from .keys import decode_key, encode_key
-from .manifest import Manifest
-from .names import parquet_name, snapshot_name, stream_name
+from .manifest import Manifest, parquet_name, snapshot_name, stream_name, sync_directory, write_whole
 from .parquet import ParquetSegmentWriter
 from .row_codec import records
 from .rows import LoggedCommit
-from .stream import StreamReader, StreamWriter, sync_directory, write_whole
-
-# Snapshots on disk: the plain data of `core.snapshot` as compressed JSON behind a line with its checksum.
+from .stream import StreamReader, StreamWriter
 
 _TITLE: Final = b"kvledger snapshot 1"
 
 
 def save_snapshot(path: Path, state: LedgerState) -> None:
-    """Write the state; the file appears whole or not at all."""
+    """Write the state as compressed JSON after a line with its checksum. The file appears complete or not at all."""
     plain = take_snapshot(state)
     plain["copies"] = [
         [[encode_key(key).decode("latin-1"), *blocks] for key, blocks in each] for each in plain["copies"]
@@ -42,7 +39,7 @@ def save_snapshot(path: Path, state: LedgerState) -> None:
 
 
 def load_snapshot(path: Path, created: PoolCreated) -> LedgerState:
-    """The state in a file.
+    """Read the state from a file.
 
     Raises:
         LogDamagedError: the file is not what was written. It can be deleted: the state is then rebuilt from commits.
@@ -64,14 +61,14 @@ def load_snapshot(path: Path, created: PoolCreated) -> LedgerState:
 
 
 class SnapshotFold:
-    """Folds what is closed, to leave a snapshot at the start of each segment.
+    """Folds the commits of closed segments into a state, for the snapshot at the start of each segment.
 
-    Where the pool's eviction order cannot be restored, or the commits do not replay (a log of a broken allocator,
-    which `kvledger log verify` is for), there are no snapshots from there on; the log is as good without.
+    If the pool's eviction order cannot be restored, or the commits do not replay (a log of a broken allocator, which
+    `kvledger log verify` reports), no more snapshots are written. The log is complete without them.
     """
 
     def __init__(self, state: LedgerState | None) -> None:
-        """`state` is the fold up to the next segment; None at the start of a log."""
+        """Start from `state`, the fold of all earlier segments; None at the start of a log."""
         self.state = state
         self.is_possible = True
 
@@ -79,32 +76,37 @@ class SnapshotFold:
         """Apply the commits of a batch."""
         try:
             for record in records([batch]) if self.is_possible else ():
-                if isinstance(record, LoggedCommit):
-                    self._apply(record)
+                if not isinstance(record, LoggedCommit):
+                    continue
+                if self.state is None:
+                    created = record.commit.events[0]
+                    if not isinstance(created, PoolCreated) or not can_be_restored(created):
+                        self.is_possible = False
+                        return
+                    self.state = LedgerState(created)
+                self.state.apply_commit(record.commit)
         except (KVLedgerError, LookupError, ValueError):
             self.is_possible = False
-
-    def _apply(self, record: LoggedCommit) -> None:
-        if self.state is None:
-            created = record.commit.events[0]
-            self.is_possible = isinstance(created, PoolCreated) and can_be_restored(created)
-            if not isinstance(created, PoolCreated) or not self.is_possible:
-                return
-            self.state = LedgerState(created)
-        if self.is_possible:
-            self.state.apply_commit(record.commit)
 
 
 def close_segment(
     directory: Path, manifest: Manifest, next_commit: int, fold: SnapshotFold | LedgerState, open_next: bool
 ) -> tuple[Manifest, StreamWriter | None]:
-    """Turn the open segment into a closed one and, if wanted, open the next. Returns the new manifest.
+    """Turn the open segment into a closed one and open the next if `open_next`.
 
-    `fold` is what leads to the state behind the segment, or that state.
+    Args:
+        directory: directory of the log.
+        manifest: its manifest.
+        next_commit: the first commit after the segment.
+        fold: the state after the segment, or the fold that will reach it.
+        open_next: whether to open the next segment.
+
+    Returns:
+        The new manifest, and the writer of the next segment.
 
     Raises:
         LogDamagedError: the open segment does not hold what was written to it. It stays as it is.
-        OSError: what the system says. The open segment stays as it is; `fold` may have gone on.
+        OSError: the system's error. The open segment stays as it is; `fold` may have advanced.
     """
     number = manifest.open_segment
     if number is None:
@@ -119,7 +121,10 @@ def close_segment(
                 fold.add(stored.batch)
         if not target.num_rows:
             target.abandon()
-            return _without_open_segment(directory, manifest, source), None
+            manifest = attrs.evolve(manifest, open_segment=None)
+            manifest.save(directory)
+            source.unlink()
+            return manifest, None
         closed = target.finish(next_commit)
     except BaseException:
         target.abandon()
@@ -141,10 +146,3 @@ def close_segment(
     manifest.save(directory)
     source.unlink()
     return manifest, stream
-
-
-def _without_open_segment(directory: Path, manifest: Manifest, source: Path) -> Manifest:
-    manifest = attrs.evolve(manifest, open_segment=None)
-    manifest.save(directory)
-    source.unlink()
-    return manifest

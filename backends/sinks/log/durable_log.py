@@ -1,10 +1,9 @@
-"""The log that survives: a sink that writes every commit to a directory (docs/event_log.md)."""
+"""A durable event log: a sink that writes every commit to a directory (docs/event_log.md)."""
 
 import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import attrs
@@ -15,8 +14,7 @@ from ....core.ledger.state import LedgerState
 from ..errors import LogWriteError
 from .closing import SnapshotFold, close_segment
 from .flush_policy import FlushPolicy
-from .manifest import Manifest
-from .names import LOCK, MANIFEST, stream_name
+from .manifest import LOCK, MANIFEST, Manifest, stream_name
 from .reader import LogReader
 from .recovery import Recovery, WriterLock, recover
 from .row_codec import RowEncoder
@@ -28,11 +26,11 @@ DEFAULT_SEGMENT_BYTES = 64 << 20
 
 @attrs.frozen
 class Clock:
-    """Where the times of commits come from.
+    """The source of commit times.
 
     Attributes:
-        name: what they count from: "simulated" (the start of the run) or "unix".
-        now_ns: the time now, in whole nanoseconds.
+        name: what times count from: "simulated" (the start of the run) or "unix".
+        now_ns: returns the time now, in whole nanoseconds.
     """
 
     name: str
@@ -40,23 +38,23 @@ class Clock:
 
 
 class DurableLog:
-    """Writes commits as they happen; a crash at any moment loses at most those not flushed yet, never a part of one.
+    """Writes commits as they happen. A crash loses at most the commits not yet flushed, never part of one.
 
         with DurableLog.create("run.log", flush=FlushPolicy(every_ms=50), clock=Clock("unix", time.time_ns)) as log:
             allocator = KVCacheAllocator(config, sinks=[log])
 
-    `apply`, `note` and `flush` may be called from any thread. What they raise:
+    `apply`, `note` and `flush` may be called from any thread. They raise:
 
-        LogWriteError: the system did not take the bytes (a full disk). The file is as it was, the commits are kept;
-            `flush` may be called again once there is room.
-        InputError: a commit holds what a log cannot keep (a key of another type); it is not logged.
-        MisuseError: a commit out of order, or a log that is closed.
+        LogWriteError: the system did not take the bytes (a full disk). The file is unchanged and the commits are kept;
+            call `flush` again once there is room.
+        InputError: a commit holds a value that a log cannot keep (a key of another type); it is not logged.
+        MisuseError: a commit out of order, or the log is closed.
 
     Attributes:
         recovery: what was found when the log was opened.
-        live_state: the state that the commits come from, if whoever made the log sets it. Snapshots are then taken of
-            it; otherwise the log folds its own events whenever it closes a segment, which costs as much as the
-            decisions did.
+        live_state: the state that the commits come from, if the caller sets it. Snapshots are then taken of it;
+            otherwise the log folds its own events whenever it closes a segment, which costs as much as the decisions
+            did.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class DurableLog:
         clock: Clock | None,
         segment_bytes: int,
     ) -> None:
-        """See `create` and `resume`, which are the ways to get one."""
+        """Use `create` or `resume` instead."""
         self.recovery = recovery
         self.live_state: LedgerState | None = None
         self._directory = directory
@@ -102,13 +100,13 @@ class DurableLog:
         header: dict[str, Any] | None = None,
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
     ) -> "DurableLog":
-        """Start a log in a directory that is empty or not there yet.
+        """Start a log in a directory that is empty or does not exist.
 
         Args:
-            directory: where.
+            directory: directory of the log.
             flush: when commits reach the disk.
-            clock: where their times come from; None: they have none.
-            header: what the run is, for those who read the log later (plain JSON values).
+            clock: source of their times; None: they have none.
+            header: description of the run for later readers (plain JSON values).
             segment_bytes: size at which the open segment is closed.
 
         Raises:
@@ -147,11 +145,11 @@ class DurableLog:
         clock: Clock | None = None,
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
     ) -> "DurableLog":
-        """Go on with a log after its last whole commit; `recovery` says what was dropped to get there.
+        """Continue a log after its last complete commit; `recovery` tells what was dropped.
 
         Raises:
             LogDamagedError: the log is not what was written. Nothing has been changed.
-            LogInUseError: somebody is writing it.
+            LogInUseError: another process is writing it.
             InputError: the clock is not the log's.
         """
         path = Path(directory)
@@ -160,7 +158,7 @@ class DurableLog:
             raise InputError(f"{path} has the clock {manifest.clock!r}, so it cannot go on with {clock}")
         lock = WriterLock(path)
         try:
-            manifest = Manifest.load(path)  # the writer before us may have changed it until it let go of the lock
+            manifest = Manifest.load(path)  # the previous writer may have changed it until it released the lock
             recovery = recover(path, manifest)
             if manifest.open_segment is None:
                 number = len(manifest.closed)
@@ -176,8 +174,6 @@ class DurableLog:
             lock.release()
             raise
         return cls(path, lock, manifest, stream, recovery, flush, clock, segment_bytes)
-
-    # -- what is written ---------------------------------------------------------------------------------------------
 
     @property
     def next_commit(self) -> int:
@@ -199,7 +195,7 @@ class DurableLog:
             self._write_if_due()
 
     def note(self, note: Note) -> None:
-        """Log something that is no commit: a request that arrived, the end of the run."""
+        """Log a note between commits, such as a request that arrived or the end of the run."""
         with self._mutex:
             self._check_usable()
             self._encoder.add_note(note, self._now(), self._next_commit)
@@ -207,13 +203,13 @@ class DurableLog:
             self._write_if_due()
 
     def flush(self) -> None:
-        """Write everything that has gathered."""
+        """Write all gathered commits and notes."""
         with self._mutex:
             self._failure = None
             self._write()
 
     def close(self) -> None:
-        """Flush, close the last segment and let go of the log. A second call does nothing."""
+        """Flush, close the last segment and release the log. A second call does nothing."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -228,13 +224,9 @@ class DurableLog:
     def __enter__(self) -> "DurableLog":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, LogWriteError):
             self.close()
-
-    # -- how ---------------------------------------------------------------------------------------------------------
 
     def _now(self) -> int | None:
         return self._clock.now_ns() if self._clock else None
@@ -244,7 +236,7 @@ class DurableLog:
             raise MisuseError(f"the log {self._directory} is closed")
 
     def _raise_failure(self) -> None:
-        """What the thread met, once; what it could not write has been kept."""
+        """Raise the flush thread's error, once; the commits that it could not write are kept."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -280,11 +272,9 @@ class DurableLog:
     def _close_segment(self, open_next: bool) -> None:
         assert self._stream is not None
         live = self.live_state
-        fold: SnapshotFold | LedgerState
-        if live is not None and live.next_sequence == self._next_commit:
-            fold = live
-        else:
-            fold = self._fold or self._fold_from_log()
+        if live is not None and live.next_sequence != self._next_commit:
+            live = None
+        fold = live or self._fold or self._fold_from_log()
         self._fold = None
         try:
             self._manifest, stream = close_segment(self._directory, self._manifest, self._next_commit, fold, open_next)
@@ -298,7 +288,7 @@ class DurableLog:
         self._stream = stream
 
     def _fold_from_log(self) -> SnapshotFold:
-        """The fold up to the open segment, after a resumption or a change that failed half way."""
+        """Fold the closed segments, after the log was resumed or a segment could not be closed."""
         fold = SnapshotFold(None)
         if self._manifest.closed:
             try:
@@ -313,14 +303,14 @@ class DurableLog:
             try:
                 with self._mutex:
                     if self._stream is not None and self._encoder.num_rows:
-                        # Not between two commands for certain, so this is no moment for a snapshot.
+                        # A command may be in progress, so a snapshot cannot be taken now.
                         self._write(may_close=False)
-            except Exception as error:  # told to the next caller of apply, since nobody waits for this thread
+            except Exception as error:  # the next call of `apply` raises it, since no caller waits for this thread
                 self._failure = error
 
 
 def _check_is_empty(directory: Path) -> None:
-    """Refuse a directory with anything in it but what a creation leaves that was interrupted before its manifest."""
+    """Refuse a directory that holds anything but the files of a creation interrupted before its manifest."""
     first = stream_name(0)
     present = {each.name for each in directory.iterdir()} - {LOCK, first, f"{first}.tmp", f"{MANIFEST}.tmp"}
     if present:

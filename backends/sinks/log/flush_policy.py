@@ -1,4 +1,4 @@
-"""When commits reach the disk: said by whoever opens the log, never assumed."""
+"""When commits reach the disk. Needs no pyarrow, so that a command checks the option before anything is loaded."""
 
 import attrs
 
@@ -7,11 +7,11 @@ from ....core.errors import InputError
 
 @attrs.frozen
 class FlushPolicy:
-    """Give exactly one of the two.
+    """When commits reach the disk. Give either `every_commits` or `every_ms`.
 
     Attributes:
-        every_commits: write when this many commits have gathered; 1: before the command returns.
-        every_ms: a thread writes what has gathered, this often. A killed process loses at most what gathered since.
+        every_commits: write after this many commits; 1 writes before the command returns.
+        every_ms: a thread writes the gathered commits this often. A killed process loses at most those.
         fsync: whether a write waits for the device, so that it also survives a power cut.
         max_gathered_rows: write at the latest when this many events have gathered, so that memory stays bounded.
     """
@@ -24,8 +24,8 @@ class FlushPolicy:
     def __attrs_post_init__(self) -> None:
         if (self.every_commits is None) == (self.every_ms is None):
             raise InputError(
-                f"a flush policy is every_commits or every_ms, one of them; given are {self.every_commits} and "
-                f"{self.every_ms}"
+                "a flush policy takes either every_commits or every_ms, not "
+                f"every_commits={self.every_commits} and every_ms={self.every_ms}"
             )
         for name in ("every_commits", "every_ms", "max_gathered_rows"):
             value = getattr(self, name)
@@ -34,7 +34,7 @@ class FlushPolicy:
 
     @classmethod
     def parse(cls, text: str, fsync: bool = False) -> "FlushPolicy":
-        """`commit`, `100commits` or `50ms`, as the command line spells it."""
+        """Parse `commit`, `100commits` or `50ms`, the command line's spellings."""
         try:
             if text.endswith("ms"):
                 return cls(every_ms=float(text.removesuffix("ms")), fsync=fsync)

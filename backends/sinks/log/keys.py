@@ -1,9 +1,9 @@
-"""Block keys as bytes and back, so that every type a key source produces comes back as it was."""
+"""Encodes block keys as bytes and decodes them, so that every key comes back with its type."""
 
 import operator
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from ....core.errors import InputError
 from ....core.events import Key
@@ -13,10 +13,10 @@ _INT, _STR, _BYTES, _TUPLE = b"isbt"
 
 
 def encode_key(key: Key) -> bytes:
-    """A letter for the type and the key's text; see docs/event_log.md.
+    """Return a letter for the type and the key's text; see docs/event_log.md.
 
     Raises:
-        InputError: the key is (or holds) something else than int, str, bytes or tuples of them.
+        InputError: the key is not (or does not consist of) int, str, bytes or tuples of them.
     """
     if type(key) is int:
         return b"i%d" % key
@@ -25,7 +25,7 @@ def encode_key(key: Key) -> bytes:
     if isinstance(key, str):
         return b"s" + key.encode("utf-8", "surrogatepass")
     if isinstance(key, tuple):
-        items = [encode_key(item) for item in _items(key)]
+        items = [encode_key(item) for item in cast("tuple[Key, ...]", key)]
         return b"t" + b"".join([_LENGTH.pack(len(item)) + item for item in items])
     if type(key) is not bool:
         try:
@@ -38,7 +38,7 @@ def encode_key(key: Key) -> bytes:
 
 
 def decode_key(data: bytes) -> Key:
-    """The key that `encode_key` was given. Raises ValueError for bytes that it never returns."""
+    """Return the key that `encode_key` was given. Raises ValueError for bytes that it never returns."""
     kind = data[0] if data else None
     if kind == _BYTES:
         return data[1:]
@@ -52,17 +52,13 @@ def decode_key(data: bytes) -> Key:
 
 
 def encode_keys(keys: Sequence[Key | None]) -> list[bytes | None]:
-    """`encode_key` for many, None staying None."""
+    """Encode many keys; None stays None."""
     return [None if key is None else b"b" + key if type(key) is bytes else encode_key(key) for key in keys]
 
 
 def decode_keys(data: Sequence[bytes | None]) -> tuple[Any, ...]:
-    """`decode_key` for many, None staying None."""
+    """Decode many keys; None stays None."""
     return tuple([None if each is None else each[1:] if each[:1] == b"b" else decode_key(each) for each in data])
-
-
-def _items(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    return key
 
 
 def _decoded_items(data: bytes) -> list[Key]:

@@ -1,6 +1,10 @@
-"""The manifest: what a log is and which segments it has, replaced whole under a checksum of its own."""
+"""The files of a log: their names, the manifest that lists them, and how a file is replaced as a whole.
+
+Needs nothing but the standard library and attrs, so that a command recognises a log before it imports pyarrow.
+"""
 
 import json
+import os
 import zlib
 from pathlib import Path
 from typing import Any, Final
@@ -8,24 +12,65 @@ from typing import Any, Final
 import attrs
 
 from ..errors import LogDamagedError
-from .names import MANIFEST
-from .parquet import ClosedSegment
-from .rows import LAYOUT_VERSION
-from .stream import write_whole
 
+LAYOUT_VERSION: Final = 1
+MANIFEST: Final = "manifest.json"
+LOCK: Final = "lock"
 _FORMAT: Final = "kvledger event log"
+
+
+def parquet_name(number: int) -> str:
+    """Return the file name of a closed segment."""
+    return f"segment-{number:06}.parquet"
+
+
+def stream_name(number: int) -> str:
+    """Return the file name of an open segment."""
+    return f"segment-{number:06}.arrows"
+
+
+def snapshot_name(number: int) -> str:
+    """Return the file name of the state at the start of a segment."""
+    return f"snapshot-{number:06}.json.zst"
+
+
+@attrs.frozen
+class ClosedSegment:
+    """The manifest's entry for a closed segment.
+
+    Attributes:
+        number: position in the log.
+        file: file name in the directory.
+        first_commit: the first commit that it could hold, and the first that it holds if it holds any.
+        last_commit: the last commit; `first_commit - 1` if it holds only notes.
+        num_rows: events and notes.
+        first_time_ns: the earliest time in it; None without a clock.
+        last_time_ns: the latest time in it.
+        size_bytes: size of the file.
+        crc32: CRC-32 of the file, in hexadecimal digits.
+    """
+
+    number: int
+    file: str
+    first_commit: int
+    last_commit: int
+    num_rows: int
+    first_time_ns: int | None
+    last_time_ns: int | None
+    size_bytes: int
+    crc32: str
 
 
 @attrs.frozen
 class Manifest:
-    """What is known of a log without opening a segment.
+    """The description of a log: enough to know it without opening a segment. It is replaced whole, under a checksum.
 
     Attributes:
-        header: what the run is, as its command wrote it down (plain JSON values).
+        header: description of the run, as its command wrote it (plain JSON values).
         clock: what `time_ns` counts from: "simulated" (the start of the run), "unix", or None without times.
         closed: the closed segments, in order.
-        open_segment: the number of the open one, None once the log was closed.
-        next_commit: the first commit of the open segment, or of the one that would come next.
+        open_segment: number of the open segment; None once the log was closed.
+        next_commit: the first commit of the open segment, or of the segment that would come next.
     """
 
     header: dict[str, Any]
@@ -44,13 +89,13 @@ class Manifest:
         """Read the manifest of a directory.
 
         Raises:
-            LogDamagedError: it is missing, does not match its checksum, or is of another version.
+            LogDamagedError: it is missing, does not match its checksum, or has another layout version.
         """
         path = directory / MANIFEST
         try:
             plain = json.loads(path.read_bytes())
         except OSError as error:
-            reason = f"there is no manifest to read ({error.strerror}), so this is no event log, or not a whole one"
+            reason = f"there is no manifest to read ({error.strerror}), so this is no event log, or an incomplete one"
             raise LogDamagedError(path, reason) from None
         except ValueError as error:
             raise LogDamagedError(path, f"the manifest is no JSON: {error}") from None
@@ -68,3 +113,27 @@ class Manifest:
 
 def _crc32(plain: dict[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(plain, sort_keys=True).encode()):08x}"
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file completely or not at all; it is on the device when this returns."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make renames in a directory survive a power cut."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,10 +1,10 @@
-"""Closed segments: Parquet, with a checksum of the whole file and one of each row group, which narrows damage down."""
+"""Closed segments: Parquet files with one checksum for the file and one per row group, which locates damage."""
 
 import io
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +14,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ..errors import LogDamagedError
-from .rows import LAYOUT_VERSION, ROW_SCHEMA
+from .manifest import LAYOUT_VERSION, ClosedSegment
+from .rows import ROW_SCHEMA, StoredBatch
 
 ROW_GROUP_ROWS: Final = 1 << 15
 _CHUNK_BYTES: Final = 1 << 20
@@ -23,7 +24,7 @@ _ROW_GROUPS_KEY: Final = "kvledger.row_groups"
 
 @attrs.frozen
 class RowGroupRange:
-    """The bytes of one row group, their CRC-32 as hexadecimal digits, and the commits that it holds."""
+    """The bytes of one row group, their CRC-32 in hexadecimal digits, and the commits in it."""
 
     offset: int
     size_bytes: int
@@ -32,39 +33,12 @@ class RowGroupRange:
     last_commit: int
 
 
-@attrs.frozen
-class ClosedSegment:
-    """What the manifest says of a closed segment.
-
-    Attributes:
-        number: its place in the log.
-        file: its name in the directory.
-        first_commit: the first commit that it could hold; the first one that it does hold, if it holds any.
-        last_commit: the last one; `first_commit - 1` where it holds notes only.
-        num_rows: events and notes.
-        first_time_ns: the earliest time in it, None without a clock.
-        last_time_ns: the latest.
-        size_bytes: of the file.
-        crc32: of the file, as hexadecimal digits.
-    """
-
-    number: int
-    file: str
-    first_commit: int
-    last_commit: int
-    num_rows: int
-    first_time_ns: int | None
-    last_time_ns: int | None
-    size_bytes: int
-    crc32: str
-
-
 class _CheckedFile(io.RawIOBase):
-    """A file that keeps the CRC-32 of everything written to it, and of what was written since it was last asked."""
+    """A file that computes the CRC-32 of all written bytes, and of each part between calls of `take_part_crc`."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)
-        self.takes_no_more = False
+        self.discards = False
         self.size_bytes = 0
         self.crc = 0
         self._part_crc = 0
@@ -74,7 +48,7 @@ class _CheckedFile(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        if self.takes_no_more:
+        if self.discards:
             return len(view)
         left = view
         while left:
@@ -93,14 +67,14 @@ class _CheckedFile(io.RawIOBase):
 
     def close(self) -> None:
         if not self._file.closed:
-            if not self.takes_no_more:
+            if not self.discards:
                 os.fsync(self._file.fileno())
             self._file.close()
         super().close()
 
 
 class ParquetSegmentWriter:
-    """Writes one closed segment under a temporary name; `finish` puts it in place."""
+    """Writes one closed segment under a temporary name; `finish` renames it."""
 
     def __init__(self, path: Path, number: int, first_commit: int) -> None:
         self._path = path
@@ -119,7 +93,7 @@ class ParquetSegmentWriter:
         self._file.take_part_crc()
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Add a batch of whole commits."""
+        """Add a batch of complete commits."""
         self._pending.append(batch)
         self._num_pending += batch.num_rows
         self.num_rows += batch.num_rows
@@ -127,7 +101,7 @@ class ParquetSegmentWriter:
             self._write_row_group()
 
     def finish(self, next_commit: int) -> ClosedSegment:
-        """Complete the file, on the device before it appears under its name; `next_commit` is the first one behind."""
+        """Complete the file and rename it once it is on the device; `next_commit` is the first commit after it."""
         if self._num_pending:
             self._write_row_group()
         stated = {
@@ -154,8 +128,8 @@ class ParquetSegmentWriter:
 
     def abandon(self) -> None:
         """Remove what was written."""
-        # Parquet's writer insists on its footer, which a full disk would refuse again.
-        self._file.takes_no_more = True
+        # Parquet's writer always writes its footer, which a full disk would refuse again.
+        self._file.discards = True
         self._writer.close()
         self._file.close()
         self._temporary.unlink(missing_ok=True)
@@ -173,12 +147,8 @@ class ParquetSegmentWriter:
         self._pending, self._num_pending = [], 0
 
 
-def check_segment(directory: Path, segment: ClosedSegment) -> None:
-    """Compare a closed segment's file with its checksums; reads it once, a megabyte at a time.
-
-    Raises:
-        LogDamagedError: it is missing, shorter or longer, or holds other bytes; names the first row group affected.
-    """
+def check_size(directory: Path, segment: ClosedSegment) -> None:
+    """Raise `LogDamagedError` if a closed segment's file is missing or has another size than the manifest says."""
     path = directory / segment.file
     if not path.exists():
         raise LogDamagedError(path, "the segment is missing", 0, segment.first_commit)
@@ -190,8 +160,18 @@ def check_segment(directory: Path, segment: ClosedSegment) -> None:
             min(size, segment.size_bytes),
             segment.first_commit,
         )
+
+
+def check_segment(directory: Path, segment: ClosedSegment) -> None:
+    """Compare a closed segment's file with its checksums; reads it once, a megabyte at a time.
+
+    Raises:
+        LogDamagedError: it is missing, shorter or longer, or holds other bytes; names the first row group affected.
+    """
+    check_size(directory, segment)
+    path = directory / segment.file
     with path.open("rb") as file:
-        if _crc_of(file, size) != segment.crc32:
+        if _crc_of(file, segment.size_bytes) != segment.crc32:
             raise _located(path, segment)
 
 
@@ -207,7 +187,7 @@ def _crc_of(file: io.BufferedReader, size_bytes: int) -> str:
 
 
 def _located(path: Path, segment: ClosedSegment) -> LogDamagedError:
-    """The error for a file whose checksum is wrong, as near as its row groups can tell."""
+    """Return the error for a file with a wrong checksum; it names the damaged row group if one is."""
     try:
         ranges = _row_groups(path)
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
@@ -233,10 +213,8 @@ def _row_groups(path: Path) -> list[RowGroupRange]:
         return [RowGroupRange(*each) for each in json.loads(stated[_ROW_GROUPS_KEY.encode()])]
 
 
-def read_batches(
-    directory: Path, segment: ClosedSegment, first_commit: int = 0
-) -> Iterator[tuple[pa.RecordBatch, int, int]]:
-    """(rows, offset, bytes) of each row group of a checked segment that reaches beyond `first_commit`.
+def read_batches(directory: Path, segment: ClosedSegment, first_commit: int = 0) -> Iterator[StoredBatch]:
+    """Check a segment, then yield each of its row groups that has a commit from `first_commit` on.
 
     Raises:
         LogDamagedError: as `check_segment`, before the first row.
@@ -250,10 +228,7 @@ def read_batches(
         for number, each in enumerate(_row_groups(path)):
             if each.last_commit < first_commit:
                 continue
-            for batch in _as_one(file.read_row_group(number)):
-                yield batch, each.offset, each.size_bytes
-
-
-def _as_one(table: pa.Table) -> Iterable[pa.RecordBatch]:
-    """One batch, since a chunk's edge may cut a commit."""
-    return table.combine_chunks().cast(ROW_SCHEMA).to_batches(max_chunksize=None)
+            # One batch, since a chunk's edge may cut a commit.
+            table = file.read_row_group(number).combine_chunks().cast(ROW_SCHEMA)
+            for batch in table.to_batches(max_chunksize=None):
+                yield StoredBatch(batch, path, each.offset, each.size_bytes)

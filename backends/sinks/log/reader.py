@@ -1,10 +1,9 @@
-"""Reading a log from the disk: its records in order, and the state at any commit or time."""
+"""Reads a log from disk: its records in order, and the ledger state after any commit or at any time."""
 
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-import attrs
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -15,37 +14,26 @@ from ....core.ledger.state import LedgerState
 from ....core.pool.policies.registry import EvictionOrder
 from ..errors import LogDamagedError
 from .closing import load_snapshot
-from .manifest import Manifest
-from .names import snapshot_name, stream_name
-from .parquet import ClosedSegment, read_batches
+from .manifest import Manifest, snapshot_name, stream_name
+from .parquet import read_batches
 from .recovery import check_files, check_order, open_stream
 from .row_codec import records
-from .rows import NOTE_NAMES, LoggedCommit, LoggedNote, Record
-from .stream import TornTail
-
-
-@attrs.frozen
-class PlacedBatch:
-    """Rows, and where they stand on disk: what an error about them names."""
-
-    batch: pa.RecordBatch
-    path: Path
-    offset: int
-    size_bytes: int
+from .rows import NOTE_NAMES, LoggedCommit, LoggedNote, Record, StoredBatch
+from .stream import StreamReader, TornTail
 
 
 class LogReader:
-    """A log as its manifest describes it now; never changes anything, and may read while it is being written.
+    """A log as its manifest describes it now. It changes nothing, and may read while the log is being written.
 
         reader = LogReader("run.log")
         for record in reader.records(): ...
         state = reader.state(stop=1000)          # after commits 0 .. 999
 
-    Memory does not grow with the log: a batch or a row group at a time is held.
+    It holds one batch or row group at a time, so memory does not grow with the log.
 
     Attributes:
         manifest: header, clock and segments.
-        torn: what stood behind the last whole batch when the end was last read; None if nothing did.
+        torn: the bytes after the last complete batch when the end was last read; None if there were none.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -67,62 +55,48 @@ class LogReader:
                 newer = Manifest.load(self.directory)
                 if newer == self.manifest:
                     raise
-                self.manifest = newer  # its writer went on in between
+                self.manifest = newer  # its writer closed a segment meanwhile
 
-    # -- records -----------------------------------------------------------------------------------------------------
+    def batches(self, first_commit: int = 0) -> Iterator[StoredBatch]:
+        """Yield every complete batch from the one that holds `first_commit` on; each is checked first.
 
-    def batches(self, first_commit: int = 0) -> Iterator[PlacedBatch]:
-        """Every whole batch from the one that holds `first_commit` on, each checked before it is given out.
-
-        Notes just before `first_commit` may be in an earlier segment, which is not read then.
+        Notes just before `first_commit` may be in an earlier segment, which is not read.
 
         Raises:
-            LogDamagedError: something is not what was written; what came before it has been given out.
+            LogDamagedError: something is not what was written; everything before it has been yielded.
         """
         self.torn = None
         following = None if first_commit else 0
         for segment in self.manifest.closed:
             if segment.last_commit < first_commit:
                 continue
-            for placed in self._of_closed(segment, first_commit):
-                following = self._in_order(placed, following)
-                yield placed
+            for stored in read_batches(self.directory, segment, first_commit):
+                following = _check_follows(stored, following)
+                yield stored
         if self.manifest.open_segment is None:
             return
         path = self.directory / stream_name(self.manifest.open_segment)
-        if not path.exists():
-            # The writer closed it since; what it holds now is in a closed segment.
-            yield from self._moved_on(first_commit, following)
+        if path.exists():
+            yield from self._open_batches(open_stream(path, self.manifest), following)
             return
-        reader = open_stream(path, self.manifest)
-        for stored in reader.batches():
-            placed = PlacedBatch(stored.batch, path, stored.offset, stored.size_bytes)
-            following = self._in_order(placed, following)
-            yield placed
-        self.torn = reader.torn
-
-    def _of_closed(self, segment: ClosedSegment, first_commit: int) -> Iterator[PlacedBatch]:
-        path = self.directory / segment.file
-        for batch, offset, size_bytes in read_batches(self.directory, segment, first_commit):
-            yield PlacedBatch(batch, path, offset, size_bytes)
-
-    def _in_order(self, placed: PlacedBatch, following: int | None) -> int:
-        expected = placed.batch.column("commit")[0].as_py() if following is None else following
-        return check_order(placed.path, placed.offset, placed.batch, expected)
-
-    def _moved_on(self, first_commit: int, following: int | None) -> Iterator[PlacedBatch]:
+        # The writer has closed the open segment since, so a closed segment holds it now.
         later = LogReader(self.directory)
         if later.manifest == self.manifest:
-            path = self.directory / stream_name(self.manifest.open_segment or 0)
             raise LogDamagedError(path, "the open segment is missing", 0, self.manifest.next_commit)
         self.manifest = later.manifest
         yield from later.batches(first_commit if following is None else following)
         self.torn = later.torn
 
+    def _open_batches(self, reader: StreamReader, following: int | None) -> Iterator[StoredBatch]:
+        for stored in reader.batches():
+            following = _check_follows(stored, following)
+            yield stored
+        self.torn = reader.torn
+
     def records(self, first_commit: int = 0, stop: int | None = None) -> Iterator[Record]:
-        """Commits `first_commit .. stop - 1` (to the end unless given) and the notes among them, in order."""
-        for placed in self.batches(first_commit):
-            for record in records([placed.batch]):
+        """Yield commits `first_commit .. stop - 1` (to the end unless given) and the notes among them, in order."""
+        for stored in self.batches(first_commit):
+            for record in records([stored.batch]):
                 number = record.commit.sequence if isinstance(record, LoggedCommit) else record.next_commit
                 if stop is not None and number >= stop:
                     return
@@ -130,17 +104,17 @@ class LogReader:
                     yield record
 
     def commits(self, first_commit: int = 0, stop: int | None = None) -> Iterator[Commit]:
-        """The commits alone."""
+        """Yield only the commits."""
         for record in self.records(first_commit, stop):
             if isinstance(record, LoggedCommit):
                 yield record.commit
 
     def notes(self) -> Iterator[LoggedNote]:
-        """The notes alone, without making events of the other rows."""
+        """Yield only the notes, without decoding the other rows."""
         names = pa.array(sorted(NOTE_NAMES))
-        for placed in self.batches():
-            are_notes = pc.call_function("is_in", [placed.batch.column("event")], pc.SetLookupOptions(names))
-            for record in records([placed.batch.filter(are_notes)]):
+        for stored in self.batches():
+            are_notes = pc.call_function("is_in", [stored.batch.column("event")], pc.SetLookupOptions(names))
+            for record in records([stored.batch.filter(are_notes)]):
                 if isinstance(record, LoggedNote):
                     yield record
 
@@ -155,11 +129,11 @@ class LogReader:
     # -- time travel -------------------------------------------------------------------------------------------------
 
     def state(self, stop: int | None = None, eviction: EvictionOrder | None = None) -> LedgerState:
-        """The state after commits `0 .. stop - 1` (all unless given): the nearest snapshot before it, and the tail.
+        """Return the state after commits `0 .. stop - 1` (all unless given): the nearest snapshot plus the rest.
 
         Args:
-            stop: how many commits.
-            eviction: an empty order like the live one, where its name does not suffice to make it (Belady).
+            stop: number of commits.
+            eviction: an empty order like the live one, if its name alone cannot rebuild it (Belady).
 
         Raises:
             InputError: the log has fewer commits.
@@ -178,7 +152,7 @@ class LogReader:
         return state
 
     def commits_until(self, time_ns: int) -> int:
-        """How many commits had happened at a time: the `stop` of the state then.
+        """Return how many commits had happened at a time: the `stop` of the state then.
 
         Raises:
             InputError: the log has no clock.
@@ -198,7 +172,7 @@ class LogReader:
         return stop
 
     def snapshots(self) -> list[tuple[int, Path]]:
-        """(commits before it, file) of every snapshot that is there, in order."""
+        """Return (number of commits before it, file) of every snapshot on disk, in order."""
         named = [
             (segment.last_commit + 1, self.directory / snapshot_name(segment.number + 1))
             for segment in self.manifest.closed
@@ -216,3 +190,10 @@ class LogReader:
                 f"{path} is a snapshot before commit {state.next_sequence}, not {commits}; delete it"
             )
         return state
+
+
+def _check_follows(stored: StoredBatch, expected: int | None) -> int:
+    """Check that a batch begins with the expected commit, any if None; return the commit after it."""
+    if expected is None:
+        expected = int(stored.batch.column("commit")[0].as_py())
+    return check_order(stored.path, stored.offset, stored.batch, expected)

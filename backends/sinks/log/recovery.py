@@ -1,4 +1,4 @@
-"""Making a log fit for its next writer: undo what was interrupted, cut off what was never whole, say what it was."""
+"""Prepares a log for its next writer: undoes interrupted changes, cuts off incomplete batches, and reports both."""
 
 import os
 from pathlib import Path
@@ -8,10 +8,10 @@ import pyarrow as pa
 
 from ....core.errors import MisuseError
 from ..errors import LogDamagedError, LogInUseError
-from .manifest import Manifest
-from .names import LOCK, MANIFEST, parquet_name, snapshot_name, stream_name
+from .manifest import LOCK, MANIFEST, Manifest, parquet_name, snapshot_name, stream_name, write_whole
+from .parquet import check_size
 from .rows import NOTE_NAMES
-from .stream import StreamReader, TornTail, write_whole
+from .stream import StreamReader, TornTail
 
 
 @attrs.frozen
@@ -19,11 +19,11 @@ class Recovery:
     """What was found when a log was opened for writing.
 
     Attributes:
-        next_commit: the commit that the log expects next; all before it are whole.
-        torn: what stood behind the last whole batch; it is kept in `kept_as`.
-        kept_as: the file that holds it now.
-        undone: files of an interrupted change that were removed; each repeated what another one holds.
-        stream_bytes: whole bytes of the open segment; None if the log has none.
+        next_commit: the commit that the log expects next; all commits before it are complete.
+        torn: the bytes after the last complete batch; `kept_as` holds them now.
+        kept_as: the file that holds them.
+        undone: files of an interrupted change that were removed; each repeated what another file holds.
+        stream_bytes: complete bytes of the open segment; None if the log has none.
     """
 
     next_commit: int
@@ -33,7 +33,7 @@ class Recovery:
     stream_bytes: int | None = None
 
     def describe(self) -> list[str]:
-        """What a user should know, one sentence each; empty where the log was closed in good order."""
+        """Return what a user should know, one sentence each; nothing if the log was closed properly."""
         out = [f"removed {name}, left behind by an interrupted change" for name in self.undone]
         if self.torn is not None:
             kept = f"dropped, and kept as {self.kept_as}"
@@ -44,21 +44,23 @@ class Recovery:
 def recover(directory: Path, manifest: Manifest) -> Recovery:
     """Check a log from its manifest to its last batch, and make it ready to be written.
 
-    Closed segments are compared by their size only; their checksums are compared whenever they are read.
+    Only the sizes of closed segments are compared here; their checksums are compared whenever they are read.
 
     Raises:
-        LogDamagedError: something is missing, foreign or not what was written. Nothing has been changed then.
+        LogDamagedError: something is missing, foreign or not what was written. Nothing has been changed.
     """
     undone = check_files(directory, manifest)
-    if manifest.open_segment is None:
-        _remove(directory, undone)
-        return Recovery(manifest.next_commit, undone=undone)
-    path = directory / stream_name(manifest.open_segment)
     next_commit = manifest.next_commit
-    reader = open_stream(path, manifest)
-    for stored in reader.batches():
-        next_commit = check_order(path, stored.offset, stored.batch, next_commit)
-    _remove(directory, undone)
+    path = reader = None
+    if manifest.open_segment is not None:
+        path = directory / stream_name(manifest.open_segment)
+        reader = open_stream(path, manifest)
+        for stored in reader.batches():
+            next_commit = check_order(path, stored.offset, stored.batch, next_commit)
+    for name in undone:
+        (directory / name).unlink()
+    if path is None or reader is None:
+        return Recovery(next_commit, undone=undone)
     if reader.torn is None:
         return Recovery(next_commit, undone=undone, stream_bytes=reader.end)
     kept_as = f"dropped-{manifest.open_segment:06}-{reader.torn.offset}.bin"
@@ -69,7 +71,7 @@ def recover(directory: Path, manifest: Manifest) -> Recovery:
 
 
 def open_stream(path: Path, manifest: Manifest) -> StreamReader:
-    """The open segment, if it is the one that the manifest names."""
+    """Open the open segment. Raises LogDamagedError if it is not the segment that the manifest names."""
     if not path.exists():
         raise LogDamagedError(path, "the open segment is missing", 0, manifest.next_commit)
     reader = StreamReader(path, manifest.next_commit)
@@ -86,7 +88,7 @@ def open_stream(path: Path, manifest: Manifest) -> StreamReader:
 
 
 def check_order(path: Path, offset: int, batch: pa.RecordBatch, next_commit: int) -> int:
-    """The commit after a batch whose commits go on from `next_commit` without a gap.
+    """Check that the commits of a batch continue from `next_commit` without a gap; return the commit after the batch.
 
     Raises:
         LogDamagedError: they do not.
@@ -105,53 +107,35 @@ def check_order(path: Path, offset: int, batch: pa.RecordBatch, next_commit: int
 
 
 def check_files(directory: Path, manifest: Manifest) -> tuple[str, ...]:
-    """Compare the files of a log with its manifest; returns those that an interrupted change left behind.
+    """Compare the files of a log with its manifest; return those that an interrupted change left behind.
 
     Raises:
         LogDamagedError: a segment is missing, has another size, or is not part of this log.
     """
-    present = {path.name for path in directory.iterdir()}
     for segment in manifest.closed:
-        path = directory / segment.file
-        if segment.file not in present:
-            raise LogDamagedError(path, "the segment is missing", 0, segment.first_commit)
-        size = path.stat().st_size
-        if size != segment.size_bytes:
-            raise LogDamagedError(
-                path,
-                f"the segment has {size:,} bytes, not {segment.size_bytes:,}",
-                min(size, segment.size_bytes),
-                segment.first_commit,
-            )
+        check_size(directory, segment)
+    present = {path.name for path in directory.iterdir()}
     known = {MANIFEST, LOCK, *(segment.file for segment in manifest.closed)}
     known |= {snapshot_name(segment.number + 1) for segment in manifest.closed}
     left_over: list[str] = []
     if manifest.open_segment is not None:
         number = manifest.open_segment
         known.add(stream_name(number))
-        # A change that was interrupted before the manifest named its outcome.
+        # Files of a change that was interrupted before the manifest named its outcome.
         left_over += [parquet_name(number), snapshot_name(number + 1), stream_name(number + 1)]
     if manifest.closed:
-        # One that was interrupted after.
+        # The file of a change that was interrupted after that.
         left_over.append(stream_name(manifest.closed[-1].number))
-    foreign = [name for name in sorted(present - known - set(left_over)) if name.startswith(("segment-", "snapshot-"))]
-    foreign = [name for name in foreign if not name.endswith(".tmp")]
+    temporary = [name for name in sorted(present) if name.endswith(".tmp")]
+    unknown = sorted(present - known - {*left_over, *temporary})
+    foreign = [name for name in unknown if name.startswith(("segment-", "snapshot-"))]
     if foreign:
         raise LogDamagedError(directory / foreign[0], "this file is not part of the log: its manifest does not name it")
-    temporary = [name for name in sorted(present) if name.endswith(".tmp")]
     return tuple([name for name in left_over if name in present] + temporary)
 
 
-def _remove(directory: Path, names: tuple[str, ...]) -> None:
-    for name in names:
-        (directory / name).unlink()
-
-
-# One writer a log: a lock that the kernel releases however its holder ends.
-
-
 class WriterLock:
-    """Held from construction until `release`; the file stays, it is the lock on it that counts."""
+    """The lock of a log's one writer. The kernel releases it however its holder ends; the lock file itself stays."""
 
     def __init__(self, directory: Path) -> None:
         """Take the lock of a log.

@@ -1,20 +1,18 @@
-"""The rows of a log, one an event: their schema (docs/event_log.md), and the notes that stand between commits."""
+"""The rows of a log, one per event: their schema (docs/event_log.md), and the notes between commits."""
 
 import json
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import attrs
 import pyarrow as pa
 
-from ....core import cache_kinds
-from ....core.cache_kinds import CacheKind
+from ....core.cache_kinds import CacheKind, ChunkedLocal, CompressedState, FullAttention, SequenceState, SlidingWindow
 from ....core.errors import CorruptLedgerError
 from ....core.events import Commit, Key, PoolCreated
 from ....core.types import StepLoad
 
-LAYOUT_VERSION: Final = 1
-
-# The list columns and the type of their entries, in the order in which they stand in a row.
+# The list columns and the type of their entries, in the order of a row.
 LIST_COLUMNS: Final[dict[str, pa.DataType]] = {
     "requests": pa.utf8(),
     "rows": pa.int32(),
@@ -41,19 +39,22 @@ ROW_SCHEMA: Final = pa.schema(
         pa.field("detail", pa.utf8()),
     ]
 )
+CACHE_KINDS: Final[dict[str, type[CacheKind]]] = {
+    kind.__name__: kind for kind in (FullAttention, CompressedState, SlidingWindow, ChunkedLocal, SequenceState)
+}
 
 
 @attrs.frozen
 class RequestArrived:
-    """A note: a request reached the engine. With these, what was recorded can be run again under other settings.
+    """A note: a request reached the engine. With these notes a recorded run can be run again under other settings.
 
     Attributes:
-        request_id: its name in the events that follow.
-        arrival_s: when it arrived, in seconds of the run.
+        request_id: its id in the events that follow.
+        arrival_s: arrival time, in seconds since the start of the run.
         num_prompt_tokens: tokens of its prompt.
-        num_output_tokens: tokens that it goes on to produce; None where nobody knows beforehand.
+        num_output_tokens: tokens that it will produce; None if unknown in advance.
         prompt_keys: the ids of its prompt's blocks at the trace's block size; empty where nothing is shared.
-        facts: whatever else the run wants to find again, as plain JSON values.
+        facts: other facts that the run needs later, as plain JSON values.
     """
 
     request_id: str
@@ -66,20 +67,20 @@ class RequestArrived:
 
 @attrs.frozen
 class RunEnded:
-    """A note: the run is over; what is known only then, as plain JSON values."""
+    """A note: the run is over. `facts` are known only then, as plain JSON values."""
 
     facts: dict[str, Any]
 
 
 @attrs.frozen
 class RequestEnded:
-    """A note of a live run: a request has ended, or is about to be aborted by the commits that follow.
+    """A note of a live run: a request has ended, or the commits that follow abort it.
 
     Attributes:
-        request_id: which.
+        request_id: its id.
         reason: "stop", "length" or "abort".
         num_output_tokens: tokens that it has produced.
-        output_keys: the keys of its complete blocks behind those of its prompt.
+        output_keys: the keys of its complete blocks after those of its prompt.
     """
 
     request_id: str
@@ -93,10 +94,10 @@ class StepComputed:
     """A note of a live run: the step that the commits before it allocated was computed.
 
     Attributes:
-        nanoseconds: how long that took.
+        nanoseconds: how long it took.
         load: what it computed.
-        stopped: rows whose request ended with it although more tokens were allowed.
-        slots_crc32: checksum of the slots that it wrote, as the device had them; None where none was taken.
+        stopped: rows whose request ended with this step although more tokens were allowed.
+        slots_crc32: checksum of the slots that it wrote, as the device had them; None if none was taken.
     """
 
     nanoseconds: int
@@ -109,20 +110,25 @@ Note: TypeAlias = RequestArrived | RequestEnded | StepComputed | RunEnded
 NOTE_NAMES: Final = frozenset([each.__name__ for each in (RequestArrived, RequestEnded, StepComputed, RunEnded)])
 
 
+@attrs.frozen
+class StoredBatch:
+    """One batch of rows and its location on disk, which errors about it name."""
+
+    batch: pa.RecordBatch
+    path: Path
+    offset: int
+    size_bytes: int
+
+
 def next_commit_after(batch: pa.RecordBatch) -> int:
-    """The commit that follows a batch: a note at its end carries that number itself."""
+    """Return the commit that follows a batch. A note at its end carries that number itself."""
     last = batch.num_rows - 1
     return batch.column("commit")[last].as_py() + (batch.column("event")[last].as_py() not in NOTE_NAMES)
 
 
 @attrs.frozen
 class LoggedCommit:
-    """One commit as a log holds it.
-
-    Attributes:
-        commit: the commit.
-        time_ns: when, on the log's clock; None without a clock.
-    """
+    """One commit as a log holds it; `time_ns` is on the log's clock, None without a clock."""
 
     commit: Commit
     time_ns: int | None
@@ -133,8 +139,8 @@ class LoggedNote:
     """One note as a log holds it.
 
     Attributes:
-        note: what was noted.
-        time_ns: when, on the log's clock; None without a clock.
+        note: the note.
+        time_ns: its time on the log's clock; None without a clock.
         next_commit: the sequence number of the commit after it.
     """
 
@@ -147,38 +153,21 @@ Record: TypeAlias = LoggedCommit | LoggedNote
 
 
 def pool_as_json(created: PoolCreated) -> str:
-    """Everything that `PoolCreated` says, as JSON text."""
+    """Return every field of `PoolCreated` as JSON text."""
     plain = attrs.asdict(created, recurse=False)
     plain["groups"] = [{"kind": type(kind).__name__, **attrs.asdict(kind)} for kind in created.groups]  # pyright: ignore[reportArgumentType]
     return json.dumps(plain)
 
 
 def pool_from_json(text: str) -> PoolCreated:
-    """The `PoolCreated` that `pool_as_json` wrote.
+    """Return the `PoolCreated` that `pool_as_json` wrote.
 
     Raises:
-        CorruptLedgerError: a field or a cache kind that this version does not know.
+        CorruptLedgerError: it has a field or a cache kind that this version does not know.
     """
     plain = json.loads(text)
     try:
-        plain["groups"] = tuple([_kind(each) for each in plain["groups"]])
+        plain["groups"] = tuple([CACHE_KINDS[each.pop("kind")](**each) for each in plain["groups"]])
         return PoolCreated(**plain)
     except (TypeError, KeyError, ValueError) as error:
         raise CorruptLedgerError(f"this kvledger cannot read the pool {text}: {error}") from error
-
-
-def _kind(plain: dict[str, Any]) -> CacheKind:
-    name = plain.pop("kind")
-    known = {
-        kind.__name__: kind
-        for kind in (
-            cache_kinds.FullAttention,
-            cache_kinds.CompressedState,
-            cache_kinds.SlidingWindow,
-            cache_kinds.ChunkedLocal,
-            cache_kinds.SequenceState,
-        )
-    }
-    if name not in known:
-        raise KeyError(f"no cache kind {name!r}")
-    return known[name](**plain)

@@ -1,9 +1,9 @@
-"""The open segment: an Arrow IPC stream that grows batch by batch, every message sealed by a checksum of its bytes.
+"""The open segment: an Arrow IPC stream that grows batch by batch; each message carries checksums of its bytes.
 
 A message is `ff ff ff ff`, the length of its metadata, the metadata, the body. Its custom metadata holds the text
-`head:xxxxxxxx crc32:xxxxxxxx`: the CRC-32 of the first three parts (both numbers taken as zeros) and of the whole
-message (the second one taken as zeros). Arrow readers ignore it; ours hands no byte to Arrow before it has matched.
-The first number tells a message that was cut short from one whose length was damaged.
+`head:xxxxxxxx crc32:xxxxxxxx`: the CRC-32 of the first three parts (with both numbers as zeros) and of the whole
+message (with the second number as zeros). Arrow readers ignore it; ours checks it before Arrow sees a byte. The first
+number distinguishes a message that was cut short from one with a damaged length.
 """
 
 import io
@@ -18,7 +18,8 @@ import attrs
 import pyarrow as pa
 
 from ..errors import LogDamagedError
-from .rows import LAYOUT_VERSION, ROW_SCHEMA, next_commit_after
+from .manifest import LAYOUT_VERSION, write_whole
+from .rows import ROW_SCHEMA, StoredBatch, next_commit_after
 
 _MARKER: Final = b"\xff\xff\xff\xff"
 _PREFIX: Final = struct.Struct("<4sI")
@@ -31,7 +32,7 @@ _DIGITS: Final = 8
 
 @attrs.frozen
 class TornTail:
-    """What stands behind the last whole batch: the beginning of a message that was never finished."""
+    """The bytes after the last complete batch: the beginning of a message that was never finished."""
 
     path: Path
     offset: int
@@ -42,17 +43,8 @@ class TornTail:
         return f"{self.path.name}: {self.num_bytes:,} bytes from byte {self.offset:,} on are no whole batch"
 
 
-@attrs.frozen
-class StoredBatch:
-    """One batch and where it stands in its file."""
-
-    batch: pa.RecordBatch
-    offset: int
-    size_bytes: int
-
-
 def _seal(message: bytes) -> bytes:
-    """Fill in the two checksums of a message that carries the blank text."""
+    """Fill the two checksums into a message that carries the blank text."""
     metadata_end = _PREFIX.size + _PREFIX.unpack_from(message)[1]
     at = message.index(_BLANK, 0, metadata_end)
     sealed = bytearray(message)
@@ -61,79 +53,36 @@ def _seal(message: bytes) -> bytes:
     return bytes(sealed)
 
 
-@attrs.frozen
-class _Head:
-    """The part of a message before its body, and the checksums it states."""
-
-    data: bytes
-    seal_at: int
-    head_crc: bytes
-    crc: bytes
-    body_bytes: int
-
-    @property
-    def is_whole(self) -> bool:
-        blank = bytearray(self.data)
-        blank[self.seal_at : self.seal_at + len(_BLANK)] = _BLANK
-        return _digits(zlib.crc32(blank)) == self.head_crc
-
-    def matches(self, body: bytes) -> bool:
-        blank = bytearray(self.data)
-        blank[self.seal_at + _CRC_AT : self.seal_at + _CRC_AT + _DIGITS] = b"0" * _DIGITS
-        return _digits(zlib.crc32(body, zlib.crc32(blank))) == self.crc
-
-
 def _digits(crc: int) -> bytes:
     return b"%08x" % crc
 
 
-def _parse_head(data: bytes) -> _Head | None:
-    """The head that `data` (marker, length, metadata) is, or None if it is none."""
-    at = data.find(b"head:")
-    seal = data[at : at + len(_BLANK)]
-    if at < 0 or len(seal) < len(_BLANK):
-        return None
-    try:
-        body_bytes = _body_bytes(data[_PREFIX.size :])
-    except struct.error:
-        return None
-    return _Head(data, at, seal[_HEAD_AT : _HEAD_AT + _DIGITS], seal[_CRC_AT:], body_bytes)
-
-
 def _body_bytes(metadata: bytes) -> int:
-    """`bodyLength` of the flatbuffer table `Message` (Arrow's Message.fbs): its fourth field."""
-    (root,) = struct.unpack_from("<I", metadata)
-    (to_vtable,) = struct.unpack_from("<i", metadata, root)
-    (vtable_bytes,) = struct.unpack_from("<H", metadata, root - to_vtable)
-    field = 4 + 3 * 2
-    if vtable_bytes <= field:
-        return 0
-    (at,) = struct.unpack_from("<H", metadata, root - to_vtable + field)
-    return struct.unpack_from("<q", metadata, root + at)[0] if at else 0
-
-
-def schema_message(segment: int, first_commit: int) -> bytes:
-    """The first message of a segment: the row schema, the segment's number and its first commit."""
-    stated = {
-        "kvledger.layout_version": str(LAYOUT_VERSION),
-        "kvledger.segment": str(segment),
-        "kvledger.first_commit": str(first_commit),
-        _SEAL_KEY: _BLANK.decode(),
-    }
-    return _seal(ROW_SCHEMA.with_metadata(stated).serialize().to_pybytes())
+    """Return `bodyLength`, the fourth field of the flatbuffer table `Message` (Arrow's Message.fbs); -1 if damaged."""
+    try:
+        (root,) = struct.unpack_from("<I", metadata)
+        (to_vtable,) = struct.unpack_from("<i", metadata, root)
+        (vtable_bytes,) = struct.unpack_from("<H", metadata, root - to_vtable)
+        field = 4 + 3 * 2
+        if vtable_bytes <= field:
+            return 0
+        (at,) = struct.unpack_from("<H", metadata, root - to_vtable + field)
+        return struct.unpack_from("<q", metadata, root + at)[0] if at else 0
+    except struct.error:
+        return -1
 
 
 class BatchSerializer:
-    """Record batches as sealed messages of one stream."""
+    """Serializes record batches as messages of one stream, with their checksums."""
 
     def __init__(self) -> None:
         self._sink = io.BytesIO()
         self._writer = pa.ipc.new_stream(self._sink, ROW_SCHEMA)
-        # The writer puts the schema in front of the first batch; ours is written already, so that one is dropped.
+        # The writer puts the schema before the first batch; the stream has one already, so this one is dropped.
         self._writer.write_batch(pa.RecordBatch.from_pylist([], schema=ROW_SCHEMA))
 
     def message(self, batch: pa.RecordBatch) -> bytes:
-        """The sealed message of one batch."""
+        """Return the message of one batch."""
         self._sink.seek(0)
         self._sink.truncate()
         self._writer.write_batch(batch, custom_metadata={_SEAL_KEY: _BLANK.decode()})
@@ -141,19 +90,19 @@ class BatchSerializer:
 
 
 def _metadata_bytes_now() -> int:
-    """The metadata of a batch as this version of Arrow writes it, whatever the batch."""
+    """Return the size of a batch's metadata as this version of Arrow writes it; it is the same for every batch."""
     row = pa.RecordBatch.from_pylist([{"commit": 0}], schema=ROW_SCHEMA)
     return _PREFIX.unpack_from(BatchSerializer().message(row))[1]
 
 
 class StreamReader:
-    """Reads a segment from its start, and says how it ends.
+    """Reads a segment from its start, and reports how it ends.
 
     Attributes:
         segment: the number that the segment states.
         first_commit: the first commit that it states.
-        end: where the last whole message ends, once `batches` is exhausted.
-        torn: what stands behind it, if anything does.
+        end: where the last complete message ends, once `batches` is exhausted.
+        torn: the bytes after it; None if there are none.
     """
 
     def __init__(self, path: Path, next_commit: int | None = None) -> None:
@@ -191,7 +140,7 @@ class StreamReader:
             raise
 
     def batches(self) -> Iterator[StoredBatch]:
-        """Every whole batch. Afterwards `end` and `torn` are set.
+        """Yield every complete batch, then set `end` and `torn`.
 
         Raises:
             LogDamagedError: a batch is not what was written.
@@ -208,19 +157,17 @@ class StreamReader:
                 self.end = offset + len(message)
                 if batch.num_rows:
                     self._commit = next_commit_after(batch)
-                yield StoredBatch(batch, offset, len(message))
+                yield StoredBatch(batch, self.path, offset, len(message))
 
     def close(self) -> None:
-        """Close the file, where its batches are not wanted."""
+        """Close the file without reading its batches."""
         self._file.close()
 
-    # -- one message -------------------------------------------------------------------------------------------------
-
     def _message_at(self, offset: int) -> bytes | None:
-        """The bytes of the whole message at `offset`; None where the file ends inside it.
+        """Return the bytes of the complete message at `offset`; None if the file ends inside it.
 
         Raises:
-            LogDamagedError: what stands there is neither a message nor the beginning of one.
+            LogDamagedError: the bytes there are neither a message nor the beginning of one.
         """
         self._file.seek(offset)
         left = self._size - offset
@@ -233,24 +180,31 @@ class StreamReader:
             return None
         metadata_bytes = _PREFIX.unpack(prefix)[1]
         if _PREFIX.size + metadata_bytes > left:
-            # Every batch has as much metadata as the others; the version that writes now may differ from the last one.
+            # All batches have equally much metadata; only another version of Arrow may write more or less.
             if offset and metadata_bytes not in self._metadata_bytes and metadata_bytes != _metadata_bytes_now():
                 raise self._damaged(offset, f"a message states {metadata_bytes} bytes of metadata, more than there are")
             return None
-        head = _parse_head(prefix + self._file.read(metadata_bytes))
-        if head is None or not head.is_whole or head.body_bytes < 0:
+        head = prefix + self._file.read(metadata_bytes)
+        at = head.find(b"head:")
+        seal = head[at : at + len(_BLANK)]
+        blank = bytearray(head)
+        blank[at : at + len(_BLANK)] = _BLANK
+        head_crc = seal[_HEAD_AT : _HEAD_AT + _DIGITS]
+        body_bytes = _body_bytes(head[_PREFIX.size :])
+        if at < 0 or _digits(zlib.crc32(blank)) != head_crc or body_bytes < 0:
             raise self._damaged(offset, "a message's head does not match its checksum")
-        if len(head.data) + head.body_bytes > left:
+        if len(head) + body_bytes > left:
             return None
-        body = self._file.read(head.body_bytes)
-        if not head.matches(body):
+        body = self._file.read(body_bytes)
+        blank[at + _HEAD_AT : at + _HEAD_AT + _DIGITS] = head_crc
+        if _digits(zlib.crc32(body, zlib.crc32(blank))) != seal[_CRC_AT:]:
             raise self._damaged(offset, "a batch does not match its checksum")
         if offset:
             self._metadata_bytes.add(metadata_bytes)
-        return head.data + body
+        return head + body
 
     def _is_zero_from(self, offset: int) -> bool:
-        """Whether nothing but zeros follows, as a file system may leave behind a power cut."""
+        """Return whether only zeros follow, as a file system may leave after a power cut."""
         self._file.seek(offset)
         while chunk := self._file.read(1 << 20):
             if chunk.strip(b"\0"):
@@ -266,7 +220,7 @@ class StreamWriter:
     """Appends batches to the open segment. A failed write leaves the file as it was."""
 
     def __init__(self, path: Path, size_bytes: int) -> None:
-        """Go on behind the first `size_bytes` bytes, which are whole messages; whatever follows them is cut off."""
+        """Continue after the first `size_bytes` bytes, which are complete messages; cut off the bytes after them."""
         self.path = path
         self.size_bytes = size_bytes
         self._serializer = BatchSerializer()
@@ -275,16 +229,22 @@ class StreamWriter:
 
     @classmethod
     def create(cls, path: Path, segment: int, first_commit: int) -> "StreamWriter":
-        """Start a segment; it appears under its name with a whole schema message."""
-        message = schema_message(segment, first_commit)
+        """Start a segment. Its file appears with a complete schema message: row schema, number and first commit."""
+        stated = {
+            "kvledger.layout_version": str(LAYOUT_VERSION),
+            "kvledger.segment": str(segment),
+            "kvledger.first_commit": str(first_commit),
+            _SEAL_KEY: _BLANK.decode(),
+        }
+        message = _seal(ROW_SCHEMA.with_metadata(stated).serialize().to_pybytes())
         write_whole(path, message)
         return cls(path, len(message))
 
     def append(self, batch: pa.RecordBatch, fsync: bool = False) -> int:
-        """Write one batch. Returns its bytes.
+        """Write one batch; return its size in bytes.
 
         Raises:
-            OSError: what the system says; the file is cut back to the last whole batch.
+            OSError: the system's error; the file is cut back to the last complete batch.
         """
         message = self._serializer.message(batch)
         view = memoryview(message)
@@ -302,27 +262,3 @@ class StreamWriter:
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Put a file in place whole or not at all, on the device before this returns."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make renames in a directory survive a power cut."""
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

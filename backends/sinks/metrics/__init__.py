@@ -1,0 +1,1 @@
+"""Figures for Prometheus under vLLM's metric names."""

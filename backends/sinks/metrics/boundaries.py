@@ -1,4 +1,4 @@
-"""The boundaries of the histograms that vLLM publishes for Prometheus: milliseconds, tokens, or times."""
+"""Bucket boundaries of the histograms that vLLM publishes for Prometheus: milliseconds, tokens, or counts."""
 
 REQUEST_MS = (
     *(300, 500, 800, 1_000, 1_500, 2_000, 2_500, 5_000, 10_000, 15_000, 20_000, 30_000, 40_000, 50_000, 60_000),
@@ -17,7 +17,7 @@ PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 
 
 def token_boundaries(max_model_len: int) -> list[int]:
-    """1, 2, 5, 10, 20, 50, ... up to `max_model_len`."""
+    """Return 1, 2, 5, 10, 20, 50, ... up to `max_model_len`."""
     boundaries: list[int] = []
     power = 1
     while power <= max_model_len:

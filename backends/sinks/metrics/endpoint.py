@@ -1,8 +1,7 @@
-"""Figures over HTTP for Prometheus: whoever has some gives them when they are asked for."""
+"""Serves figures over HTTP for Prometheus, reading them from their source at each scrape."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Literal, Protocol
 
 import attrs
@@ -15,14 +14,14 @@ from ....core.errors import InputError
 
 @attrs.frozen
 class Figure:
-    """One figure.
+    """One metric value.
 
     Attributes:
-        name: vLLM's where it means the same, else one that begins with "kvledger:"; a counter without its "_total".
-        kind: how Prometheus is to take it.
-        text: what it says, with its unit.
-        value: now; NaN leaves it out.
-        labels: what tells it apart from others of its name.
+        name: vLLM's name if it means the same, else a name that begins with "kvledger:"; without a counter's "_total".
+        kind: the metric's type for Prometheus.
+        text: the help text, with the unit.
+        value: the value now; NaN omits the figure.
+        labels: labels that distinguish it from others with the same name.
     """
 
     name: str
@@ -33,22 +32,22 @@ class Figure:
 
 
 class HasFigures(Protocol):
-    """Something that Prometheus may ask."""
+    """A source of figures: `LedgerMetrics`, `ServingMetrics` or the ledger behind `kvledger follow`."""
 
     def figures(self) -> Iterable[Figure]:
-        """Its figures now."""
+        """Return the figures now."""
         ...
 
 
 class FigureCollector:
-    """Asks one source for its figures whenever a registry is read."""
+    """Reads the figures of one source whenever a registry is scraped."""
 
     def __init__(self, source: HasFigures, labels: Mapping[str, str]) -> None:
         self._source = source
         self._labels = labels
 
     def collect(self) -> Iterator[Family]:
-        """The figures now, one family a name."""
+        """Yield the figures now, one family for each name."""
         by_name: dict[str, list[Figure]] = {}
         for figure in self._source.figures():
             if not math.isnan(figure.value):
@@ -75,7 +74,7 @@ class PrometheusEndpoint:
     def __init__(
         self, source: HasFigures, port: int, host: str = "127.0.0.1", labels: Mapping[str, str] | None = None
     ) -> None:
-        """Start to serve; port 0 takes a free one. Raises InputError if the port is not to be had."""
+        """Start serving; port 0 takes a free one. Raises InputError if the port is taken."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(FigureCollector(source, dict(labels or {})))  # pyright: ignore[reportArgumentType]
         try:
@@ -93,7 +92,5 @@ class PrometheusEndpoint:
     def __enter__(self) -> "PrometheusEndpoint":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

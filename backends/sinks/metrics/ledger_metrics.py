@@ -1,4 +1,4 @@
-"""What the commits of a live allocator say, as figures for Prometheus under vLLM's names."""
+"""Counts the commits of a live allocator as figures for Prometheus, under vLLM's names."""
 
 from collections.abc import Iterator
 
@@ -21,13 +21,13 @@ from .endpoint import Figure
 
 
 class LedgerMetrics:
-    """A sink that counts. Gauges are read from the live state when Prometheus asks.
+    """A sink that counts commits. It reads gauges from the live state when Prometheus scrapes.
 
-    What no commit tells (queue lengths, latencies, tokens that were looked up in vain) is the scheduler's to say.
+    Commits do not tell queue lengths, latencies or tokens that were looked up without a hit: the scheduler does.
     """
 
     def __init__(self, state: LedgerState | None = None) -> None:
-        """`state` may be set later, once the allocator is there."""
+        """Start at 0. `state` may be set later, once the allocator exists."""
         self.state = state
         self._block_size = 0
         self._num_gpu_blocks = 0
@@ -76,18 +76,18 @@ class LedgerMetrics:
             self._finished[name] = self._finished.get(name, 0) + count
 
     def figures(self) -> Iterator[Figure]:
-        """The figures now."""
+        """Yield the figures now."""
         usage = float("nan") if self.state is None else self.state.pool.usage
         yield Figure("vllm:kv_cache_usage_perc", "gauge", "Referenced blocks over usable blocks, 0 to 1.", usage)
         yield Figure("vllm:num_requests_running", "gauge", "Requests that hold blocks.", self._running)
-        yield Figure("vllm:num_preemptions", "counter", "Requests whose blocks were taken back.", self._preemptions)
-        hits = "Tokens found in the cache, readmissions after a preemption included."
+        yield Figure("vllm:num_preemptions", "counter", "Requests that lost their blocks.", self._preemptions)
+        hits = "Tokens found in the prefix cache, including readmissions after a preemption."
         yield Figure("vllm:prefix_cache_hits", "counter", hits, self._hit_tokens)
         for reason, count in sorted(self._finished.items()):
-            ended = "Requests that gave their blocks back for good."
+            ended = "Requests that ended and freed their blocks."
             yield Figure("vllm:request_success", "counter", ended, count, {"finished_reason": reason})
-        yield Figure("kvledger:blocks_taken", "counter", "Blocks handed out for new content.", self._taken)
-        yield Figure("kvledger:blocks_cached", "counter", "Blocks that became findable.", self._cached)
+        yield Figure("kvledger:blocks_taken", "counter", "Blocks allocated for new content.", self._taken)
+        yield Figure("kvledger:blocks_cached", "counter", "Blocks that entered the prefix cache.", self._cached)
         yield Figure("kvledger:blocks_evicted", "counter", "Blocks that lost their key.", self._evicted)
         info = {"block_size": str(self._block_size), "num_gpu_blocks": str(self._num_gpu_blocks)}
-        yield Figure("vllm:cache_config_info", "gauge", "What the pool is.", 1, info)
+        yield Figure("vllm:cache_config_info", "gauge", "Block size and number of blocks of the pool.", 1, info)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from kvledger.backends import CudaBackend
 from kvledger.backends.serving import LiveEngine, StepTokens
-from kvledger.backends.serving.engine.lengths import LengthLimit
+from kvledger.backends.serving.model.served_model import LengthLimit
 from kvledger.core import AllocatorConfig, FullAttention, SchedulerConfig, SlidingWindow
 from kvledger.core.planner.layout import KVCacheGroup, KVCacheLayout, lay_out
 from kvledger.core.planner.specs import FullAttentionSpec, SlidingWindowSpec

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("pyarrow", reason="event logs need pyarrow")
 
-from kvledger.backends.serving.engine.recorded_run import live_header
+from kvledger.backends.serving.engine.recording import live_header
 from kvledger.backends.sinks import DurableLog, FlushPolicy, LogReader, StepComputed
 from kvledger.core import AllocatorConfig, FullAttention, InputError, KVCacheAllocator, SchedulerConfig, StepLoad
 from kvledger.core.models.geometry import load_geometry

@@ -11,7 +11,7 @@ from kvledger.backends.serving import (
     QueueFullError,
     SamplingSettings,
 )
-from kvledger.backends.serving.engine.lengths import LengthLimit
+from kvledger.backends.serving.model.served_model import LengthLimit
 from kvledger.core import DoesNotFitError, InputError, SchedulerConfig
 
 pytestmark = pytest.mark.torch

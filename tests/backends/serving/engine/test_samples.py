@@ -12,8 +12,8 @@ from kvledger.backends.serving import (  # noqa: E402
     LiveRecording,
     QueueFullError,
     SamplingSettings,
-    step_sampler,
 )
+from kvledger.backends.serving.engine import generation as generation_module  # noqa: E402
 from kvledger.backends.serving.engine.request_checks import RequestChecks  # noqa: E402
 from kvledger.backends.serving.sampling.sampling import choose_tokens  # noqa: E402
 from kvledger.backends.serving.sampling.settings import TokenRules  # noqa: E402
@@ -131,7 +131,7 @@ def test_samples_are_chosen_no_more_at_once_than_a_step_has_requests(make_engine
         num_rows.append((len(logits), len(wanted)))
         return choose_tokens(logits, wanted)
 
-    monkeypatch.setattr(step_sampler, "choose_tokens", counted)
+    monkeypatch.setattr(generation_module, "choose_tokens", counted)
     engine = make_engine(max_num_seqs=3, start=False)
     settings = [drawn(7, max_tokens=2, logprobs=2), drawn(1, max_tokens=2), drawn(2, max_tokens=2)]
     families = [engine.submit_samples([*PROMPT[:6], place], each) for place, each in enumerate(settings)]
@@ -178,7 +178,7 @@ def test_a_failure_ends_all_of_them(make_engine, step) -> None:
 
 def test_what_settings_say_of_tokens_is_looked_at_once_for_all_samples(make_engine, monkeypatch) -> None:
     checked, made, make = [], [], TokenRules.of
-    monkeypatch.setattr(RequestChecks, "_settings", lambda _self, each: checked.append(each))
+    monkeypatch.setattr(RequestChecks, "_check_settings", lambda _self, each: checked.append(each))
     monkeypatch.setattr(TokenRules, "of", lambda each, ends: made.append(each) or make(each, ends))
     shared = attrs.evolve(DRAWN, stop_token_ids=[5, 6], logit_bias={1: 2.0}, min_tokens=2)
     settings = [*[shared.with_seed(seed) for seed in range(4)], attrs.evolve(shared, ignore_eos=True)]

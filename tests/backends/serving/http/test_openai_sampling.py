@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("openai", reason="these tests are the openai client's")
 
 import attrs
-from kvledger.backends.serving import SamplingSettings, sampling_settings
-from kvledger.backends.serving.sampling.settings import TokenRules
+from kvledger.backends.serving.sampling import settings as settings_module
+from kvledger.backends.serving.sampling.settings import SamplingSettings, TokenRules
 
 from tests.backends.serving.cache_reader import Context
 from tests.backends.serving.plain_sampling import log_probabilities, outputs_alone
@@ -146,10 +146,10 @@ def test_no_stop_text_ends_an_answer_before_its_least_tokens(make_server, letter
 
 
 def test_lists_of_tokens_are_looked_at_once_however_many_prompts_and_choices_there_are(make_server, monkeypatch):
-    looked_at, look_at = [], sampling_settings._token_id
+    looked_at, look_at = [], settings_module._token_id
     made, make = [], TokenRules.of
     monkeypatch.setattr(
-        sampling_settings, "_token_id", lambda value, name: looked_at.append(value) or look_at(value, name)
+        settings_module, "_token_id", lambda value, name: looked_at.append(value) or look_at(value, name)
     )
     monkeypatch.setattr(TokenRules, "of", lambda settings, ends: made.append(settings) or make(settings, ends))
     body = {"prompt": ["a", "b", "c"], "n": 7, "seed": 1, "max_tokens": 2, "stop_token_ids": [1, 2] * 50}

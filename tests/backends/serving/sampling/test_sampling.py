@@ -8,8 +8,9 @@ torch = pytest.importorskip("torch", reason="live serving needs torch")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from kvledger.backends.serving import SamplingSettings, logit_adjustments  # noqa: E402
+from kvledger.backends.serving import SamplingSettings  # noqa: E402
 from kvledger.backends.serving.errors import SettingError  # noqa: E402
+from kvledger.backends.serving.sampling import logit_adjustments  # noqa: E402
 from kvledger.backends.serving.sampling.logit_adjustments import LogitAdjuster, adjusted_logits  # noqa: E402
 from kvledger.backends.serving.sampling.sampling import NextToken, choose_tokens, seed_of_request, uniform  # noqa: E402
 from kvledger.backends.serving.sampling.settings import (  # noqa: E402
@@ -148,7 +149,7 @@ def test_settings_with_another_seed_share_everything_else() -> None:
     other = settings.with_seed(9)
     assert settings.stop_token_ids == (3, 1)
     assert (settings.seed, other) == (1, attrs.evolve(settings, seed=9))
-    assert other.says_the_same_of_tokens(settings)
+    assert other.shares_token_rules(settings)
     for change in (
         {"ignore_eos": True},
         {"min_tokens": 2},
@@ -156,7 +157,7 @@ def test_settings_with_another_seed_share_everything_else() -> None:
         {"stop_token_ids": [3]},
         {"logit_bias": {}},
     ):
-        assert not attrs.evolve(settings, **change).says_the_same_of_tokens(settings)
+        assert not attrs.evolve(settings, **change).shares_token_rules(settings)
 
 
 def uniform_max():

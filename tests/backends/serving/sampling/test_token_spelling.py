@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("torch", reason="live serving needs torch")
 pytest.importorskip("transformers", reason="these tokenizers are those of transformers")
 
-from kvledger.backends.serving.engine.token_stream import TokenDelta
+from kvledger.backends.serving.engine.request import TokenDelta
 from kvledger.backends.serving.http.responses import CompletionShape, Piece
 from kvledger.backends.serving.sampling.detokenizer import TokenSpeller, TokenSpelling
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

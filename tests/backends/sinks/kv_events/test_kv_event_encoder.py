@@ -14,10 +14,10 @@ from kvledger.backends.sinks.kv_events.content import (
 from kvledger.backends.sinks.kv_events.encoder import KVEventEncoder, block_hash, block_hash_low64
 from kvledger.backends.sinks.kv_events.schema import (
     AllBlocksCleared,
-    BatchDecoder,
     BlockRemoved,
     BlockStored,
     KVEventBatch,
+    decode_batch,
     encode_batch,
 )
 from kvledger.backends.sinks.kv_events.shadow_pool import ShadowPool
@@ -87,11 +87,11 @@ def encoded_history(history_of: Callable, wire: str, **options: Any) -> tuple[An
 @pytest.mark.parametrize("keys", ["bytes", "int", "str", "tuple"])
 def test_the_stream_of_a_history_rebuilds_the_index_with_its_copies(history_of, wire, pool, keys) -> None:
     history, recording = encoded_history(history_of, wire, seed=17, pool=pool, keys=keys)
-    shadow, decoder = ShadowPool(), BatchDecoder()
+    shadow = ShadowPool()
     for _ in range(300):
         history.step()
         for events in recording.batches:
-            shadow.apply(decoder.decode(encode_batch(KVEventBatch(1.0, events))).events)
+            shadow.apply(decode_batch(encode_batch(KVEventBatch(1.0, events))).events)
         recording.batches.clear()
         assert shadow.by_copies() == pool_as_copies(history.allocator)
     assert shadow.num_unknown_removals == 0
@@ -142,18 +142,18 @@ def test_a_batch_is_an_array_of_maps_with_defaults_left_out() -> None:
         ],
         3,
     ]
-    assert BatchDecoder().decode(encode_batch(batch)) == batch
+    assert decode_batch(encode_batch(batch)) == batch
 
 
 @pytest.mark.parametrize("payload", [b"", b"\x00", msgspec.msgpack.encode([1.0, [{"type": "BlockPainted"}]]), b"\xc1"])
 def test_what_is_no_batch_is_refused(payload: bytes) -> None:
     with pytest.raises(InputError, match="no batch of KV events"):
-        BatchDecoder().decode(payload)
+        decode_batch(payload)
 
 
 def test_later_fields_of_other_producers_are_ignored() -> None:
     event = {"type": "BlockRemoved", "block_hashes": [1], "colour": "blue"}
-    assert BatchDecoder().decode(msgspec.msgpack.encode([0.0, [event], None])).events == [BlockRemoved([1])]
+    assert decode_batch(msgspec.msgpack.encode([0.0, [event], None])).events == [BlockRemoved([1])]
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_a_number_beyond_its_column_is_refused_and_leaves_the_batch_as_it_was(ro
     encoder = RowEncoder()
     encoder.add_commit(ONE_OF_EACH, 5)
     before = encoder.as_batch()
-    with pytest.raises(InputError, match="commit 1 holds a number that a log has no room for"):
+    with pytest.raises(InputError, match="commit 1 holds a number too large for a log"):
         encoder.add_commit(Commit(1, (CacheReset(), TokensPlaced(rows, (0,), (1,)))), 6)
     assert encoder.as_batch().equals(before)
 

@@ -1,14 +1,14 @@
-"""From a model to an engine's memory: profile or count, plan, allocate, warm up; with the ledger and the known lines.
+"""Sizes an engine for a model: profile or estimate its memory, plan and allocate the pool, warm up, capture graphs.
 
     sized = size_engine(lambda: load_model(path, device="cpu"), EngineOptions(kv_cache_memory_bytes=1 << 29, ...))
     print(*sized.lines(), sep=os.linesep)
     engine = LiveEngine(sized.runner, allocator=sized.allocator, scheduler=sized.scheduler)
 
-On a GPU the largest step is run and measured, and the pool gets what `gpu_memory_utilization` leaves, unless its size
-is given. On a CPU nobody knows what share of the host is meant, so the size must be given.
+On a GPU the largest step is run and measured, and the pool gets the rest of `gpu_memory_utilization`, unless its size
+is given. On a CPU the size must be given, since no fraction of the host's memory is meant for the pool.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import attrs
@@ -27,7 +27,7 @@ from ....core.models.geometry import ModelGeometry
 from ....core.planner.groups import allocator_groups
 from ....core.quantities import format_bytes
 from ....core.scheduler.config import SchedulerConfig
-from ...cuda.attention_packages import AttentionPackage, installed_packages
+from ...cuda.attention_packages import installed_packages
 from ...cuda.backend import CudaBackend
 from ...cuda.graphs import CudaGraphs, GraphCapturer
 from ...cuda.torch_device import torch_device
@@ -35,20 +35,19 @@ from ...profiling.device import DeviceAccess, open_cuda_device
 from ...profiling.probe import DeviceProbe, HostDevice
 from ...profiling.profiler import MemoryProfiler, Reconciliation
 from ...profiling.step import StepLimits
-from ..engine.lengths import length_limit
-from ..engine.options import EngineOptions
-from .profiled_model import ProfiledModel, SampledGraphs
-from .runner import ModelRunner
-from .served_model import transformers_geometry
+from ..model.profiled_model import ProfiledModel, SampledGraphs
+from ..model.runner import ModelRunner
+from ..model.served_model import length_limit, transformers_geometry
+from .options import EngineOptions
 
 # vLLM's default of `--gpu-memory-utilization`.
 DEFAULT_UTILIZATION: Final = 0.9
-# vLLM's engine keeps, of windowed groups, only the window before a request's replay boundaries.
+# In windowed groups, vLLM's engine keeps only the window before a request's replay boundaries.
 _ENGINE_RETENTION: Final = 0
 
 
 class HasModel(Protocol):
-    """What loading returns: at least the transformers model."""
+    """The result of loading: at least the transformers model."""
 
     @property
     def model(self) -> Any:
@@ -61,15 +60,15 @@ Loaded = TypeVar("Loaded", bound=HasModel)
 
 @attrs.frozen(kw_only=True, eq=False)
 class SizedEngine(Generic[Loaded]):
-    """Everything that `LiveEngine` needs, and the account of the memory.
+    """Everything that `LiveEngine` needs, and an account of the memory.
 
     Attributes:
-        options: what it was sized for.
-        loaded: what loading returned.
+        options: the options that it was sized for.
+        loaded: the result of loading.
         runner: the model on its pool.
-        allocator, scheduler: the engine's configurations.
-        plan: the ledger and the pool.
-        reconciliation: what start-up took against what was expected; None where nothing was profiled.
+        allocator, scheduler: the engine's configs.
+        plan: the memory ledger and the pool.
+        reconciliation: measured against expected memory at start-up; None if nothing was profiled.
     """
 
     options: EngineOptions
@@ -83,19 +82,16 @@ class SizedEngine(Generic[Loaded]):
     @property
     def warnings(self) -> tuple[str, ...]:
         """What a reader must know before trusting the figures."""
+        limit, options = self.runner.length_limit, self.options
+        shorter = (limit.reason,) if limit.is_longrope and options.max_model_len_is_open else ()
+        # A caller who gave no utilization need not know that it is ignored.
+        gave_utilization = options.gpu_memory_utilization is not None
+        planned = [each for each in self.plan.warnings if gave_utilization or "--gpu-memory-utilization" not in each]
         measured = () if self.reconciliation is None else self.reconciliation.warnings
-        return (*self._shorter_than_made_for(), *filter(self._is_news, self.plan.warnings), *measured)
-
-    def _shorter_than_made_for(self) -> tuple[str, ...]:
-        limit = self.runner.length_limit
-        return (limit.reason,) if limit.is_longrope and self.options.max_model_len_is_open else ()
-
-    def _is_news(self, warning: str) -> bool:
-        """That a utilization is ignored is none to somebody who gave none."""
-        return self.options.gpu_memory_utilization is not None or "--gpu-memory-utilization" not in warning
+        return (*shorter, *planned, *measured)
 
     def lines(self) -> tuple[str, ...]:
-        """The lines that people grep a server's start-up log for, the ledger, and the warnings."""
+        """Return the lines that people grep a server's start-up log for, the ledger, and the warnings."""
         rows = self.plan.rows(self.plan.stages[0])
         width = max(len(row.name) for row in rows)
         ledger = [f"  {row.name:<{width}}  {format_bytes(row.num_bytes)}  {row.source}" for row in rows]
@@ -121,14 +117,14 @@ def size_engine(
     device_access: DeviceAccess | None = None,
     graph_capturer: GraphCapturer | None = None,
 ) -> SizedEngine[Loaded]:
-    """Load the model, size the pool, allocate it, take the model over, and on a GPU capture its decode steps.
+    """Load the model, size and allocate the pool, make the model's runner, and on a GPU capture its decode steps.
 
     Args:
         load: loads the model onto the device.
-        options: what it is sized for.
+        options: what the engine is sized for.
         device: "cpu", "cuda" or "cuda:1".
-        device_access: where a profile reads memory; that of `device` unless given. With it a CPU is profiled too.
-        graph_capturer: captures decode steps where memory is profiled; on a GPU `CudaGraphs()` unless given.
+        device_access: how a profile reads memory; that of `device` unless given. With it a CPU is profiled too.
+        graph_capturer: captures decode steps if memory is profiled; on a GPU `CudaGraphs()` unless given.
 
     Raises:
         InputError: options that do not go together, or a model that cannot be served.
@@ -154,7 +150,7 @@ def _refuse_sizes_without_graphs(options: EngineOptions) -> None:
 
 
 def _size_by_count(load: Callable[[], Loaded], options: EngineOptions, device: torch.device) -> SizedEngine[Loaded]:
-    """On a CPU: weights as large as their tensors, activations by their formula, and a pool of the size given."""
+    """Size on a CPU: weights as large as their tensors, activations by their formula, and a pool of the given size."""
     if not options.is_pinned:
         raise InputError(
             "on a CPU the pool's size must be given: kv_cache_memory_bytes (512MiB, say) or num_gpu_blocks_override"
@@ -169,17 +165,33 @@ def _size_by_count(load: Callable[[], Loaded], options: EngineOptions, device: t
     before = DeviceProbe(HostDevice()).read()
     loaded = load()
     geometry = _geometry(loaded.model, options)
-    rows = (_weights_row(loaded.model), _activations_row(geometry, options, loaded.model.dtype))
+    activations = activation_row(
+        geometry.weights.layers,
+        hidden_size=geometry.hidden_size,
+        vocab_size=geometry.vocab_size,
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        shape=StepShape(
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_seqs=options.max_num_seqs,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            enforce_eager=True,
+        ),
+        holds_head=True,
+        constants=EstimateConstants(),
+    )
     plan = _planned(
         options,
         geometry,
         before,
-        rows,
-        # The pool's size is given, so this decides nothing but what the account calls available: all that is free.
+        (_weights_row(loaded.model), activations),
+        # The pool's size is given, so this decides only the account's available memory: all that is free.
         budget=(BudgetSemantics.OF_FREE, 1.0),
         captures_graphs=False,
     )
-    backend = _backend(options, loaded.model, device)
+    backend = CudaBackend(
+        device=device, max_num_batched_tokens=options.max_num_batched_tokens, model_dtype=loaded.model.dtype
+    )
     _allocate(backend, plan)
     return _sized(loaded, ModelRunner(loaded.model, backend), options, plan, None)
 
@@ -191,8 +203,13 @@ def _size_by_profile(
     access: DeviceAccess,
     capturer: GraphCapturer | None,
 ) -> SizedEngine[Loaded]:
-    """By what the device says before loading, after it, at the peak of the largest step, and around graphs."""
-    packages = _packages(options)
+    """Size by the device's memory before loading, after it, at the peak of the largest step, and around graphs."""
+    packages = installed_packages() if options.attention_packages else ()
+    if options.attention_packages and not packages:
+        raise InputError(
+            "attention_packages is set, but neither flash_attn nor flashinfer can be imported; install one, or leave "
+            "it out: kvledger has its own attention kernel"
+        )
     limits = StepLimits(max_num_batched_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs)
     profiler = MemoryProfiler(access, limits)
     profiler.take_baseline()
@@ -221,27 +238,27 @@ def _size_by_profile(
         budget=(BudgetSemantics.OF_TOTAL, DEFAULT_UTILIZATION if utilization is None else utilization),
         captures_graphs=measured.graphs is not None,
     )
-    backend = _backend(options, loaded.model, device, packages)
+    backend = CudaBackend(
+        device=device,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        model_dtype=loaded.model.dtype,
+        attention_packages=packages,
+    )
     planned_bytes = plan.pool.configs()[0].size_bytes
     profiler.allocate_pool(lambda: _allocate(backend, plan), planned_bytes=planned_bytes)
     runner = ModelRunner(loaded.model, backend)
-    _warm_up(runner, _allocator(options, plan))
+    # Steps and graphs read the tables of the future pool, so these are created first, and outside inference mode: the
+    # engine's thread writes them.
+    with torch.inference_mode(False):
+        backend.create_tables(_allocator(options, plan))
+    runner.warm_up()
     if capturer is not None and sizes:
         profiler.capture_graphs(lambda: runner.capture(sizes, capturer))
     return _sized(loaded, runner, options, plan, profiler.reconcile())
 
 
-def _warm_up(runner: ModelRunner, allocator: AllocatorConfig) -> None:
-    """Steps and graphs read the tables of the pool that is to come, so these are made first, outside inference mode:
-    they are written in the engine's thread.
-    """
-    with torch.inference_mode(False):
-        runner.backend.create_tables(allocator)
-    runner.warm_up()
-
-
 def _geometry(model: Any, options: EngineOptions) -> ModelGeometry:
-    """What the model stores.
+    """Return the model's geometry.
 
     Raises:
         InputError: it cannot be served, or a request could be longer than its `length_limit`.
@@ -261,7 +278,7 @@ def _planned(
     budget: tuple[BudgetSemantics, float],
     captures_graphs: bool,
 ) -> DeploymentPlan:
-    """The plan of one device whose non-KV rows are known, read before anything was loaded.
+    """Plan one device with known non-KV rows and the memory that was free before anything was loaded.
 
     Raises:
         DoesNotFitError: it does not fit.
@@ -290,37 +307,9 @@ def _planned(
     return plan
 
 
-def _backend(
-    options: EngineOptions, model: Any, device: torch.device, packages: Sequence[AttentionPackage] = ()
-) -> CudaBackend:
-    return CudaBackend(
-        device=device,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        model_dtype=model.dtype,
-        attention_packages=packages,
-    )
-
-
-def _packages(options: EngineOptions) -> Sequence[AttentionPackage]:
-    """Whose attention the options ask for.
-
-    Raises:
-        InputError: none of them is installed.
-    """
-    if not options.attention_packages:
-        return ()
-    packages = installed_packages()
-    if not packages:
-        raise InputError(
-            "attention_packages is set, but neither flash_attn nor flashinfer can be imported; install one, or leave "
-            "it out: kvledger has an attention kernel of its own"
-        )
-    return packages
-
-
 def _allocate(backend: CudaBackend, plan: DeploymentPlan) -> torch.Tensor:
     backend.initialize(plan.pool.configs()[0])
-    # A host maps zeros when they are first touched: better now than in the middle of a request.
+    # A host maps memory on first touch: better now than in the middle of a request.
     return backend.raw.zero_()
 
 
@@ -359,7 +348,7 @@ def _sized(
 
 
 def _weights_row(model: Any) -> LedgerRow:
-    """Tied weights are one tensor and count once."""
+    """Count the bytes of a model's tensors. Tied weights are one tensor and count once."""
     tensors = {each.data_ptr(): each for each in (*model.parameters(), *model.buffers())}
     num_bytes = sum(each.numel() * each.element_size() for each in tensors.values())
     return LedgerRow(
@@ -368,22 +357,4 @@ def _weights_row(model: Any) -> LedgerRow:
         source=RowSource.MEASURED,
         role=RowRole.RESIDENT,
         formula=f"bytes of the model's {len(tensors)} tensors",
-    )
-
-
-def _activations_row(geometry: ModelGeometry, options: EngineOptions, dtype: torch.dtype) -> LedgerRow:
-    return activation_row(
-        geometry.weights.layers,
-        hidden_size=geometry.hidden_size,
-        vocab_size=geometry.vocab_size,
-        dtype=str(dtype).removeprefix("torch."),
-        shape=StepShape(
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            max_num_seqs=options.max_num_seqs,
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            enforce_eager=True,
-        ),
-        holds_head=True,
-        constants=EstimateConstants(),
     )

@@ -17,7 +17,7 @@ from kvledger.core.deployment.startup_log import read_startup_log  # noqa: E402
 from kvledger.core.memory.profile import MemoryKind  # noqa: E402
 from kvledger.kernels import TorchKernels  # noqa: E402
 
-from tests.backends import fake_attention_packages as fakes  # noqa: E402
+from tests.backends.cuda import fake_attention_packages as fakes  # noqa: E402
 from tests.backends.serving.real_models import tiny_model  # noqa: E402
 from tests.backends.serving.recorded_graphs import RecordedGraphs, RecordedKernels  # noqa: E402
 
@@ -146,7 +146,7 @@ def test_packages_that_are_asked_for_are_asked_first(monkeypatch) -> None:
     with pytest.raises(InputError, match="neither flash_attn nor flashinfer can be imported"):
         sized(**asked, attention_packages=True)
     package = FlashAttention(fakes.flash_attn)
-    monkeypatch.setattr("kvledger.backends.serving.model.sizing.installed_packages", lambda: [package])
+    monkeypatch.setattr("kvledger.backends.serving.engine.sizing.installed_packages", lambda: [package])
     found = sized(**asked, attention_packages=True)
     assert serve(found) == serve(sized())
     choices = found.runner.backend.attention_choices
