@@ -260,7 +260,7 @@ class Deployment:
         if layers.start:
             return None
         given = _given_or(self.given.encoder_bytes, "encoder", RowRole.RESIDENT)
-        return given or encoder_row(self.geometry.reader.left_out, self.constants)
+        return given or encoder_row(self.geometry.left_out, self.constants)
 
     def _activation_row(self, layers: range) -> LedgerRow:
         return activation_row(

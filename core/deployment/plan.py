@@ -268,7 +268,7 @@ def _warnings(plan: DeploymentPlan) -> tuple[str, ...]:
                 f"CUDA graphs of about {graphs.num_bytes / (1 << 30):.2f} GiB are not set aside, and only"
                 f" {left / (1 << 30):.2f} GiB remain free: capturing them may run out of memory"
             )
-    unknown = plan.deployment.geometry.reader.left_out
+    unknown = plan.deployment.geometry.left_out
     if unknown and deployment.given.encoder_bytes is None and deployment.measured is None:
         out.append(
             f"{', '.join(unknown)}: not counted in the parameters; the encoder row is an estimate with a wide range,"
