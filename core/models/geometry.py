@@ -213,7 +213,7 @@ def geometry_from_description(document: Mapping[str, Any], name: str, place: str
 
 
 def builtin_geometry(name: str) -> ModelGeometry:
-    """Load a built-in model by its short name (`llama-3.1-8b`) or by a hub id of it (`meta-llama/Llama-3.1-8B-Instruct`).
+    """Load a built-in model by its short name (`llama-3.1-8b`) or a hub id (`meta-llama/Llama-3.1-8B-Instruct`).
 
     Raises:
         InputError: no built-in model of that name; close names are listed.

@@ -157,6 +157,6 @@ class KimiK3(KimiLinear):
             InputError: always.
         """
         raise InputError(
-            f"{self.fields.place}: the experts of Kimi K3 work on a latent and its layers attend to earlier layers'"
-            " outputs, and the sizes of both are not known here"
+            f"{self.fields.place}: the parameters of Kimi K3 are not known here (its experts work on a latent, and its"
+            " layers attend to earlier layers' outputs)"
         )

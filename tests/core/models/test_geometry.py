@@ -245,7 +245,7 @@ def test_a_description_by_kind_says_what_is_stored_but_not_the_parameters(tmp_pa
     assert geometry.name == "mine"
     assert geometry.max_position_embeddings == 4096
     assert geometry.sequence_bytes(10, "auto").total == 10 * 3 * 2 * 2 * 64 * 2
-    with pytest.raises(InputError, match="says nothing about parameters.*weights_bytes"):
+    with pytest.raises(InputError, match=r"says nothing about parameters.*weights_bytes"):
         _ = geometry.parameters
 
 
