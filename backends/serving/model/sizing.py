@@ -92,7 +92,7 @@ class SizedEngine(Generic[Loaded]):
 
     def _is_news(self, warning: str) -> bool:
         """That a utilization is ignored is none to somebody who gave none."""
-        return self.options.gpu_memory_utilization is not None or "--gpu-memory-utilization" not in warning
+        return self.options.gpu_memory_utilization is not None or "gpu_memory_utilization" not in warning
 
     def lines(self) -> tuple[str, ...]:
         """The lines that people grep a server's start-up log for, the ledger, and the warnings."""

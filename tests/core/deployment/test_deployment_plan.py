@@ -136,11 +136,11 @@ def test_graphs_that_are_not_set_aside_are_warned_of_where_they_may_not_fit() ->
 
 def test_parts_that_the_config_says_nothing_about_are_named() -> None:
     found = plan("gemma-3-27b")
-    assert any("--encoder-bytes" in warning for warning in found.warnings)
+    assert any("encoder_bytes" in warning for warning in found.warnings)
     fewest, most = found.blocks_range
     assert fewest < found.num_blocks < most
     text_only = plan("gemma-3-27b", given=GivenMemory(encoder_bytes=0))
-    assert not any("--encoder-bytes" in warning for warning in text_only.warnings)
+    assert not any("encoder_bytes" in warning for warning in text_only.warnings)
 
 
 utilizations = st.integers(400, 950).map(lambda steps: steps / 1000)
@@ -208,17 +208,17 @@ def test_every_remedy_that_is_offered_was_tried_and_is_as_small_as_works() -> No
     asked = deployment("llama-3.1-70b", tensor_parallel_size=2, max_model_len=32_768)
     found = plan_deployment(asked)
     diagnosis = one_request_does_not_fit(found)
-    offered = {remedy.option: remedy.value for remedy in diagnosis.remedies}
-    assert {"--max-model-len", "--gpu-memory-utilization", "--tensor-parallel-size"} <= set(offered)
+    offered = {remedy.parameter: remedy.value for remedy in diagnosis.remedies}
+    assert {"max_model_len", "gpu_memory_utilization", "tensor_parallel_size"} <= set(offered)
     for option, field, step in (
-        ("--max-model-len", "max_model_len", 1),
-        ("--gpu-memory-utilization", "utilization", -0.001),
+        ("max_model_len", "max_model_len", 1),
+        ("gpu_memory_utilization", "utilization", -0.001),
     ):
         value = offered[option]
         assert isinstance(value, int | float)
         assert plan_deployment(attrs.evolve(asked, **{field: value})).fits
         assert not plan_deployment(attrs.evolve(asked, **{field: round(value + step, 3)})).fits
-    size = int(offered["--tensor-parallel-size"])
+    size = int(offered["tensor_parallel_size"])
     assert plan_deployment(attrs.evolve(asked, tensor_parallel_size=size)).fits
     with pytest.raises(InputError, match="fits"):
         one_request_does_not_fit(plan())
@@ -236,8 +236,8 @@ def test_a_pool_below_expectation_names_the_row_and_the_knobs() -> None:
     expected = found.num_blocks + 1500
     diagnosis = pool_smaller_than_expected(found, expected)
     assert diagnosis.row == "peak activation"
-    offered = {remedy.option: remedy for remedy in diagnosis.remedies}
-    fewer = offered["--max-num-seqs"]
+    offered = {remedy.parameter: remedy for remedy in diagnosis.remedies}
+    fewer = offered["max_num_seqs"]
     assert plan_deployment(attrs.evolve(asked, max_num_seqs=int(fewer.value or 0))).num_blocks >= expected
     assert plan_deployment(attrs.evolve(asked, max_num_seqs=int(fewer.value or 0) + 1)).num_blocks < expected
     with pytest.raises(InputError, match="the pool holds"):
@@ -254,7 +254,7 @@ def test_a_pool_that_is_pinned_gains_nothing_from_utilization() -> None:
     pinned = plan(kv_cache_memory_bytes=10 * GIB)
     higher = plan(kv_cache_memory_bytes=10 * GIB, utilization=0.95)
     diagnosis = raising_utilization_gained_little(pinned, higher)
-    assert diagnosis.row == "--kv-cache-memory-bytes"
+    assert diagnosis.row == "kv_cache_memory_bytes"
     assert "changes nothing" in diagnosis.findings[-1]
 
 
@@ -275,9 +275,9 @@ def test_what_grew_at_the_same_time_is_named() -> None:
 def test_free_memory_with_a_failing_start_is_told_the_request_and_two_ways_out() -> None:
     diagnosis = free_memory_but_startup_fails(deployment(free_bytes=40 * GIB))
     assert diagnosis.row == "requested"
-    offered = {remedy.option: remedy.value for remedy in diagnosis.remedies}
-    assert offered["--gpu-memory-utilization"] == 0.505
-    pinned = offered["--kv-cache-memory-bytes"]
+    offered = {remedy.parameter: remedy.value for remedy in diagnosis.remedies}
+    assert offered["gpu_memory_utilization"] == 0.505
+    pinned = offered["kv_cache_memory_bytes"]
     assert plan(free_bytes=40 * GIB, kv_cache_memory_bytes=pinned).fits
     with pytest.raises(InputError, match="are free"):
         free_memory_but_startup_fails(deployment())

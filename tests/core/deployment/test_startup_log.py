@@ -136,7 +136,7 @@ def test_a_log_that_cannot_calibrate_names_the_missing_line() -> None:
 
 def test_a_log_of_another_device_does_not_fit_its_request() -> None:
     log = read_startup_log(REAL.splitlines(), "log")
-    with pytest.raises(InputError, match="--total-memory and --gpu-memory-utilization of that server"):
+    with pytest.raises(InputError, match="total_memory and gpu_memory_utilization of that server"):
         calibrated_rows(log, 40 * GIB, reserve_graph_memory=False)
 
 
