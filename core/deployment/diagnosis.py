@@ -94,25 +94,23 @@ def raising_utilization_gained_little(lower: DeploymentPlan, higher: DeploymentP
         f"from gpu_memory_utilization {low.utilization:g} to {high.utilization:g} the pool goes from"
         f" {lower.num_blocks:,} to {higher.num_blocks:,} blocks (+{gained:,})"
     ]
-    for parameter in ("kv_cache_memory_bytes", "num_gpu_blocks_override", "max_total_tokens"):
-        value = getattr(high, parameter)
-        if value is not None and not gained:
-            findings.append(f"{parameter} {value:,} sizes the pool, so utilization changes nothing")
-            return _utilization_diagnosis(parameter, 0, findings)
-    row, grown = _grown_most(lower, higher)
-    more = requested_bytes(high.total_bytes, high.utilization) - requested_bytes(low.total_bytes, low.utilization)
-    findings.append(
-        f"{high.utilization - low.utilization:.3f} of {format_gib(high.total_bytes)} are {format_bytes(more)}, at most"
-        f" {more // higher.bytes_per_block:,} blocks of {higher.bytes_per_block:,} B"
-    )
-    if grown > more // 10:
-        findings.append(f"{format_bytes(grown)} of it went to {row}, which grew at the same time")
-        return _utilization_diagnosis(row, grown, findings)
-    findings.append("every byte more went to the pool; its blocks are large, or the step was small")
-    return _utilization_diagnosis("KV cache blocks", more, findings)
-
-
-def _utilization_diagnosis(row: str, row_bytes: int, findings: list[str]) -> Diagnosis:
+    sizes = ("kv_cache_memory_bytes", "num_gpu_blocks_override", "max_total_tokens")
+    pinned = [name for name in sizes if getattr(high, name) is not None and not gained]
+    if pinned:
+        row, row_bytes = pinned[0], 0
+        findings.append(f"{row} {getattr(high, row):,} sizes the pool, so utilization changes nothing")
+    else:
+        row, row_bytes = _grown_most(lower, higher)
+        more = requested_bytes(high.total_bytes, high.utilization) - requested_bytes(low.total_bytes, low.utilization)
+        findings.append(
+            f"{high.utilization - low.utilization:.3f} of {format_gib(high.total_bytes)} are {format_bytes(more)}, at"
+            f" most {more // higher.bytes_per_block:,} blocks of {higher.bytes_per_block:,} B"
+        )
+        if row_bytes > more // 10:
+            findings.append(f"{format_bytes(row_bytes)} of it went to {row}, which grew at the same time")
+        else:
+            row, row_bytes = "KV cache blocks", more
+            findings.append("every byte more went to the pool; its blocks are large, or the step was small")
     return Diagnosis(
         complaint="raising utilization gained little",
         row=row,

@@ -1,4 +1,4 @@
-"""Deployments planned whole: ranks that differ, values that come back, and why not."""
+"""Whole deployments: ranks that differ, suggested values that work again, and diagnoses of those that do not fit."""
 
 from typing import Any
 
@@ -100,7 +100,7 @@ def test_prefix_caching_decides_how_many_states_a_request_holds() -> None:
     assert cached.pool.blocks_per_request > uncached.pool.blocks_per_request
 
 
-def test_no_length_given_is_what_the_model_was_made_for() -> None:
+def test_without_a_length_the_models_own_limit_counts() -> None:
     assert deployment(max_model_len=None).wanted_max_model_len == 131_072
     with pytest.raises(InputError, match="give at least 1"):
         plan(max_model_len=0)
@@ -127,14 +127,14 @@ def test_a_startup_that_is_refused_still_shows_where_the_memory_would_go() -> No
     assert [row.name for row in found.rows(found.stages[0]) if row.num_bytes < 0] == ["missing"]
 
 
-def test_graphs_that_are_not_set_aside_are_warned_of_where_they_may_not_fit() -> None:
+def test_a_warning_names_graphs_that_are_not_set_aside_and_may_not_fit() -> None:
     tight = plan(reserve_graph_memory=False, utilization=1.0)
     assert any("may run out of memory" in warning for warning in tight.warnings)
     assert not any("graphs" in warning for warning in plan(reserve_graph_memory=False).warnings)
     assert plan(reserve_graph_memory=False).num_blocks > plan().num_blocks
 
 
-def test_parts_that_the_config_says_nothing_about_are_named() -> None:
+def test_encoders_that_the_config_does_not_describe_are_named() -> None:
     found = plan("gemma-3-27b")
     assert any("encoder_bytes" in warning for warning in found.warnings)
     fewest, most = found.blocks_range
@@ -244,7 +244,7 @@ def test_a_pool_below_expectation_names_the_row_and_the_knobs() -> None:
         pool_smaller_than_expected(found, found.num_blocks)
 
 
-def test_expecting_the_sum_over_ranks_is_told_that_ranks_do_not_add_up() -> None:
+def test_the_diagnosis_says_that_ranks_do_not_add_up() -> None:
     found = plan("llama-3.1-70b", tensor_parallel_size=4)
     diagnosis = pool_smaller_than_expected(found, 4 * found.num_blocks)
     assert any("does not add up" in finding for finding in diagnosis.findings)
@@ -272,7 +272,7 @@ def test_what_grew_at_the_same_time_is_named() -> None:
     assert diagnosis.row == "peak activation"
 
 
-def test_free_memory_with_a_failing_start_is_told_the_request_and_two_ways_out() -> None:
+def test_a_failing_start_with_free_memory_names_the_request_and_two_remedies() -> None:
     diagnosis = free_memory_but_startup_fails(deployment(free_bytes=40 * GIB))
     assert diagnosis.row == "requested"
     offered = {remedy.parameter: remedy.value for remedy in diagnosis.remedies}
@@ -283,6 +283,6 @@ def test_free_memory_with_a_failing_start_is_told_the_request_and_two_ways_out()
         free_memory_but_startup_fails(deployment())
 
 
-def test_nothing_is_offered_that_would_not_do() -> None:
+def test_no_remedy_is_offered_that_does_not_help() -> None:
     asked = deployment("llama-3.1-405b", given=GivenMemory(weights_bytes=800 * GIB))
     assert find_remedies(asked, lambda found: found.fits) == ()

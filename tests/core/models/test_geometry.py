@@ -1,4 +1,4 @@
-"""What is read from a config: layers, heads, parameters; and what is refused rather than guessed."""
+"""A config gives layers, heads and parameters; anything unknown is an error and never a guess."""
 
 import json
 from pathlib import Path
@@ -77,7 +77,7 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known() -> None:
     assert "LlamaForCausalLM" in str(refused.value)
 
 
-def test_an_architecture_of_ones_own_is_read_once_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_architecture_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(architectures, "_entries", dict(architectures._entries))
 
     @architectures.register("MineForCausalLM")
@@ -93,6 +93,23 @@ def test_an_architecture_of_ones_own_is_read_once_it_is_registered(monkeypatch: 
         architectures.register("MineForCausalLM")(Architecture)
 
 
+def test_a_plug_in_file_adds_an_architecture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(architectures, "_entries", dict(architectures._entries))
+    plugin = tmp_path / "other.py"
+    plugin.write_text(
+        "from kvledger.core.models.architecture import Architecture, architectures\n"
+        "@architectures.register('OtherForCausalLM')\n"
+        "class Other(Architecture):\n"
+        "    norms_per_layer = 4\n"
+    )
+    config = {**LLAMA, "architectures": ["OtherForCausalLM"]}
+    with pytest.raises(InputError, match="unknown architecture 'OtherForCausalLM'"):
+        geometry_from_config(config, "other")
+    monkeypatch.setenv("KVLEDGER_PLUGINS", str(plugin))
+    more = geometry_from_config(config, "other").parameters - geometry_from_config(LLAMA, "llama").parameters
+    assert more == 2 * 2 * 64  # two more norms in two layers of hidden size 64
+
+
 @pytest.mark.parametrize("field", ["num_hidden_layers", "num_attention_heads", "hidden_size"])
 def test_a_field_that_decides_the_cache_is_named_when_it_is_missing(field: str) -> None:
     config = {key: value for key, value in LLAMA.items() if key != field}
@@ -100,7 +117,7 @@ def test_a_field_that_decides_the_cache_is_named_when_it_is_missing(field: str) 
         geometry_from_config(config, "x")
 
 
-def test_a_field_that_only_decides_the_weights_is_missed_only_by_the_weights() -> None:
+def test_only_the_weights_need_a_field_that_only_decides_the_weights() -> None:
     config = {key: value for key, value in LLAMA.items() if key != "intermediate_size"}
     geometry = geometry_from_config(config, "x")
     assert geometry.sequence_bytes(1, "bf16").total == 2 * 2 * 2 * 16 * 2
@@ -158,7 +175,7 @@ def test_layers_that_reuse_another_layers_cache_store_nothing() -> None:
     assert layers[15:] == ((),) * 20
 
 
-def test_indexers_and_states_are_parts_of_their_own() -> None:
+def test_indexers_and_states_are_separate_parts() -> None:
     latent, indexer = builtin_geometry("deepseek-v3.2").layers[0]
     assert (latent, indexer) == (
         LatentCache(head_size=576),
@@ -232,7 +249,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_geometry(str(tmp_path / "absent.json"))
 
 
-def test_a_description_by_kind_says_what_is_stored_but_not_the_parameters(tmp_path: Path) -> None:
+def test_a_description_by_kind_gives_caches_but_no_parameters(tmp_path: Path) -> None:
     document = {
         "kind": "standard_gqa",
         "dtype": "bfloat16",
@@ -264,7 +281,7 @@ def test_a_description_that_does_not_add_up_is_refused() -> None:
         geometry_from_description({"kind": "other", "fields": fields}, "x", "here")
 
 
-def test_the_architectures_of_today_are_known() -> None:
+def test_current_architectures_are_known() -> None:
     assert {
         "LlamaForCausalLM",
         "Qwen3_5ForConditionalGeneration",
@@ -276,7 +293,7 @@ def test_the_architectures_of_today_are_known() -> None:
     } <= set(architectures.names())
 
 
-def test_fields_that_a_config_leaves_out_have_their_classs_value_and_are_named() -> None:
+def test_fields_that_a_config_leaves_out_have_the_default_of_their_class_and_are_named() -> None:
     # The published config of this model holds these four sizes of its decoder and nothing else.
     text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
     config = {"architectures": ["Gemma3ForConditionalGeneration"], "torch_dtype": "bfloat16", "text_config": text}

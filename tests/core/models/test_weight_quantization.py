@@ -1,4 +1,4 @@
-"""What quantisation does to the bytes of the weights, as a scheme's name or as a checkpoint's own config says."""
+"""Bytes of quantised weights, by the name of a scheme or by a checkpoint's own config."""
 
 from typing import Any
 
