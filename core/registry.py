@@ -3,7 +3,6 @@
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
@@ -80,6 +79,8 @@ class Registry(Generic[T]):
         if self._has_read_entry_points:
             return
         self._has_read_entry_points = True
+        from importlib import metadata  # takes 20 ms, and a name of ours needs none of it
+
         for point in metadata.entry_points(group=self.group):
             entry = point.load()
             if point.name not in self._entries:  # an entry point may name a module whose decorators registered it

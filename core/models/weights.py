@@ -252,7 +252,7 @@ class QuantizationScheme:
     """Which matrices of a model are quantised, and to how many bits.
 
     Attributes:
-        name: the name that vLLM's `quantization` takes.
+        name: name by which `quantization` selects it.
         bits: size of one quantised weight.
         scale_bits: bits of the scales (and zero points) per weight that shares them.
         kinds: kinds of matrices that are quantised; embeddings, output matrix, norms and routers never are.
