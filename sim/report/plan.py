@@ -289,7 +289,7 @@ def _print_diagnosis(out: Any, diagnosis: Diagnosis) -> None:
     for finding in diagnosis.findings:
         _print_hanging(out, "  - ", with_options(finding))
     if diagnosis.remedies:
-        out.print(Text("What would do, each alone and as small as works", style="bold"))
+        out.print(Text("Smallest single changes that help", style="bold"))
         for remedy in diagnosis.remedies:
             value = "" if remedy.value is None else f" {remedy.value}"
             change = f"{option_of(remedy)}{value}"
