@@ -3,13 +3,13 @@
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from .errors import InputError
 
 T = TypeVar("T")
+Entry = TypeVar("Entry")  # a decorated class keeps its own type, so that others can derive from it
 
 # Python files that are run before a registry is read, separated as in PATH. `kvledger --plugin FILE` adds to it.
 PLUGINS_VARIABLE = "KVLEDGER_PLUGINS"
@@ -37,16 +37,17 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
         self._has_read_entry_points = False
 
-    def register(self, name: str) -> Callable[[T], T]:
-        """Decorate what `name` stands for.
+    def register(self, *names: str) -> Callable[[Entry], Entry]:
+        """Decorate what each of `names` stands for.
 
         Raises:
-            InputError: the name is taken by something else.
+            InputError: a name is taken by something else.
         """
 
-        def add(entry: T) -> T:
-            if self._entries.setdefault(name, entry) is not entry:
-                raise InputError(f"{self.kind} {name!r} is registered twice; choose another name for one of them")
+        def add(entry: Entry) -> Entry:
+            for name in names:
+                if self._entries.setdefault(name, cast("T", entry)) is not entry:
+                    raise InputError(f"{self.kind} {name!r} is registered twice; choose another name for one of them")
             return entry
 
         return add
@@ -78,6 +79,8 @@ class Registry(Generic[T]):
         if self._has_read_entry_points:
             return
         self._has_read_entry_points = True
+        from importlib import metadata  # takes 20 ms, and a name of ours needs none of it
+
         for point in metadata.entry_points(group=self.group):
             entry = point.load()
             if point.name not in self._entries:  # an entry point may name a module whose decorators registered it

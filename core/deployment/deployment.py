@@ -1,6 +1,6 @@
-"""A deployment as a planner sees it: a model, the devices, and the engine's options; and the memory each stage needs.
+"""A deployment: a model, the devices and the engine's options, and the memory that each pipeline stage needs.
 
-Nothing here has a silent default: what is not given is derived from the model, or it is an error.
+There are no silent defaults: a value that is not given is derived from the model, or it is an error.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ DEFAULT_BLOCK_SIZE = 16
 
 @attrs.frozen(kw_only=True)
 class GivenMemory:
-    """Rows that the user knows, in bytes per GPU; None: estimated (or measured, where there is a profile)."""
+    """Rows that the user knows, in bytes per GPU; None: estimated (or measured, if there is a profile)."""
 
     weights_bytes: int | None = None
     non_torch_bytes: int | None = None
@@ -36,40 +36,40 @@ class GivenMemory:
 
 @attrs.frozen(kw_only=True)
 class Deployment:
-    """One engine (each data-parallel rank is an engine of its own).
+    """One engine; each data-parallel rank is a separate engine.
 
     Attributes:
         geometry: the model.
         total_bytes: memory of each device.
-        free_bytes: of each device before the engine starts.
-        utilization: `--gpu-memory-utilization`.
-        semantics: what the utilization is a fraction of.
+        free_bytes: free memory of each device before the engine starts.
+        utilization: vLLM's `gpu_memory_utilization`.
+        semantics: the amount that utilization is a fraction of.
         tensor_parallel_size, pipeline_parallel_size, data_parallel_size, decode_context_parallel_size: ranks.
-        max_model_len: longest request; None: what the model was made for. -1: the longest that fits.
-        max_num_seqs: requests of one step.
-        max_num_batched_tokens: tokens of one step.
+        max_model_len: longest request; None: the model's own limit; -1: the longest that fits.
+        max_num_seqs: most requests in one step.
+        max_num_batched_tokens: most tokens in one step.
         max_concurrent_batches: steps in flight (pipeline stages, or 2 with asynchronous scheduling).
         kv_cache_dtype: dtype of the cache; `auto` is the model's.
-        dtype: of unquantised weights and activations; None: the model's.
-        quantization: of the weights; None: what the config says.
-        ignore_config_quantization: count the weights unquantised whatever the config says.
-        block_size: tokens of a block; None: 16, or more where the model's caches need it.
-        state_cache_mode: snapshots of state layers; None where the model has none.
+        dtype: dtype of unquantised weights and activations; None: the model's.
+        quantization: quantisation of the weights; None: as in the config.
+        ignore_config_quantization: whether to count the weights unquantised whatever the config says.
+        block_size: tokens per block; None: 16, or more if the model's caches need it.
+        state_cache_mode: when state layers take snapshots; None: vLLM's rule, or no such layers.
         layout: physical order of the cache's axes.
         disable_hybrid_kv_cache_manager: size windowed layers like full ones; None: as vLLM does for the architecture.
         enable_prefix_caching: decides at which granularity prefixes are hashed.
-        enforce_eager: no CUDA graphs.
-        reserve_graph_memory: graph memory is set aside when the pool is sized.
-        kv_cache_memory_bytes: the pool's size per GPU, pinned.
-        num_gpu_blocks_override: blocks of the pool.
-        max_total_tokens: the pool holds at most this many tokens.
-        externally_held_bytes: weights that somebody else holds for the engine on each device.
-        frontend_reservation_bytes: taken off the pool for multimodal inputs.
+        enforce_eager: capture no CUDA graphs.
+        reserve_graph_memory: set graph memory aside when the pool is sized.
+        kv_cache_memory_bytes: pinned size of the pool per GPU.
+        num_gpu_blocks_override: number of blocks in the pool.
+        max_total_tokens: most tokens that the pool holds.
+        externally_held_bytes: weights that another process holds for the engine on each device.
+        frontend_reservation_bytes: bytes taken off the pool for multimodal inputs.
         given: rows that the user knows.
         measured: rows of a profile or of a start-up log, instead of estimates.
-        strict_startup: utilization * total must be free even under an override.
-        validate: pinned bytes are checked against free memory.
-        constants: of the estimates.
+        strict_startup: require that utilization * total is free even under an override.
+        validate: check pinned bytes against free memory.
+        constants: constants of the estimates.
     """
 
     geometry: ModelGeometry
@@ -109,47 +109,47 @@ class Deployment:
 
     @property
     def num_gpus(self) -> int:
-        """Devices of all data-parallel engines."""
+        """Number of devices of all data-parallel engines."""
         return self.data_parallel_size * self.pipeline_parallel_size * self.tensor_parallel_size
 
     @property
     def auto_fits(self) -> bool:
-        """Whether the longest request that fits is asked for."""
+        """Whether `max_model_len` is the longest that fits."""
         return self.max_model_len == -1
 
     @property
     def wanted_max_model_len(self) -> int:
-        """The longest request asked for; under auto-fit, the longest that the model was made for.
+        """The longest request asked for; the model's own limit if none is given or under auto-fit.
 
         Raises:
-            InputError: not given, and the config does not say; or below 1.
+            InputError: not given, and the config has no limit; or below 1.
         """
         if self.max_model_len is not None and self.max_model_len != -1:
             if self.max_model_len < 1:
                 raise InputError(
-                    f"--max-model-len {self.max_model_len}: give at least 1, or -1 for the longest that fits"
+                    f"max_model_len is {self.max_model_len}; give at least 1, or -1 for the longest that fits"
                 )
             return self.max_model_len
-        made_for = self.geometry.max_position_embeddings
-        if made_for is None:
-            raise InputError(f"{self.geometry.name}: the config says no longest sequence; give --max-model-len")
-        return made_for
+        limit = self.geometry.max_position_embeddings
+        if limit is None:
+            raise InputError(f"{self.geometry.name}: the config has no longest sequence; give max_model_len")
+        return limit
 
     @property
     def weight_dtype(self) -> str:
         """Dtype of unquantised weights and of activations.
 
         Raises:
-            InputError: not given, and the config does not say.
+            InputError: not given, and the config names none.
         """
         dtype = self.dtype or self.geometry.dtype
         if dtype is None:
-            raise InputError(f"{self.geometry.name}: the config names no dtype; give --dtype")
+            raise InputError(f"{self.geometry.name}: the config names no dtype; give a dtype")
         return dtype
 
     @property
     def cache_dtype(self) -> str:
-        """`kv_cache_dtype` with `auto` resolved to the dtype that was given, if one was."""
+        """`kv_cache_dtype`; `auto` becomes `dtype` if that is given."""
         return self.dtype if self.kv_cache_dtype == "auto" and self.dtype is not None else self.kv_cache_dtype
 
     @property
@@ -161,7 +161,7 @@ class Deployment:
 
     @property
     def scheme(self) -> QuantizationScheme | None:
-        """Quantisation of the weights: as given, else the checkpoint's own."""
+        """Quantisation of the weights: the given one, else the checkpoint's own."""
         if self.quantization is not None or self.ignore_config_quantization:
             return self.quantization
         if self.geometry.quantization_config is None:
@@ -180,9 +180,9 @@ class Deployment:
         )
 
     def resolved_block_size(self) -> tuple[int, str]:
-        """Tokens of a block, and why so many.
+        """Tokens per block, and the reason.
 
-        Models with states need an attention page as large as a state; compressed states need whole states in a block.
+        A model with states needs an attention page as large as a state; compressed states need whole states in a block.
         """
         storage = self.geometry.cache_format(self.cache_dtype)
         wanted = self.block_size or DEFAULT_BLOCK_SIZE
@@ -198,7 +198,7 @@ class Deployment:
         return wanted, "as given" if self.block_size is not None else "the engine's default"
 
     def layer_specs(self) -> Mapping[str, KVCacheSpec]:
-        """What one rank stores of each layer, by name.
+        """The part of each layer's cache that one rank stores, by name.
 
         Raises:
             InputError: KV heads or states that the ranks can neither split nor replicate evenly.
@@ -218,32 +218,35 @@ class Deployment:
         return tuple(stages)
 
     def non_kv_rows(self, layers: range) -> tuple[LedgerRow, ...]:
-        """Everything that one GPU of the stage of `layers` needs beside the pool: measured, given, or estimated.
+        """Everything but the pool on one GPU of the stage of `layers`: measured, given, or estimated.
 
         Raises:
-            InputError: the weights can be neither counted nor are given.
+            InputError: the weights are not given and cannot be counted.
         """
         if self.measured is not None:
             return self.measured
-        given = self.given
+        given, shape, constants = self.given, self.step_shape, self.constants
+        resident = RowRole.RESIDENT
         rows = [
-            _given_or(given.weights_bytes, "weights", RowRole.RESIDENT) or self._weights_row(layers),
-            _given_or(given.non_torch_bytes, "non-torch", RowRole.RESIDENT)
-            or non_torch_row(self.step_shape, self.constants),
-            _given_or(given.workspace_bytes, "sampler and workspace", RowRole.RESIDENT),
-            self._encoder_row(layers),
-            _given_or(given.activation_bytes, "peak activation", RowRole.TRANSIENT) or self._activation_row(layers),
+            _given(given.weights_bytes, "weights", resident) or self._weights_row(layers),
+            _given(given.non_torch_bytes, "non-torch", resident) or non_torch_row(shape, constants),
+            _given(given.workspace_bytes, "sampler and workspace", resident),
         ]
+        if not layers.start:  # encoders run on the first stage
+            encoder = encoder_row(self.geometry.left_out, constants)
+            rows.append(_given(given.encoder_bytes, "encoder", resident) or encoder)
+        activation = _given(given.activation_bytes, "peak activation", RowRole.TRANSIENT)
+        rows.append(activation or self._activation_row(layers))
         if self.reserve_graph_memory:
-            graphs = _given_or(given.graph_bytes, "CUDA graphs", RowRole.GRAPHS)
-            rows.append(graphs or graph_row(len(layers), self.step_shape, self.constants))
+            rows.append(self._graph_row(layers))
         return tuple(row for row in rows if row is not None)
 
     def unreserved_graph_row(self, layers: range) -> LedgerRow | None:
-        """Graph memory that no one set aside: it comes out of what utilization leaves unused."""
-        if self.reserve_graph_memory or self.measured is not None:
-            return None
-        given = _given_or(self.given.graph_bytes, "CUDA graphs", RowRole.GRAPHS)
+        """Graph memory that is not set aside and comes out of the memory beyond the budget; None if it is set aside."""
+        return None if self.reserve_graph_memory or self.measured is not None else self._graph_row(layers)
+
+    def _graph_row(self, layers: range) -> LedgerRow | None:
+        given = _given(self.given.graph_bytes, "CUDA graphs", RowRole.GRAPHS)
         return given or graph_row(len(layers), self.step_shape, self.constants)
 
     def _weights_row(self, layers: range) -> LedgerRow:
@@ -254,13 +257,6 @@ class Deployment:
             tensor_parallel_size=self.tensor_parallel_size,
             constants=self.constants,
         )
-
-    def _encoder_row(self, layers: range) -> LedgerRow | None:
-        """Encoders run on the first stage."""
-        if layers.start:
-            return None
-        given = _given_or(self.given.encoder_bytes, "encoder", RowRole.RESIDENT)
-        return given or encoder_row(self.geometry.reader.left_out, self.constants)
 
     def _activation_row(self, layers: range) -> LedgerRow:
         return activation_row(
@@ -274,5 +270,5 @@ class Deployment:
         )
 
 
-def _given_or(num_bytes: int | None, name: str, role: RowRole) -> LedgerRow | None:
+def _given(num_bytes: int | None, name: str, role: RowRole) -> LedgerRow | None:
     return None if num_bytes is None else given_row(name, num_bytes, role)

@@ -1,4 +1,4 @@
-"""Four complaints, each answered by the row responsible, the numbers, and the smallest change of each knob.
+"""Answers four complaints, each with the responsible row, the numbers, and the smallest change of each parameter.
 
 "The pool is smaller than I expected", "raising utilization gained little", "memory is free but start-up fails", "one
 request does not fit".
@@ -17,14 +17,14 @@ from .remedies import Remedy, find_remedies, minimum_tensor_parallel_size, start
 
 @attrs.frozen(kw_only=True)
 class Diagnosis:
-    """An answer.
+    """The answer to a complaint.
 
     Attributes:
-        complaint: what was asked.
-        row: name of the ledger row responsible.
-        row_bytes: its bytes.
-        findings: what the numbers say, a sentence each.
-        remedies: what to change.
+        complaint: the complaint.
+        row: name of the responsible ledger row, or of the parameter that sizes the pool.
+        row_bytes: bytes of the row.
+        findings: sentences about the numbers; they name parameters as vLLM does (`gpu_memory_utilization`).
+        remedies: changes that help.
     """
 
     complaint: str
@@ -35,7 +35,7 @@ class Diagnosis:
 
 
 def pool_smaller_than_expected(plan: DeploymentPlan, expected_num_blocks: int) -> Diagnosis:
-    """Why the pool holds fewer than `expected_num_blocks`.
+    """Explain why the pool holds fewer than `expected_num_blocks`.
 
     Raises:
         InputError: it does not.
@@ -67,9 +67,9 @@ def pool_smaller_than_expected(plan: DeploymentPlan, expected_num_blocks: int) -
 
 
 def _responsible(rows: tuple[LedgerRow, ...], missing: int) -> LedgerRow:
-    """The smallest row beside the weights that alone explains what is missing; the largest of them if together they do.
+    """The smallest row besides the weights that alone explains the missing bytes; the largest if together they do.
 
-    Else the weights: nothing beside them is large enough to matter.
+    Else the weights: no other row is large enough to matter.
     """
     others = [row for row in rows if row.name != "weights"]
     explaining = [row for row in others if row.num_bytes >= missing]
@@ -81,7 +81,7 @@ def _responsible(rows: tuple[LedgerRow, ...], missing: int) -> LedgerRow:
 
 
 def raising_utilization_gained_little(lower: DeploymentPlan, higher: DeploymentPlan) -> Diagnosis:
-    """Why the second plan, of a higher utilization, holds hardly more than the first.
+    """Explain why the second plan, with a higher utilization, holds hardly more than the first.
 
     Raises:
         InputError: the second utilization is not higher.
@@ -91,31 +91,26 @@ def raising_utilization_gained_little(lower: DeploymentPlan, higher: DeploymentP
         raise InputError(f"utilization {high.utilization:g} is not higher than {low.utilization:g}")
     gained = higher.num_blocks - lower.num_blocks
     findings = [
-        f"from --gpu-memory-utilization {low.utilization:g} to {high.utilization:g} the pool goes from"
+        f"from gpu_memory_utilization {low.utilization:g} to {high.utilization:g} the pool goes from"
         f" {lower.num_blocks:,} to {higher.num_blocks:,} blocks (+{gained:,})"
     ]
-    for option, value in (
-        ("--kv-cache-memory-bytes", high.kv_cache_memory_bytes),
-        ("--num-gpu-blocks-override", high.num_gpu_blocks_override),
-        ("--max-total-tokens", high.max_total_tokens),
-    ):
-        if value is not None and not gained:
-            findings.append(f"{option} {value:,} sizes the pool, so utilization changes nothing")
-            return _utilization_diagnosis(option, 0, findings)
-    row, grown = _grown_most(lower, higher)
-    more = requested_bytes(high.total_bytes, high.utilization) - requested_bytes(low.total_bytes, low.utilization)
-    findings.append(
-        f"{high.utilization - low.utilization:.3f} of {format_gib(high.total_bytes)} are {format_bytes(more)}, at most"
-        f" {more // higher.bytes_per_block:,} blocks of {higher.bytes_per_block:,} B"
-    )
-    if grown > more // 10:
-        findings.append(f"{format_bytes(grown)} of it went to {row}, which grew at the same time")
-        return _utilization_diagnosis(row, grown, findings)
-    findings.append("every byte more went to the pool; its blocks are large, or the step was small")
-    return _utilization_diagnosis("KV cache blocks", more, findings)
-
-
-def _utilization_diagnosis(row: str, row_bytes: int, findings: list[str]) -> Diagnosis:
+    sizes = ("kv_cache_memory_bytes", "num_gpu_blocks_override", "max_total_tokens")
+    pinned = [name for name in sizes if getattr(high, name) is not None and not gained]
+    if pinned:
+        row, row_bytes = pinned[0], 0
+        findings.append(f"{row} {getattr(high, row):,} sizes the pool, so utilization changes nothing")
+    else:
+        row, row_bytes = _grown_most(lower, higher)
+        more = requested_bytes(high.total_bytes, high.utilization) - requested_bytes(low.total_bytes, low.utilization)
+        findings.append(
+            f"{high.utilization - low.utilization:.3f} of {format_gib(high.total_bytes)} are {format_bytes(more)}, at"
+            f" most {more // higher.bytes_per_block:,} blocks of {higher.bytes_per_block:,} B"
+        )
+        if row_bytes > more // 10:
+            findings.append(f"{format_bytes(row_bytes)} of it went to {row}, which grew at the same time")
+        else:
+            row, row_bytes = "KV cache blocks", more
+            findings.append("every byte more went to the pool; its blocks are large, or the step was small")
     return Diagnosis(
         complaint="raising utilization gained little",
         row=row,
@@ -133,10 +128,10 @@ def _grown_most(lower: DeploymentPlan, higher: DeploymentPlan) -> tuple[str, int
 
 
 def free_memory_but_startup_fails(deployment: Deployment) -> Diagnosis:
-    """Why an engine is refused at start-up although memory is free.
+    """Explain why an engine is refused at start-up although memory is free.
 
     Raises:
-        InputError: the request is free, so start-up does not fail for want of it.
+        InputError: the requested memory is free, so start-up does not fail for lack of it.
     """
     requested = requested_bytes(deployment.total_bytes, deployment.utilization) - deployment.externally_held_bytes
     if deployment.semantics is BudgetSemantics.OF_FREE or requested <= deployment.free_bytes:
@@ -148,18 +143,18 @@ def free_memory_but_startup_fails(deployment: Deployment) -> Diagnosis:
         row="requested",
         row_bytes=requested,
         findings=(
-            f"--gpu-memory-utilization {deployment.utilization:g} asks for {format_bytes(requested)} of"
+            f"gpu_memory_utilization {deployment.utilization:g} asks for {format_bytes(requested)} of"
             f" {format_gib(deployment.total_bytes)} in total, whatever this model needs",
             f"{format_bytes(deployment.free_bytes)} are free, since {format_bytes(held)} are held by others: short by"
             f" {format_bytes(requested - deployment.free_bytes)}",
-            f"largest --gpu-memory-utilization that starts: {largest:g}",
+            f"largest gpu_memory_utilization that starts: {largest:g}",
         ),
         remedies=startup_remedies(deployment, largest),
     )
 
 
 def one_request_does_not_fit(plan: DeploymentPlan) -> Diagnosis:
-    """Why one request of the longest length does not fit, and what would make it.
+    """Explain why one request of the longest length does not fit, and what would make it fit.
 
     Raises:
         InputError: it does.
@@ -176,7 +171,7 @@ def one_request_does_not_fit(plan: DeploymentPlan) -> Diagnosis:
         findings.append(
             f"{weights.name} alone take {format_bytes(weights.num_bytes)} of the"
             f" {format_bytes(stage.ledger.budget.requested_bytes)} requested"
-            + (f"; smallest --tensor-parallel-size that fits: {minimum}" if minimum else "")
+            + (f"; smallest tensor_parallel_size that fits: {minimum}" if minimum else "")
         )
         row = weights
     else:

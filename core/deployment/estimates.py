@@ -1,9 +1,8 @@
-"""What a server's memory will be, without a GPU: weights, activation peak, non-torch memory and graphs, by stated
-formulas.
+"""Estimates of a server's memory without a GPU: weights, activation peak, non-torch memory and graphs, by formulas.
 
-One set of formulas for all models. The constants are the ones of `EstimateConstants`; each can be overridden, and every
-row says that it is an estimate, how it came about, and within which range the truth is expected. Checked against the
-`num_gpu_blocks` of real servers (golden/measured_serving.jsonl).
+One set of formulas serves all models. Each constant of `EstimateConstants` can be overridden, and every row is marked
+as an estimate with its formula and the range in which the truth is expected. Checked against the `num_gpu_blocks` of
+real servers (golden/measured_serving.jsonl).
 """
 
 import attrs
@@ -17,17 +16,17 @@ from ..quantities import GIB, MIB
 
 @attrs.frozen(kw_only=True)
 class EstimateConstants:
-    """What no configuration says.
+    """Sizes that no configuration gives.
 
     Attributes:
         hidden_copies: vectors of the hidden size that a step keeps per token: residual, normed input, output.
-        sampler_bytes_per_logit: of a full sampling step with top-k and top-p, for each request and vocabulary entry:
+        sampler_bytes_per_logit: bytes of a full sampling step with top-k and top-p per request and vocabulary entry:
             logits in 16 bits and in fp32, sorted values and indices (4 + 8) with the sort's own copies of both,
             probabilities and their cumulative sum (4 + 4).
         non_torch_bytes: libraries' handles, workspaces and kernels loaded after the process's first reading.
-        collective_bytes: channels and buffers of collectives, on ranks that have any.
-        graph_bytes_per_layer: of one captured batch size in one layer.
-        encoder_bytes: a multimodal encoder with its profiling run; nothing in a text config says.
+        collective_bytes: channels and buffers of collectives, on ranks that use them.
+        graph_bytes_per_layer: bytes of one captured batch size in one layer.
+        encoder_bytes: a multimodal encoder with its profiling run, which no text config describes.
         transient_range, non_torch_range, graph_range, encoder_range: smallest and largest plausible multiple of each.
         weights_range: the same; buffers and padding add to the exact count.
     """
@@ -47,14 +46,14 @@ class EstimateConstants:
 
 @attrs.frozen(kw_only=True)
 class StepShape:
-    """How large the largest step of a server is, and what is captured.
+    """The largest step of a server, and which graphs are captured.
 
     Attributes:
         max_num_batched_tokens: tokens of one forward pass.
-        max_num_seqs: requests of one step; the sampler sees as many rows.
+        max_num_seqs: requests of one step, and rows of the sampler.
         tensor_parallel_size, pipeline_parallel_size: ranks of the engine.
-        enforce_eager: no graphs are captured.
-        full_graphs: decode batches are captured whole, beside the pieces between attention calls.
+        enforce_eager: whether no graphs are captured.
+        full_graphs: whether decode batches are captured whole, in addition to the pieces between attention calls.
     """
 
     max_num_batched_tokens: int
@@ -71,9 +70,9 @@ class StepShape:
 
 
 def profiling_tokens(max_num_batched_tokens: int, max_num_seqs: int) -> tuple[int, ...]:
-    """Tokens of each request in the step that a profiling run makes: as many requests as may run, evenly filled.
+    """Tokens of each request in the step of a profiling run: as many requests as may run, evenly filled.
 
-    The division is rounded down and the last request takes what is left over, as vLLM's dummy batch has it.
+    The division rounds down and the last request takes the rest, as in vLLM's dummy batch.
 
     Raises:
         InputError: no tokens, or no requests.
@@ -107,7 +106,7 @@ def weights_row(
     tensor_parallel_size: int,
     constants: EstimateConstants,
 ) -> LedgerRow:
-    """Weights of one rank: parameters that it holds x bytes a parameter, scales included."""
+    """Weights of one rank: its parameters x bytes per parameter, scales included."""
     size = weight_bytes(groups, dtype=dtype, scheme=scheme, tensor_parallel_size=tensor_parallel_size)
     model_bytes = BITS_PER_ELEMENT[canonical_dtype(dtype)] / 8
     if scheme is None:
@@ -139,10 +138,10 @@ def activation_row(
     holds_head: bool,
     constants: EstimateConstants,
 ) -> LedgerRow:
-    """What the largest step needs on top of what stays: the wider of the forward pass and the sampler (A02).
+    """Peak memory of the largest step: the larger of the forward pass and the sampler (A02).
 
-    Forward: tokens x bytes x (hidden_copies x hidden size + the widest block's own activations on this rank). Sampler
-    (last stage only): requests x vocabulary x bytes per logit, while the forward pass's output is still held.
+    Forward: tokens x bytes x (hidden_copies x hidden size + activations of the widest block on this rank). Sampler
+    (last stage only): requests x vocabulary x bytes per logit, plus the forward pass's output, which is still held.
     """
     element_bytes = BITS_PER_ELEMENT[canonical_dtype(dtype)] // 8
     tokens = shape.max_num_batched_tokens
@@ -166,14 +165,14 @@ def activation_row(
 
 
 def widest_block(layer: Groups, tensor_parallel_size: int) -> int:
-    """Activation elements a token of the wider of a layer's two blocks, on one rank."""
+    """Activation elements per token of the wider of a layer's two blocks, on one rank."""
     attention = sum(g.width_on_rank(tensor_parallel_size) for g in layer if g.kind is WeightKind.ATTENTION)
     other = sum(g.width_on_rank(tensor_parallel_size) for g in layer if g.kind is not WeightKind.ATTENTION)
     return max(attention, other)
 
 
 def non_torch_row(shape: StepShape, constants: EstimateConstants) -> LedgerRow:
-    """What libraries take outside torch's allocator: once, and once more where ranks talk to each other."""
+    """Memory of libraries outside torch's allocator, and of collectives where ranks communicate."""
     ranks = shape.tensor_parallel_size * shape.pipeline_parallel_size
     base, collectives = constants.non_torch_bytes, constants.collective_bytes if ranks > 1 else 0
     formula = f"{base // MIB} MiB for libraries"
@@ -183,16 +182,14 @@ def non_torch_row(shape: StepShape, constants: EstimateConstants) -> LedgerRow:
 
 
 def capture_sizes(max_num_seqs: int, largest: int = 512) -> tuple[int, ...]:
-    """Batch sizes that are captured: 1, 2, 4, steps of 8 below 256, steps of 16 from there, up to twice the
-    requests.
-    """
+    """Captured batch sizes: 1, 2, 4, steps of 8 below 256, steps of 16 from there, up to twice the requests."""
     limit = min(2 * max_num_seqs, largest)
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
     return tuple(size for size in sizes if size <= limit)
 
 
 def graph_row(num_layers: int, shape: StepShape, constants: EstimateConstants) -> LedgerRow | None:
-    """CUDA graphs: captured sizes x layers x bytes each; None where nothing is captured."""
+    """CUDA graphs: captured sizes x layers x bytes each; None if nothing is captured."""
     if shape.enforce_eager:
         return None
     sizes = capture_sizes(shape.max_num_seqs)
@@ -205,7 +202,7 @@ def graph_row(num_layers: int, shape: StepShape, constants: EstimateConstants) -
 
 
 def encoder_row(left_out: tuple[str, ...], constants: EstimateConstants) -> LedgerRow | None:
-    """Parts of the checkpoint that the text config says nothing about; None where there are none."""
+    """Parts of the checkpoint that the text config does not describe; None if there are none."""
     if not left_out:
         return None
     formula = f"not known: {', '.join(left_out)}, with the encoder's own profiling run"
@@ -213,12 +210,12 @@ def encoder_row(left_out: tuple[str, ...], constants: EstimateConstants) -> Ledg
 
 
 def reserves_graph_memory(engine_version: str) -> bool:
-    """Whether a vLLM of that version sets graph memory aside when it sizes the pool: since 0.21.
+    """Whether a vLLM of that version sets graph memory aside when it sizes the pool (since 0.21).
 
     Raises:
         InputError: not a version number.
     """
     parts = engine_version.lower().removeprefix("vllm").strip().removeprefix("v").split(".")
     if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()):
-        raise InputError(f"--engine-version {engine_version!r} is not a version number such as 0.21.0")
+        raise InputError(f"engine_version {engine_version!r} is not a version number such as 0.21.0")
     return (int(parts[0]), int(parts[1])) >= (0, 21)

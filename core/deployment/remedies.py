@@ -1,9 +1,10 @@
-"""The smallest change of each knob, alone, that makes a deployment do what was asked.
+"""Finds the smallest change of one parameter that makes a deployment acceptable, and the largest values that work.
 
 Every remedy is tried before it is offered: it is a deployment that was planned and passed.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 
@@ -25,28 +26,23 @@ SMALLEST_STEP_TOKENS = 256  # fewer batched tokens than this starve prefill
 
 @attrs.frozen(kw_only=True)
 class Remedy:
-    """One knob, changed as little as works.
+    """The smallest change of one parameter that works.
 
     Attributes:
-        option: the knob.
-        value: to set it to; None for a switch.
-        num_blocks: of the pool then.
+        parameter: vLLM's name of it, `gpu_memory_utilization`.
+        value: the value to set; None for a switch to turn on.
+        num_blocks: size of the pool with it.
         cost: what the change takes away.
     """
 
-    option: str
+    parameter: str
     value: int | float | str | None
     num_blocks: int
     cost: str
 
-    def __str__(self) -> str:
-        """As it would be typed, and what it costs."""
-        value = "" if self.value is None else f" {self.value}"
-        return f"{self.option}{value} ({self.num_blocks:,} blocks; {self.cost})"
-
 
 def find_remedies(deployment: Deployment, accepts: Accepts) -> tuple[Remedy, ...]:
-    """Every knob that alone makes the plan acceptable, with its smallest change."""
+    """Every parameter that alone makes the plan acceptable, with its smallest change."""
     finders = (
         _max_model_len,
         _utilization,
@@ -56,52 +52,48 @@ def find_remedies(deployment: Deployment, accepts: Accepts) -> tuple[Remedy, ...
         _cache_dtype,
         _weights,
         _tensor_parallel,
-        _explicit_bytes,
+        _pinned_bytes,
     )
     found = (finder(deployment, accepts) for finder in finders)
     return tuple(remedy for remedy in found if remedy is not None)
 
 
 def startup_remedies(deployment: Deployment, largest_utilization: float) -> tuple[Remedy, ...]:
-    """What lets an engine start beside what others hold: a smaller request, or a pool of its own size."""
-    found: list[Remedy] = []
+    """What lets an engine start beside the memory that others hold: a smaller request, or a pinned pool."""
+    found: list[Remedy | None] = []
     if largest_utilization > 0:
-        smaller = try_plan(attrs.evolve(deployment, utilization=largest_utilization))
-        if smaller is not None and smaller.fits:
-            found.append(
-                Remedy(
-                    option="--gpu-memory-utilization",
-                    value=largest_utilization,
-                    num_blocks=smaller.num_blocks,
-                    cost="takes everything that is free",
-                )
-            )
-    pinned = _explicit_bytes(deployment, lambda plan: plan.fits)
-    return (*found, pinned) if pinned is not None else tuple(found)
+        smaller = _accepted(deployment, _fits, utilization=largest_utilization)
+        cost = "takes everything that is free"
+        found.append(_remedy("gpu_memory_utilization", smaller, largest_utilization, cost))
+    found.append(_pinned_bytes(deployment, _fits))
+    return tuple(remedy for remedy in found if remedy is not None)
 
 
 def try_plan(deployment: Deployment) -> DeploymentPlan | None:
-    """The plan, or None where the changed options do not go together."""
+    """The plan, or None if the changed values contradict each other."""
     try:
         return plan_deployment(deployment)
     except InputError:
         return None
 
 
-def _accepted(deployment: Deployment, accepts: Accepts) -> DeploymentPlan | None:
-    plan = _started(deployment)
-    return plan if plan is not None and accepts(plan) else None
+def _fits(plan: DeploymentPlan) -> bool:
+    return plan.fits
 
 
-def _started(deployment: Deployment) -> DeploymentPlan | None:
-    """The plan, if the engine starts at all."""
-    plan = try_plan(deployment)
-    return plan if plan is not None and plan.startup_refusal is None else None
+def _accepted(deployment: Deployment, accepts: Accepts, **changes: Any) -> DeploymentPlan | None:
+    """The plan of the changed deployment, if the engine starts and the plan is accepted."""
+    plan = try_plan(attrs.evolve(deployment, **changes))
+    return plan if plan is not None and plan.startup_refusal is None and accepts(plan) else None
 
 
-def _largest(low: int, high: int, plan_of: Callable[[int], DeploymentPlan | None]) -> tuple[int, DeploymentPlan] | None:
-    """The largest value in [low, high] whose plan is accepted, given that all smaller ones are too."""
-    best: tuple[int, DeploymentPlan] | None = None
+def _remedy(parameter: str, plan: DeploymentPlan | None, value: int | float | str | None, cost: str) -> Remedy | None:
+    return None if plan is None else Remedy(parameter=parameter, value=value, num_blocks=plan.num_blocks, cost=cost)
+
+
+def _largest(low: int, high: int, plan_of: Callable[[int], DeploymentPlan | None]) -> tuple[int, DeploymentPlan | None]:
+    """The largest value in [low, high] with a plan, if all smaller ones have one too; (0, None) if there is none."""
+    best: tuple[int, DeploymentPlan | None] = (0, None)
     while low <= high:
         middle = (low + high) // 2
         plan = plan_of(middle)
@@ -116,19 +108,10 @@ def _largest(low: int, high: int, plan_of: Callable[[int], DeploymentPlan | None
 def _max_model_len(deployment: Deployment, accepts: Accepts) -> Remedy | None:
     if deployment.auto_fits:
         return None
-    found = _largest(
-        1,
-        deployment.wanted_max_model_len - 1,
-        lambda length: _accepted(attrs.evolve(deployment, max_model_len=length), accepts),
+    length, plan = _largest(
+        1, deployment.wanted_max_model_len - 1, lambda length: _accepted(deployment, accepts, max_model_len=length)
     )
-    if found is None:
-        return None
-    return Remedy(
-        option="--max-model-len",
-        value=found[0],
-        num_blocks=found[1].num_blocks,
-        cost="longer requests are refused",
-    )
+    return _remedy("max_model_len", plan, length, "longer requests are refused")
 
 
 def _utilization(deployment: Deployment, accepts: Accepts) -> Remedy | None:
@@ -136,99 +119,70 @@ def _utilization(deployment: Deployment, accepts: Accepts) -> Remedy | None:
     if deployment.kv_cache_memory_bytes is not None or deployment.num_gpu_blocks_override is not None:
         return None
 
-    def plan_of(steps_below: int) -> DeploymentPlan | None:
-        utilization = (UTILIZATION_STEPS - steps_below) / UTILIZATION_STEPS
-        # Too large a request fails the start-up check, so acceptance is searched only where that passes.
-        return _accepted(attrs.evolve(deployment, utilization=utilization), accepts)
+    def plan_of(steps: int, accepts: Accepts) -> DeploymentPlan | None:
+        return _accepted(deployment, accepts, utilization=steps / UTILIZATION_STEPS)
 
+    # Too large a request fails the start-up check, so acceptance is searched only where that passes.
     first = int(deployment.utilization * UTILIZATION_STEPS) + 1
-    largest = _largest(
-        first,
-        UTILIZATION_STEPS,
-        lambda steps: _started(attrs.evolve(deployment, utilization=steps / UTILIZATION_STEPS)),
-    )
-    if largest is None:
+    most, plan = _largest(first, UTILIZATION_STEPS, lambda steps: plan_of(steps, lambda _: True))
+    if plan is None:
         return None
-    found = _largest(UTILIZATION_STEPS - largest[0], UTILIZATION_STEPS - first, plan_of)
-    if found is None:
-        return None
-    return Remedy(
-        option="--gpu-memory-utilization",
-        value=(UTILIZATION_STEPS - found[0]) / UTILIZATION_STEPS,
-        num_blocks=found[1].num_blocks,
-        cost="less is left for graphs, fragmentation and neighbours",
+    below, plan = _largest(
+        UTILIZATION_STEPS - most,
+        UTILIZATION_STEPS - first,
+        lambda below: plan_of(UTILIZATION_STEPS - below, accepts),
     )
+    value = (UTILIZATION_STEPS - below) / UTILIZATION_STEPS
+    return _remedy("gpu_memory_utilization", plan, value, "less is left for graphs, fragmentation and neighbours")
 
 
 def _batched_tokens(deployment: Deployment, accepts: Accepts) -> Remedy | None:
     """Activations follow the tokens of a step (A02); a given figure is scaled in proportion."""
     if deployment.measured is not None:
         return None
+    activation_bytes = deployment.given.activation_bytes
 
     def plan_of(tokens: int) -> DeploymentPlan | None:
         given = deployment.given
-        if given.activation_bytes is not None:
-            scaled = given.activation_bytes * tokens // deployment.max_num_batched_tokens
+        if activation_bytes is not None:
+            scaled = activation_bytes * tokens // deployment.max_num_batched_tokens
             given = attrs.evolve(given, activation_bytes=scaled)
-        return _accepted(attrs.evolve(deployment, max_num_batched_tokens=tokens, given=given), accepts)
+        return _accepted(deployment, accepts, max_num_batched_tokens=tokens, given=given)
 
-    found = _largest(SMALLEST_STEP_TOKENS, deployment.max_num_batched_tokens - 1, plan_of)
-    if found is None:
-        return None
-    assumed = " (if activations are in proportion to it)" if deployment.given.activation_bytes is not None else ""
-    return Remedy(
-        option="--max-num-batched-tokens",
-        value=found[0],
-        num_blocks=found[1].num_blocks,
-        cost=f"prefill takes more steps{assumed}",
-    )
+    tokens, plan = _largest(SMALLEST_STEP_TOKENS, deployment.max_num_batched_tokens - 1, plan_of)
+    assumed = " (if activations are in proportion to it)" if activation_bytes is not None else ""
+    return _remedy("max_num_batched_tokens", plan, tokens, f"prefill takes more steps{assumed}")
 
 
 def _num_seqs(deployment: Deployment, accepts: Accepts) -> Remedy | None:
     if deployment.measured is not None or deployment.given.activation_bytes is not None:
         return None
-    found = _largest(
-        1,
-        deployment.max_num_seqs - 1,
-        lambda count: _accepted(attrs.evolve(deployment, max_num_seqs=count), accepts),
+    count, plan = _largest(
+        1, deployment.max_num_seqs - 1, lambda count: _accepted(deployment, accepts, max_num_seqs=count)
     )
-    if found is None:
-        return None
-    return Remedy(
-        option="--max-num-seqs", value=found[0], num_blocks=found[1].num_blocks, cost="fewer requests decode at once"
-    )
+    return _remedy("max_num_seqs", plan, count, "fewer requests decode at once")
 
 
 def _graphs(deployment: Deployment, accepts: Accepts) -> Remedy | None:
     if deployment.enforce_eager or not deployment.reserve_graph_memory or deployment.measured is not None:
         return None
     given = attrs.evolve(deployment.given, graph_bytes=None)
-    plan = _accepted(attrs.evolve(deployment, enforce_eager=True, given=given), accepts)
-    if plan is None:
-        return None
-    return Remedy(
-        option="--enforce-eager", value=None, num_blocks=plan.num_blocks, cost="decode steps launch kernel by kernel"
-    )
+    plan = _accepted(deployment, accepts, enforce_eager=True, given=given)
+    return _remedy("enforce_eager", plan, None, "decode steps launch kernel by kernel")
 
 
 def _cache_dtype(deployment: Deployment, accepts: Accepts) -> Remedy | None:
     if deployment.kv_cache_dtype != "auto" and "8" in deployment.kv_cache_dtype:
         return None
-    plan = _accepted(attrs.evolve(deployment, kv_cache_dtype="fp8"), accepts)
-    if plan is None:
-        return None
-    return Remedy(
-        option="--kv-cache-dtype", value="fp8", num_blocks=plan.num_blocks, cost="keys and values lose precision"
-    )
+    plan = _accepted(deployment, accepts, kv_cache_dtype="fp8")
+    return _remedy("kv_cache_dtype", plan, "fp8", "keys and values lose precision")
 
 
 def _weights(deployment: Deployment, accepts: Accepts) -> Remedy | None:
     if deployment.scheme is not None or deployment.given.weights_bytes is not None or deployment.measured is not None:
         return None
-    plan = _accepted(attrs.evolve(deployment, quantization=quantization_schemes()["fp8"]), accepts)
-    if plan is None:
-        return None
-    return Remedy(option="--quantization", value="fp8", num_blocks=plan.num_blocks, cost="weights lose precision")
+    plan = _accepted(deployment, accepts, quantization=quantization_schemes()["fp8"])
+    return _remedy("quantization", plan, "fp8", "weights lose precision")
 
 
 def _tensor_parallel(deployment: Deployment, accepts: Accepts) -> Remedy | None:
@@ -236,31 +190,25 @@ def _tensor_parallel(deployment: Deployment, accepts: Accepts) -> Remedy | None:
     if size is None or size <= deployment.tensor_parallel_size:
         return None
     plan = plan_deployment(attrs.evolve(deployment, tensor_parallel_size=size))
-    return Remedy(
-        option="--tensor-parallel-size",
-        value=size,
-        num_blocks=plan.num_blocks,
-        cost=f"{size // deployment.tensor_parallel_size}x the GPUs of this engine",
-    )
+    cost = f"{size // deployment.tensor_parallel_size}x the GPUs of this engine"
+    return _remedy("tensor_parallel_size", plan, size, cost)
 
 
 def minimum_tensor_parallel_size(deployment: Deployment, accepts: Accepts) -> int | None:
-    """The smallest power of two of GPUs whose plan is accepted (A17, D05); None where none up to 64 is.
+    """The smallest power of two of GPUs whose plan is accepted (A17, D05); None if none up to 64 is.
 
-    Rows given or measured for one GPU say nothing about more of them, so then there is no answer.
+    Rows given or measured for one GPU say nothing about more GPUs; the result is None for them, too.
     """
     if deployment.measured is not None or deployment.given.weights_bytes is not None:
         return None
     for size in TENSOR_PARALLEL_SIZES:
-        if size < deployment.tensor_parallel_size:
-            continue
-        if _accepted(attrs.evolve(deployment, tensor_parallel_size=size), accepts) is not None:
+        if size >= deployment.tensor_parallel_size and _accepted(deployment, accepts, tensor_parallel_size=size):
             return size
     return None
 
 
-def _explicit_bytes(deployment: Deployment, accepts: Accepts) -> Remedy | None:
-    """The pool pinned to what is really free on the device, in whole blocks (A14)."""
+def _pinned_bytes(deployment: Deployment, accepts: Accepts) -> Remedy | None:
+    """The pool pinned within the memory that is free on the device, in whole blocks (A14)."""
     if deployment.kv_cache_memory_bytes is not None or deployment.num_gpu_blocks_override is not None:
         return None
     plan = try_plan(attrs.evolve(deployment, num_gpu_blocks_override=1))
@@ -271,39 +219,28 @@ def _explicit_bytes(deployment: Deployment, accepts: Accepts) -> Remedy | None:
         deployment.free_bytes - stage.ledger.non_kv_bytes - deployment.frontend_reservation_bytes
         for stage in plan.stages
     )
-    found = _largest(
+    most = max(limit, 0) // per_block
+    below, plan = _largest(
         1,
-        max(limit, 0) // per_block,
-        lambda below: _accepted(
-            attrs.evolve(deployment, kv_cache_memory_bytes=(max(limit, 0) // per_block + 1 - below) * per_block),
-            accepts,
-        ),
+        most,
+        lambda below: _accepted(deployment, accepts, kv_cache_memory_bytes=(most + 1 - below) * per_block),
     )
-    if found is None:
-        return None
-    pinned = (max(limit, 0) // per_block + 1 - found[0]) * per_block
-    return Remedy(
-        option="--kv-cache-memory-bytes",
-        value=pinned,
-        num_blocks=found[1].num_blocks,
-        cost=f"pins {format_gib(pinned)}; utilization is ignored",
-    )
-
-
-# Values to paste: the largest of each option that works, and what vLLM would suggest, side by side (A14).
+    pinned = (most + 1 - below) * per_block
+    cost = f"pins {format_gib(pinned)}; utilization is ignored"
+    return _remedy("kv_cache_memory_bytes", plan, pinned, cost)
 
 
 @attrs.frozen(kw_only=True)
 class FittingValues:
-    """Largest values that work.
+    """The largest value of each parameter that works, and what vLLM would suggest (A14).
 
     Attributes:
-        same_pool: `--kv-cache-memory-bytes` that gives the plan's own pool again.
-        to_requested_limit: the largest within what utilization requests.
-        to_gpu_limit: the largest within all that is free on the device; a block more is refused at start-up.
-        max_model_len: longest request of this pool; None where windows bound what any request holds.
+        same_pool: `kv_cache_memory_bytes` that gives the plan's own pool again.
+        to_requested_limit: the largest within the memory that utilization requests.
+        to_gpu_limit: the largest within the free memory of the device; a block more is refused at start-up.
+        max_model_len: longest request of this pool; None if windows bound what any request holds.
         gpu_memory_utilization: largest that passes the check at start-up.
-        suggested_vllm: what vLLM suggests: the graph memory twice and 150 MiB off.
+        suggested_vllm: vLLM's suggestion: the graph memory twice and 150 MiB off.
     """
 
     same_pool: WholeBlocks
@@ -315,24 +252,22 @@ class FittingValues:
 
 
 def fitting_values(plan: DeploymentPlan) -> FittingValues:
-    """The values for one plan. Pools are in whole blocks of the stage with the largest block, so that all stages
-    agree.
-    """
+    """The values for one plan; pools are in whole blocks of the stage with the largest block, so all stages agree."""
     deployment = plan.deployment
     per_block = max(rank.bytes_per_block for rank in plan.pool.ranks)
     requested = min(stage.ledger.budget.requested_bytes for stage in plan.stages)
     reserved = deployment.frontend_reservation_bytes
 
     def largest(limit_bytes: int) -> WholeBlocks:
-        spare = min(limit_bytes - _non_kv_bytes(plan, index) for index in range(len(plan.stages)))
-        return largest_fitting(spare, 0, per_block)
+        # Graphs count once, whether they are set aside or not.
+        other = max(stage.ledger.non_kv_bytes + stage.graph_bytes_beside for stage in plan.stages)
+        return largest_fitting(limit_bytes - other, 0, per_block)
 
-    pool = WholeBlocks(num_blocks=plan.num_blocks, bytes_per_block=per_block)
     return FittingValues(
-        same_pool=pool,
+        same_pool=WholeBlocks(num_blocks=plan.num_blocks, bytes_per_block=per_block),
         to_requested_limit=largest(requested - reserved),
         to_gpu_limit=largest(deployment.free_bytes - reserved),
-        max_model_len=longest_request(plan),
+        max_model_len=_longest_request(plan),
         gpu_memory_utilization=largest_utilization(
             deployment.total_bytes, deployment.free_bytes + deployment.externally_held_bytes
         ),
@@ -340,13 +275,7 @@ def fitting_values(plan: DeploymentPlan) -> FittingValues:
     )
 
 
-def _non_kv_bytes(plan: DeploymentPlan, stage_index: int) -> int:
-    """Everything beside the pool on a GPU of the stage, graphs counted once whether they are reserved or not."""
-    stage = plan.stages[stage_index]
-    return stage.ledger.non_kv_bytes + (stage.unreserved_graphs.num_bytes if stage.unreserved_graphs else 0)
-
-
-def longest_request(plan: DeploymentPlan) -> int | None:
+def _longest_request(plan: DeploymentPlan) -> int | None:
     """The longest request that the usable blocks serve, whatever length was asked for; None if there is no bound."""
     pool = plan.pool
     shards = plan.deployment.decode_context_parallel_size
@@ -360,7 +289,6 @@ def longest_request(plan: DeploymentPlan) -> int | None:
 def _suggested_vllm(plan: DeploymentPlan) -> KVBytesSuggestion:
     stage = plan.bottleneck_stage
     rows = stage.ledger.non_kv_rows
-    graphs = sum_bytes(rows, RowRole.GRAPHS) + (stage.unreserved_graphs.num_bytes if stage.unreserved_graphs else 0)
     sized = SizedMemory(
         requested_bytes=stage.ledger.budget.requested_bytes,
         total_consumed_bytes=sum_bytes(rows, RowRole.RESIDENT),
@@ -370,4 +298,4 @@ def _suggested_vllm(plan: DeploymentPlan) -> KVBytesSuggestion:
         free_before_bytes=plan.deployment.free_bytes,
         is_pinned=False,
     )
-    return suggested_vllm(sized, graphs)
+    return suggested_vllm(sized, sum_bytes(rows, RowRole.GRAPHS) + stage.graph_bytes_beside)

@@ -1,7 +1,6 @@
-"""The lines that people grep a server's start-up log for: printed in their familiar shape, and read back.
+"""Writes and reads the lines that people grep a server's start-up log for.
 
-Read back, they replace estimates by what one real start-up measured, or explain a pool whose configuration is not
-known.
+The lines of a real start-up replace estimates by measured rows, or explain a pool whose configuration is not known.
 """
 
 import re
@@ -19,7 +18,7 @@ from .plan import DeploymentPlan
 
 
 def log_lines(plan: DeploymentPlan) -> tuple[str, ...]:
-    """What a server would log about this plan, for the stage that decides the pool."""
+    """The lines that a server would log about this plan, for the stage that decides the pool."""
     ledger = plan.bottleneck_stage.ledger
     pool = plan.pool
     lines = [f"Available KV cache memory: {_gib(ledger.available_bytes)} GiB"]
@@ -54,7 +53,7 @@ def log_lines(plan: DeploymentPlan) -> tuple[str, ...]:
 
 
 def graph_memory_line(actual_bytes: int, estimated_bytes: int) -> str:
-    """Graph memory after capture, actual against estimated."""
+    """The line about graph memory after capture, actual against estimated."""
     difference = actual_bytes - estimated_bytes
     share = f" ({abs(difference) / actual_bytes:.1%})" if actual_bytes else ""
     return (
@@ -75,32 +74,28 @@ class GibFigure:
 
     @property
     def num_bytes(self) -> int:
-        """The figure itself."""
+        """The figure in bytes."""
         return gib_to_bytes(self.text)
 
     @property
     def range_bytes(self) -> tuple[int, int]:
         """Fewest and most bytes that print as this figure."""
-        half = Decimal(5).scaleb(-self.num_decimals - 1)
+        num_decimals = len(self.text.partition(".")[2])
+        half = Decimal(5).scaleb(-num_decimals - 1)
         figure = Decimal(self.text)
         return int(-(-(figure - half) * GIB // 1)), int((figure + half) * GIB)
-
-    @property
-    def num_decimals(self) -> int:
-        """Decimals that are printed."""
-        return len(self.text.partition(".")[2])
 
 
 @attrs.frozen(kw_only=True)
 class StartupLog:
-    """What one start-up log says; None for what it does not say.
+    """The figures of one start-up log; None where it has no such line.
 
     Attributes:
         weights, non_torch, activation, graphs, available: GiB figures.
         kv_cache_tokens: `GPU KV cache size`.
         num_gpu_blocks: `# GPU blocks` (or CUDA blocks).
         max_concurrency, concurrency_tokens: `Maximum concurrency for N tokens per request`.
-        total, utilization: what the instance can use.
+        total, utilization: memory of the device, and the share that the instance may use.
     """
 
     weights: GibFigure | None = None
@@ -114,11 +109,6 @@ class StartupLog:
     concurrency_tokens: int | None = None
     total: GibFigure | None = None
     utilization: float | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no known line was found."""
-        return all(value is None for value in attrs.astuple(self, recurse=False))
 
 
 _FIGURE = r"([0-9]+(?:\.[0-9]+)?)\s*Gi?B"
@@ -144,17 +134,17 @@ _UTILIZATION = re.compile(r"gpu_memory_utilization\s*[=(]?\s*\(?\s*([01]\.[0-9]+
 
 
 def read_startup_log(lines: Iterable[str], place: str) -> StartupLog:
-    """Find the known lines; of several workers' lines the one with the least memory for the cache counts.
+    """Find the known lines; of several workers' lines the one that leaves the cache the least memory counts.
 
     Raises:
-        InputError: none of the known lines is there.
+        InputError: there is none of the known lines.
     """
     text = "\n".join(lines)
     found: dict[str, GibFigure | int | float] = {}
     for name, patterns in _GIB_LINES.items():
         figures = [figure for pattern in patterns for figure in re.findall(pattern, text)]
         if figures:
-            # Ranks log alike; the tightest decides, which has the most of everything but of what is left.
+            # Each rank logs its own; the tightest decides, which uses the most and has the least left.
             pick = min if name in ("available", "total") else max
             found[name] = GibFigure(text=pick(figures, key=Decimal))
     for name, pattern in _COUNT_LINES.items():
@@ -165,25 +155,24 @@ def read_startup_log(lines: Iterable[str], place: str) -> StartupLog:
         found["max_concurrency"] = float(match.group(1))
     if match := _UTILIZATION.search(text):
         found["utilization"] = float(match.group(1))
-    log = attrs.evolve(StartupLog(), **found)
-    if log.is_empty:
+    if not found:
         raise InputError(
             f"{place}: none of the known lines was found (Available KV cache memory, GPU KV cache size, # GPU blocks,"
             " Maximum concurrency, Model loading took, Graph capturing finished)"
         )
-    return log
+    return attrs.evolve(StartupLog(), **found)
 
 
 def calibrated_rows(log: StartupLog, requested_bytes: int, *, reserve_graph_memory: bool) -> tuple[LedgerRow, ...]:
-    """The rows of one real start-up: weights as logged, and what else was not left for the cache.
+    """The rows of one real start-up: weights as logged, and everything else that the cache did not get.
 
     Args:
-        log: with at least the weights and the memory available for the cache.
-        requested_bytes: of the server that wrote the log.
+        log: figures with at least the weights and the memory available for the cache.
+        requested_bytes: memory that the server of the log requested.
         reserve_graph_memory: whether that server set graph memory aside.
 
     Raises:
-        InputError: the log lacks a line that is needed, or its figures do not fit the request.
+        InputError: the log lacks a required line, or its figures do not fit the request.
     """
     missing = [
         name
@@ -205,8 +194,8 @@ def calibrated_rows(log: StartupLog, requested_bytes: int, *, reserve_graph_memo
     if rest + spread < 0:
         raise InputError(
             f"the log's figures do not fit: requested {requested_bytes:,} B, but the rows and the"
-            f" {log.available.text} GiB for the cache are {-rest:,} B more; give the --total-memory and"
-            " --gpu-memory-utilization of that server"
+            f" {log.available.text} GiB for the cache are {-rest:,} B more; give the total_memory and"
+            " gpu_memory_utilization of that server"
         )
     rest = max(rest, 0)
     rows.append(
@@ -236,8 +225,6 @@ def _calibrated(name: str, figure: GibFigure, role: RowRole) -> LedgerRow:
     )
 
 
-# The reverse question: which blocks two lines of a start-up log stand for, and which geometry they could be.
-
 MAX_LAYERS = 160
 _HEADS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 64)
 _HEAD_SIZES = (64, 80, 96, 112, 120, 128, 160, 192, 256, 512)
@@ -247,7 +234,7 @@ _DTYPES = ("bf16", "fp8_e4m3", "fp32", "int4")
 
 @attrs.frozen(kw_only=True)
 class UniformStack:
-    """Equal layers whose pages add up to a block of the right size."""
+    """Equal layers whose pages add up to a block of a wanted size."""
 
     num_layers: int
     num_kv_heads: int
@@ -257,23 +244,21 @@ class UniformStack:
     bytes_per_block: int
 
     def __str__(self) -> str:
-        """In words."""
+        """The stack in words."""
         shape = f"latent of {self.head_size}" if self.is_latent else f"{self.num_kv_heads} KV heads x {self.head_size}"
         return f"{self.num_layers} layers of {shape} in {self.dtype} ({self.bytes_per_block:,} B a block)"
 
 
 @attrs.frozen(kw_only=True)
 class PoolExplanation:
-    """What the two lines fix.
+    """What two lines of a start-up log determine: the blocks of its pool, and the geometries that they could have.
 
     Attributes:
-        num_blocks: of the pool.
-        block_size: tokens of a block.
+        num_blocks: number of blocks in the pool.
+        block_size: tokens per block.
         low_bytes_per_block, high_bytes_per_block: smallest and largest block that fits both lines, in bytes.
         candidates: stacks of equal layers within that range.
-        page_size_bytes: of one layer of the geometry asked about; None where none was.
-        whole_layers: layers of that geometry that a block holds at most.
-        remainder_low_bytes, remainder_high_bytes: what whole layers of it leave over in a block.
+        page_size_bytes: page of one layer of the geometry to check; None without one.
     """
 
     num_blocks: int
@@ -282,13 +267,10 @@ class PoolExplanation:
     high_bytes_per_block: int
     candidates: tuple[UniformStack, ...]
     page_size_bytes: int | None = None
-    whole_layers: int = 0
-    remainder_low_bytes: int = 0
-    remainder_high_bytes: int = 0
 
     @property
     def is_whole(self) -> bool:
-        """Whether some whole number of layers of the geometry asked about gives a block within the range."""
+        """Whether some whole number of layers of the geometry to check gives a block within the range."""
         if self.page_size_bytes is None:
             return bool(self.candidates)
         most, too_few = self.high_bytes_per_block, self.low_bytes_per_block - 1
@@ -302,7 +284,7 @@ class PoolExplanation:
             f" ({self.low_bytes_per_block / MIB:.3f} MiB); the range is that of the GiB figure's last decimal",
         ]
         if self.page_size_bytes is not None:
-            out.append(self._geometry_sentence())
+            out.append(self._geometry_sentence(self.page_size_bytes))
         if self.candidates:
             out.append("stacks of equal layers that give such a block: " + "; ".join(map(str, self.candidates[:8])))
         elif not (self.page_size_bytes is not None and self.is_whole):
@@ -315,45 +297,44 @@ class PoolExplanation:
             )
         return tuple(out)
 
-    def _geometry_sentence(self) -> str:
-        page = self.page_size_bytes or 1
-        low, high = self.low_bytes_per_block / page, self.high_bytes_per_block / page
+    def _geometry_sentence(self, page: int) -> str:
+        low, high = self.low_bytes_per_block, self.high_bytes_per_block
+        layers, rest = divmod(high, page)
         if self.is_whole:
-            return f"{self.high_bytes_per_block // page} layers with pages of {page:,} B give such a block"
+            return f"{layers} layers with pages of {page:,} B give such a block"
         return (
-            f"layers with pages of {page:,} B would have to be {low:.3f} to {high:.3f} in number:"
-            f" {self.whole_layers} leave {self.remainder_low_bytes:,} to {self.remainder_high_bytes:,} bytes of every"
-            f" block unexplained, {self.whole_layers + 1} would not fit"
+            f"layers with pages of {page:,} B would have to be {low / page:.3f} to {high / page:.3f} in number:"
+            f" {layers} leave {max(low - layers * page, 0):,} to {rest:,} bytes of every block unexplained,"
+            f" {layers + 1} would not fit"
         )
 
 
 def explain_pool(
     available: GibFigure, kv_cache_tokens: int, block_size: int, page_size_bytes: int | None = None
 ) -> PoolExplanation:
-    """What the two logged lines fix.
+    """Derive blocks and bytes per block from two logged lines.
 
     `num_blocks = floor(available / bytes_per_block)`, so bytes_per_block lies above available / (num_blocks + 1) and at
     most at available / num_blocks, over every amount that prints as the logged figure.
 
     Args:
-        available: "Available KV cache memory".
-        kv_cache_tokens: "GPU KV cache size".
-        block_size: tokens of a block.
-        page_size_bytes: of one layer of a geometry to check against.
+        available: the figure of "Available KV cache memory".
+        kv_cache_tokens: the figure of "GPU KV cache size".
+        block_size: tokens per block.
+        page_size_bytes: page of one layer of a geometry to check.
 
     Raises:
-        InputError: the tokens are no whole number of blocks.
+        InputError: the tokens are not a whole number of blocks.
     """
     if block_size < 1 or kv_cache_tokens < 1 or kv_cache_tokens % block_size:
         raise InputError(
             f"{kv_cache_tokens:,} tokens are no whole number of blocks of {block_size} tokens; give the server's"
-            " --block-size, or the tokens stand for several groups (concurrency x max_model_len)"
+            " block_size, or the tokens stand for several groups (concurrency x max_model_len)"
         )
     num_blocks = kv_cache_tokens // block_size
     low_available, high_available = available.range_bytes
     low = low_available // (num_blocks + 1) + 1
     high = high_available // num_blocks
-    whole = high // page_size_bytes if page_size_bytes else 0
     return PoolExplanation(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -361,9 +342,6 @@ def explain_pool(
         high_bytes_per_block=high,
         candidates=uniform_stacks(low, high, block_size),
         page_size_bytes=page_size_bytes,
-        whole_layers=whole,
-        remainder_low_bytes=max(low - whole * page_size_bytes, 0) if page_size_bytes else 0,
-        remainder_high_bytes=high - whole * page_size_bytes if page_size_bytes else 0,
     )
 
 

@@ -1,7 +1,7 @@
-"""What a model stores, from a description by kind instead of a config: counts of layers and the sizes of each kind.
+"""Descriptions of a model's caches by kind instead of a config: counts of layers and the sizes of each kind.
 
 For models whose architecture is not known here, and for golden/model_kv_bytes.jsonl, whose rows are such
-descriptions. The order of the layers is not part of it; layers of one kind stand together.
+descriptions. They give no order of the layers, so layers of one kind follow each other.
 """
 
 from collections.abc import Callable
@@ -9,28 +9,44 @@ from collections.abc import Callable
 import attrs
 
 from ..errors import InputError
-from .latent import latent_size, v4_caches
+from .architecture import Architecture
+from .config_fields import ConfigFields
+from .latent import DeepseekV4, latent_cache
 from .layer_cache import AttentionCache, CachePart, LatentCache, LayerCache, LayerCaches, StateCache
-from .parts import ConfigFields, window
+from .linear import delta_net_state
+from .weights import ModelWeights
 
-# Precisions as descriptions name them, where a model fixes that of its indexer.
+
+class Described(Architecture):
+    """The reader of a description: it knows no parameters."""
+
+    def weights(self) -> ModelWeights:
+        """Refuse.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(f"{self.fields.place}: a description of caches says nothing about parameters")
+
+
+# Dtypes by the names that descriptions use where a model fixes the precision of its indexer.
 _DTYPE_OF_PRECISION = {"bf16_fp16": "bf16", "fp8_int8": "fp8", "fp4_int4": "fp4"}
 
 
 def described_caches(kind: str, fields: ConfigFields) -> LayerCaches:
-    """What each layer of a model of `kind` stores.
+    """List what each layer of a model of `kind` stores.
 
     Raises:
         InputError: the kind is unknown, a field is missing, or the counts of layers do not add up.
     """
     reader = _READERS.get(kind)
     if reader is None:
-        raise InputError(f"{fields.place}: kind {kind!r} is not known here; known are {', '.join(sorted(_READERS))}")
+        raise InputError(f"{fields.place}: unknown kind {kind!r}; known: {', '.join(sorted(_READERS))}")
     return reader(fields)
 
 
 def _attention(fields: ConfigFields, prefix: str = "") -> AttentionCache:
-    """Heads and sizes; sliding layers have fields of their own (`swa_`) where they differ."""
+    """Heads and sizes; fields of sliding layers start with `swa_` where they differ."""
     heads = fields.integer_or(f"{prefix}num_key_value_heads", fields.integer("num_key_value_heads"))
     size = fields.integer_or(f"{prefix}head_dim", fields.integer("head_dim"))
     value_default = fields.integer_or("v_head_dim", size)
@@ -40,7 +56,7 @@ def _attention(fields: ConfigFields, prefix: str = "") -> AttentionCache:
 
 
 def _standard(fields: ConfigFields) -> LayerCaches:
-    """Every layer keeps keys and values of every token; a window in the fields is one that is not used."""
+    """Every layer keeps keys and values of every token; a window in the fields is ignored."""
     return ((_attention(fields),),) * fields.integer("num_hidden_layers")
 
 
@@ -56,17 +72,17 @@ def _mixed(fields: ConfigFields) -> LayerCaches:
             head_size=size,
             head_size_v=size,
         )
-    sliding_cache = attrs.evolve(_attention(fields, "swa_"), sliding_window=window(fields))
+    sliding_cache = attrs.evolve(_attention(fields, "swa_"), sliding_window=Architecture(fields).window)
     return _counted(fields, [(full, (full_cache,)), (sliding, (sliding_cache,))])
 
 
 def _mla(fields: ConfigFields) -> LayerCaches:
-    return ((LatentCache(head_size=latent_size(fields)),),) * fields.integer("num_hidden_layers")
+    return ((latent_cache(fields),),) * fields.integer("num_hidden_layers")
 
 
 def _dsa(fields: ConfigFields) -> LayerCaches:
-    """Latents everywhere, and an indexer's keys on the layers that have one of their own."""
-    latent = LatentCache(head_size=latent_size(fields))
+    """Latents everywhere, and keys on the layers with their own indexer."""
+    latent = latent_cache(fields)
     count = fields.integer("num_hidden_layers")
     own = fields.integer_or("indexer_full_layers", count)
     return _counted(fields, [(own, (latent, _indexer(fields))), (count - own, (latent,))])
@@ -93,27 +109,12 @@ def _msa(fields: ConfigFields) -> LayerCaches:
 
 def _linear(fields: ConfigFields) -> LayerCaches:
     """Full layers, and linear ones with a fixed state: conv inputs in 2 bytes, recurrent matrices in 4."""
-    full, linear, key_heads, key_size, value_heads, value_size, kernel = fields.integers(
-        "full_attention_layers",
-        "linear_attention_layers",
-        "linear_num_key_heads",
-        "linear_key_head_dim",
-        "linear_num_value_heads",
-        "linear_value_head_dim",
-        "linear_conv_kernel_dim",
-    )
-    state = StateCache(
-        conv_kernel_size=kernel,
-        num_key_heads=key_heads,
-        key_head_dim=key_size,
-        num_value_heads=value_heads,
-        value_head_dim=value_size,
-    )
-    return _counted(fields, [(full, (_attention(fields),)), (linear, (state,))])
+    full, linear = fields.integers("full_attention_layers", "linear_attention_layers")
+    return _counted(fields, [(full, (_attention(fields),)), (linear, (delta_net_state(fields),))])
 
 
 def _kda(fields: ConfigFields) -> LayerCaches:
-    """Latents on full layers; a fixed state on the others, in the bytes an element that the fields give."""
+    """Latents on full layers; a fixed state on the others, with the bytes per element that the fields give."""
     full, linear, key_heads, key_size, value_heads, value_size, kernel = fields.integers(
         "full_attention_layers",
         "kda_layers",
@@ -132,7 +133,7 @@ def _kda(fields: ConfigFields) -> LayerCaches:
         conv_dtype=_dtype_of_bytes(fields, "kda_conv_state_bytes_per_element", "bf16"),
         recurrent_dtype=_dtype_of_bytes(fields, "kda_recurrent_state_bytes_per_element", "fp32"),
     )
-    return _counted(fields, [(full, (LatentCache(head_size=latent_size(fields)),)), (linear, (state,))])
+    return _counted(fields, [(full, (latent_cache(fields),)), (linear, (state,))])
 
 
 def _dtype_of_bytes(fields: ConfigFields, name: str, default: str) -> str:
@@ -146,7 +147,7 @@ def _dtype_of_bytes(fields: ConfigFields, name: str, default: str) -> str:
 
 
 def _counted(fields: ConfigFields, counted: list[tuple[int, tuple[LayerCache, ...]]]) -> LayerCaches:
-    """Layers by count, then those that store nothing; together they are all layers."""
+    """Lay out layers by count, then those that store nothing; together they are all layers."""
     count = fields.integer("num_hidden_layers")
     described = sum(number for number, _ in counted)
     stored = fields.integer_or("stored_layers", count)
@@ -162,7 +163,7 @@ _READERS: dict[str, Callable[[ConfigFields], LayerCaches]] = {
     "mixed_full_sliding_gqa": _mixed,
     "mla": _mla,
     "dsa_mla": _dsa,
-    "deepseek_v4_hybrid": v4_caches,
+    "deepseek_v4_hybrid": lambda fields: DeepseekV4(fields).caches(),
     "qwen_linear_full_hybrid": _linear,
     "kimi_kda_mla_hybrid": _kda,
     "minimax_msa": _msa,

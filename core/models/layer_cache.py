@@ -1,13 +1,14 @@
-"""What the layers of a model store, before anyone chose a block size, a dtype or a number of ranks.
+"""What the layers of a model store, independent of block size, cache dtype and number of ranks.
 
 A `LayerCache` is a fact about an architecture; `spec` turns it into the pages of a deployment, and `floor_bytes`
-says what one sequence occupies at least. Kinds and formulas: golden/model_kv_bytes.jsonl.
+is the least that one sequence occupies. Kinds and formulas: golden/model_kv_bytes.jsonl.
 """
 
 import abc
 import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from typing import Any, ClassVar
 
 import attrs
 
@@ -27,7 +28,7 @@ from ..planner.specs import (
 
 
 class CachePart(StrEnum):
-    """Which line of a model's bill a cache belongs to."""
+    """The part of a sequence's bytes that a cache is counted in."""
 
     KV = "kv"  # keys and values, latents, compressed states: grows with the sequence
     INDEXER = "indexer"  # keys of a sparse-attention indexer: grows with the sequence
@@ -36,12 +37,15 @@ class CachePart(StrEnum):
 
 @attrs.frozen(kw_only=True)
 class LayerCache(abc.ABC):
-    """One cache that one layer stores.
+    """One cache of one layer.
 
     Attributes:
-        part: the line of the bill.
-        fixed_dtype: the dtype where the model fixes it whatever the cache dtype; None: the cache dtype.
+        part: the part of a sequence's bytes that it is counted in.
+        fixed_dtype: the dtype that the model fixes whatever the cache dtype; None: the cache dtype.
+        label: what the layer's name in `layer_specs` ends with.
     """
+
+    label: ClassVar[str] = "attn"
 
     part: CachePart = CachePart.KV
     fixed_dtype: str | None = None
@@ -54,23 +58,30 @@ class LayerCache(abc.ABC):
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
         """The pages of the whole layer (all heads, one rank)."""
 
-    @abc.abstractmethod
     def floor_bytes(self, num_tokens: int, cache_format: CacheFormat) -> int:
-        """Bytes that a sequence of `num_tokens` tokens occupies at least, before any rounding to blocks."""
+        """Least bytes that a sequence of `num_tokens` tokens occupies, before any rounding to blocks."""
+        return self.spec(1, cache_format).floor_bytes(num_tokens)
 
     @abc.abstractmethod
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
         """What one token (or one sequence, for a state) adds, with the numbers substituted."""
 
+    def _shape(self, block_size: int, cache_format: CacheFormat) -> dict[str, Any]:
+        """The fields that the specs of attention caches share."""
+        storage = self.format(cache_format)
+        return {"block_size": block_size, "dtype": storage.dtype, "scales": storage.scales}
 
-def _element_bytes(cache_format: CacheFormat) -> str:
-    return f"{BITS_PER_ELEMENT[cache_format.dtype] / 8:g} B ({cache_format.dtype})"
+    def _element_bytes(self, cache_format: CacheFormat) -> str:
+        dtype = self.format(cache_format).dtype
+        return f"{BITS_PER_ELEMENT[dtype] / 8:g} B ({dtype})"
 
 
 @attrs.frozen(kw_only=True)
 class AttentionCache(LayerCache):
-    """Keys and values of every token, of the last `sliding_window`, or of the chunk (at most one of the two is
-    given).
+    """Keys and values of every token, of the last `sliding_window` tokens, or of the last chunk.
+
+    At most one of `sliding_window` and `attention_chunk_size` is given. A token takes heads x (head_size +
+    head_size_v) elements, and the scales.
     """
 
     num_kv_heads: int
@@ -81,85 +92,55 @@ class AttentionCache(LayerCache):
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
         """A full, sliding-window or chunked-local spec."""
-        storage = self.format(cache_format)
-        heads = self.num_kv_heads
+        shape: dict[str, Any] = {
+            **self._shape(block_size, cache_format),
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "head_size_v": self.head_size_v,
+        }
         if self.sliding_window is not None:
-            return SlidingWindowSpec(
-                block_size=block_size,
-                num_kv_heads=heads,
-                head_size=self.head_size,
-                head_size_v=self.head_size_v,
-                dtype=storage.dtype,
-                scales=storage.scales,
-                sliding_window=self.sliding_window,
-            )
+            return SlidingWindowSpec(**shape, sliding_window=self.sliding_window)
         if self.attention_chunk_size is not None:
-            return ChunkedLocalSpec(
-                block_size=block_size,
-                num_kv_heads=heads,
-                head_size=self.head_size,
-                head_size_v=self.head_size_v,
-                dtype=storage.dtype,
-                scales=storage.scales,
-                attention_chunk_size=self.attention_chunk_size,
-            )
-        return FullAttentionSpec(
-            block_size=block_size,
-            num_kv_heads=heads,
-            head_size=self.head_size,
-            head_size_v=self.head_size_v,
-            dtype=storage.dtype,
-            scales=storage.scales,
-        )
-
-    def floor_bytes(self, num_tokens: int, cache_format: CacheFormat) -> int:
-        """Tokens kept x heads x (head_size + head_size_v) x element bytes, and the scales."""
-        return self.spec(1, cache_format).floor_bytes(num_tokens)
+            return ChunkedLocalSpec(**shape, attention_chunk_size=self.attention_chunk_size)
+        return FullAttentionSpec(**shape)
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
         """Heads x (K + V) x element bytes."""
-        return (
-            f"{self.num_kv_heads} heads x ({self.head_size} + {self.head_size_v})"
-            f" x {_element_bytes(self.format(cache_format))}"
-        )
+        sizes = f"({self.head_size} + {self.head_size_v})"
+        return f"{self.num_kv_heads} heads x {sizes} x {self._element_bytes(cache_format)}"
 
 
 @attrs.frozen(kw_only=True)
 class LatentCache(LayerCache):
-    """One vector a token, shared by all heads: MLA's latent, or the keys of an indexer. Never divided by TP."""
+    """One vector per token, shared by all heads: MLA's latent, or the keys of an indexer.
+
+    Every rank stores it whole. A token takes head_size elements: one latent, no factor 2.
+    """
 
     head_size: int
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
         """An MLA spec."""
-        storage = self.format(cache_format)
-        return MLASpec(block_size=block_size, head_size=self.head_size, dtype=storage.dtype, scales=storage.scales)
-
-    def floor_bytes(self, num_tokens: int, cache_format: CacheFormat) -> int:
-        """Tokens x head_size x element bytes: one latent, no factor 2."""
-        return self.spec(1, cache_format).floor_bytes(num_tokens)
+        return MLASpec(**self._shape(block_size, cache_format), head_size=self.head_size)
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
         """One vector x element bytes."""
-        return f"1 x {self.head_size} x {_element_bytes(self.format(cache_format))}"
+        return f"1 x {self.head_size} x {self._element_bytes(cache_format)}"
 
 
 @attrs.frozen(kw_only=True)
 class CompressedCache(LayerCache):
     """One state for every `tokens_per_state` complete tokens (DeepSeek V4's compressed layers and their indexer)."""
 
+    label = "compressed"
+
     head_size: int
     tokens_per_state: int
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
         """A compressed-state spec; its block size must be a multiple of `tokens_per_state`."""
-        storage = self.format(cache_format)
         return CompressedStateSpec(
-            block_size=block_size,
-            head_size=self.head_size,
-            tokens_per_state=self.tokens_per_state,
-            dtype=storage.dtype,
-            scales=storage.scales,
+            **self._shape(block_size, cache_format), head_size=self.head_size, tokens_per_state=self.tokens_per_state
         )
 
     def floor_bytes(self, num_tokens: int, cache_format: CacheFormat) -> int:
@@ -168,8 +149,7 @@ class CompressedCache(LayerCache):
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
         """One state x element bytes, per state."""
-        storage = self.format(cache_format)
-        return f"{self.head_size} x {_element_bytes(storage)} every {self.tokens_per_state} tokens"
+        return f"{self.head_size} x {self._element_bytes(cache_format)} every {self.tokens_per_state} tokens"
 
 
 @attrs.frozen(kw_only=True)
@@ -181,34 +161,33 @@ class WindowBufferCache(LayerCache):
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
         """A sliding window of one head that stores no separate value."""
-        storage = self.format(cache_format)
         return SlidingWindowSpec(
-            block_size=block_size,
+            **self._shape(block_size, cache_format),
             num_kv_heads=1,
             head_size=self.head_size,
             head_size_v=0,
-            dtype=storage.dtype,
-            scales=storage.scales,
             sliding_window=self.sliding_window,
         )
 
     def floor_bytes(self, num_tokens: int, cache_format: CacheFormat) -> int:
         """Window x head_size x element bytes, whatever the number of tokens."""
-        return self.spec(1, cache_format).floor_bytes(self.sliding_window)
+        return super().floor_bytes(self.sliding_window, cache_format)
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
         """One vector x element bytes, for a window of tokens."""
-        storage = self.format(cache_format)
-        return f"{self.sliding_window} tokens x {self.head_size} x {_element_bytes(storage)}, whole from the start"
+        element_bytes = self._element_bytes(cache_format)
+        return f"{self.sliding_window} tokens x {self.head_size} x {element_bytes}, whole from the start"
 
 
 @attrs.frozen(kw_only=True)
 class StateCache(LayerCache):
-    """A state of fixed size a sequence: a convolution's inputs and a recurrent matrix per head (gated delta nets, KDA).
+    """A state of fixed size per sequence: a convolution's inputs and a recurrent matrix per head (delta nets, KDA).
 
     The convolution keeps `kernel - 1` inputs of the query, key and value channels; the matrix is key_dim x value_dim
     per value head, in fp32 unless a model says otherwise.
     """
+
+    label = "state"
 
     part: CachePart = CachePart.STATE
     conv_kernel_size: int
@@ -245,14 +224,14 @@ class StateCache(LayerCache):
         return sum(array.num_bytes for array in self.states)
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
-        """Both arrays, a sequence."""
+        """Both arrays, per sequence."""
         conv, recurrent = self.states
         return f"{conv.num_bytes:,} B conv + {recurrent.num_bytes:,} B recurrent a sequence"
 
 
 @attrs.frozen
 class SequenceBytes:
-    """What one sequence occupies at least, by line of the bill, in bytes."""
+    """Least bytes that one sequence occupies, by part."""
 
     kv: int
     indexer: int
@@ -265,7 +244,7 @@ class SequenceBytes:
 
     @property
     def total_with_state(self) -> int:
-        """The same and the fixed state."""
+        """The same with the fixed state."""
         return self.total + self.state
 
 
@@ -273,7 +252,7 @@ LayerCaches = Sequence[Sequence[LayerCache]]
 
 
 def sequence_bytes(layers: LayerCaches, num_tokens: int, cache_format: CacheFormat) -> SequenceBytes:
-    """The floor for one sequence of `num_tokens` tokens, over all layers (golden/model_kv_bytes.jsonl).
+    """The least for one sequence of `num_tokens` tokens, over all layers (golden/model_kv_bytes.jsonl).
 
     Raises:
         InputError: fewer than 0 tokens.
@@ -288,25 +267,15 @@ def sequence_bytes(layers: LayerCaches, num_tokens: int, cache_format: CacheForm
 
 
 def layer_specs(layers: LayerCaches, block_size: int, cache_format: CacheFormat) -> Mapping[str, KVCacheSpec]:
-    """The caches of all layers as pages, by name, in the order of the layers; layers that store nothing are left
-    out.
-    """
+    """The caches of all layers as pages, by name, in the order of the layers; without layers that store nothing."""
     specs: dict[str, KVCacheSpec] = {}
     for index, caches in enumerate(layers):
         for cache in caches:
-            name = f"layers.{index}.{_name(cache)}"
+            name = f"layers.{index}.{'indexer' if cache.part is CachePart.INDEXER else cache.label}"
             if name in specs:
                 name = f"{name}.{cache.__class__.__name__}"
             specs[name] = cache.spec(block_size, cache_format)
     return specs
-
-
-def _name(cache: LayerCache) -> str:
-    if cache.part is CachePart.INDEXER:
-        return "indexer"
-    if isinstance(cache, StateCache):
-        return "state"
-    return "compressed" if isinstance(cache, CompressedCache) else "attn"
 
 
 def state_aligned_block_size(
@@ -314,8 +283,8 @@ def state_aligned_block_size(
 ) -> int | None:
     """Smallest attention block, a multiple of `alignment` tokens, whose page holds a whole state; None without states.
 
-    Models with states need it: a state is one page, so an attention page smaller than a state would have to be padded
-    to it. Both are what one rank holds. Block sizes of several hundred tokens on such models come from here.
+    A state is one page, so a smaller attention page would have to be padded to it. Both sizes are those on one rank.
+    Block sizes of several hundred tokens on models with states come from here.
     """
     caches = dict.fromkeys(cache for per_layer in layers for cache in per_layer)
 

@@ -1,8 +1,7 @@
-"""The parameters of a model, matrix by matrix: how many, who may quantise them, and how tensor parallelism divides
-them.
+"""The parameters of a model, matrix by matrix, and the bytes that they take under quantisation and tensor parallelism.
 
-Counts are those of the architectures themselves (golden/model_geometry.jsonl). Each group also says how wide its
-activations are, since the peak of a step follows from the same matrices.
+Counts are those of the architectures themselves (golden/model_geometry.jsonl). Each group also gives the width of its
+activations, since the peak of a step follows from the same matrices.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from ..planner.parallel import kv_heads_per_rank
 
 
 class WeightKind(StrEnum):
-    """What a group of parameters is; quantisation schemes choose by it."""
+    """The kind of a group of parameters; quantisation schemes choose by it."""
 
     EMBEDDING = "embedding"
     LM_HEAD = "lm_head"
@@ -29,7 +28,7 @@ class WeightKind(StrEnum):
 
 
 class Sharding(StrEnum):
-    """What tensor parallelism does to a group."""
+    """How tensor parallelism divides a group."""
 
     SPLIT = "split"
     KV_HEADS = "kv_heads"  # split over KV heads, replicated once there are more ranks than heads
@@ -42,12 +41,12 @@ class WeightGroup:
 
     Attributes:
         name: the matrix.
-        parameters: of the whole group.
-        kind: see `WeightKind`.
-        sharding: see `Sharding`.
-        num_kv_heads: for `KV_HEADS`.
-        width: activation elements a token of this matrix: what a column-parallel one puts out, what a row-parallel
-            one takes in. Divided like the parameters. For experts: those that one token visits.
+        parameters: number of parameters in the whole group.
+        kind: decides whether a scheme quantises it.
+        sharding: how ranks share it.
+        num_kv_heads: KV heads of a `KV_HEADS` group.
+        width: activation elements per token: the output of a column-parallel matrix, the input of a row-parallel one.
+            Divided like the parameters. For experts: of those that one token visits.
     """
 
     name: str
@@ -66,7 +65,7 @@ class WeightGroup:
         return self._shard(self.parameters, tensor_parallel_size)
 
     def width_on_rank(self, tensor_parallel_size: int) -> int:
-        """Activation elements a token on one rank."""
+        """Activation elements per token on one rank."""
         return self._shard(self.width, tensor_parallel_size)
 
     def _shard(self, amount: int, tensor_parallel_size: int) -> int:
@@ -85,18 +84,16 @@ class ModelWeights:
     """All parameters of a model, in the order of its layers.
 
     Attributes:
-        embeddings: held by the first pipeline stage.
-        layers: held by the stage of the layer.
-        head: final norm and output matrix, held by the last stage.
-        tied: the output matrix is the input embedding; a last stage that is not the first holds a copy.
-        left_out: parts of the checkpoint that are not counted (a vision encoder), by name.
+        embeddings: on the first pipeline stage.
+        layers: on the stage of the layer.
+        head: final norm and output matrix, on the last stage.
+        tied: whether the output matrix is the input embedding; a last stage that is not the first holds a copy.
     """
 
     embeddings: Groups
     layers: tuple[Groups, ...]
     head: Groups
     tied: bool
-    left_out: tuple[str, ...] = ()
 
     @property
     def all_groups(self) -> Iterable[WeightGroup]:
@@ -108,7 +105,7 @@ class ModelWeights:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model, tied ones once."""
+        """Number of parameters of the whole model, tied ones once."""
         return sum(group.parameters for group in self.all_groups)
 
     def on_stage(self, first_layer: int, num_layers: int) -> Groups:
@@ -161,13 +158,12 @@ def kv_column(name: str, size_in: int, num_kv_heads: int, head_size: int) -> Wei
 
 @attrs.frozen(kw_only=True)
 class AttentionShape:
-    """The shape of a layer's attention with separate queries, keys and values.
+    """A layer's attention with separate queries, keys and values.
 
     Attributes:
         qk_norm: parameters of query and key norms.
-        q_outputs: query projections in one matrix (2 where an output gate is computed beside the queries).
-        shared_kv: False: keys and values of its own; True: it reads another layer's.
-        value_is_key: values are the keys' projection.
+        shared_kv: whether it reads another layer's keys and values and projects none.
+        value_is_key: whether the key projection also gives the values.
     """
 
     hidden_size: int
@@ -178,14 +174,13 @@ class AttentionShape:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: int = 0
-    q_outputs: int = 1
     shared_kv: bool = False
     value_is_key: bool = False
 
     def groups(self) -> Groups:
         """Projections, biases and norms."""
         kind = WeightKind.ATTENTION
-        query_width = self.num_heads * self.head_size * self.q_outputs
+        query_width = self.num_heads * self.head_size
         groups = [column("q_proj", kind, self.hidden_size, query_width)]
         if not self.shared_kv:
             groups.append(kv_column("k_proj", self.hidden_size, self.num_kv_heads, self.head_size))
@@ -248,23 +243,21 @@ def lm_head(vocab_size: int, hidden_size: int) -> WeightGroup:
     return WeightGroup(name="lm_head", parameters=vocab_size * hidden_size, kind=WeightKind.LM_HEAD)
 
 
-# How many bytes the weights take: which matrices a quantisation scheme compresses, and to what, with their scales.
-
 _ALL_MATRICES = frozenset({WeightKind.ATTENTION, WeightKind.MLP, WeightKind.EXPERT})
 _EXPERTS_ONLY = frozenset({WeightKind.EXPERT})
 
 
 @attrs.frozen(kw_only=True)
 class QuantizationScheme:
-    """What a scheme does to the matrices of a model.
+    """Which matrices of a model are quantised, and to how many bits.
 
     Attributes:
-        name: as `--quantization` takes it.
-        bits: of one quantised weight.
-        scale_bits: of the scales (and zero points), spread over the weights that share them.
+        name: name by which `quantization` selects it.
+        bits: size of one quantised weight.
+        scale_bits: bits of the scales (and zero points) per weight that shares them.
         kinds: kinds of matrices that are quantised; embeddings, output matrix, norms and routers never are.
-        expert_bits: bits of routed experts where they differ.
-        left_alone: names of matrices that stay in the model's dtype all the same.
+        expert_bits: size of one weight of routed experts where it differs.
+        left_alone: names of matrices of these kinds that stay in the model's dtype.
         unknown: what the checkpoint's own list leaves open, in words.
     """
 
@@ -277,7 +270,7 @@ class QuantizationScheme:
     unknown: tuple[str, ...] = ()
 
     def bits_of(self, group: WeightGroup, model_bits: int) -> Fraction:
-        """Bits that one parameter of `group` takes, scales included."""
+        """Bits of one parameter of `group`, scales included."""
         if group.kind not in self.kinds or group.name in self.left_alone:
             return Fraction(model_bits)
         bits = self.expert_bits if self.expert_bits is not None and group.kind is WeightKind.EXPERT else self.bits
@@ -285,7 +278,7 @@ class QuantizationScheme:
 
 
 def quantization_schemes() -> dict[str, QuantizationScheme]:
-    """The schemes that `--quantization` takes, by name. Scale sizes are those of each format's usual groups."""
+    """The named schemes. Scale sizes are those of each format's usual groups."""
     schemes = (
         QuantizationScheme(name="fp8", bits=8, unknown=("whether attention is quantised too",)),
         QuantizationScheme(name="fp8_block", bits=8, scale_bits=Fraction(32, 128 * 128)),
@@ -298,24 +291,24 @@ def quantization_schemes() -> dict[str, QuantizationScheme]:
 
 
 def scheme_by_name(name: str) -> QuantizationScheme | None:
-    """The scheme of that name; None for `none`.
+    """The scheme called `name`; None for `none`.
 
     Raises:
-        InputError: no scheme of that name.
+        InputError: there is no such scheme.
     """
     if name == "none":
         return None
     scheme = quantization_schemes().get(name)
     if scheme is None:
-        raise InputError(f"--quantization {name!r} is not known; known are none, {', '.join(quantization_schemes())}")
+        raise InputError(f"unknown quantization {name!r}; known: none, {', '.join(quantization_schemes())}")
     return scheme
 
 
-def scheme_from_config(config: Mapping[str, Any], place: str) -> QuantizationScheme | None:
-    """The scheme of a checkpoint's `quantization_config`; None where it quantises nothing.
+def scheme_from_config(config: Mapping[str, Any], place: str) -> QuantizationScheme:
+    """The scheme of a checkpoint's `quantization_config`.
 
     Raises:
-        InputError: a method that is not known here.
+        InputError: the method is not known here, or lacks its bits.
     """
     method = str(config.get("quant_method", "")).lower()
     ignored = [
@@ -333,7 +326,7 @@ def scheme_from_config(config: Mapping[str, Any], place: str) -> QuantizationSch
     else:
         raise InputError(
             f"{place}: quantization_config.quant_method is {method!r}, which is not known here; give the weights' bytes"
-            " per GPU (--weights-bytes) or name the scheme (--quantization)"
+            f" per GPU (weights_bytes) or a quantization: none, {', '.join(quantization_schemes())}"
         )
     return _without_ignored(scheme, ignored)
 
@@ -366,7 +359,7 @@ def _grouped_scheme(method: str, config: Mapping[str, Any], place: str) -> Quant
     return QuantizationScheme(name=f"{method} {bits}-bit", bits=bits, scale_bits=scale_bits)
 
 
-# Words of module names in the lists of what stays unquantised, and what they cover here.
+# Words of module names in lists of unquantised modules, and the kinds that they cover.
 _KINDS_BY_WORD = {
     "self_attn": WeightKind.ATTENTION,
     "linear_attn": WeightKind.ATTENTION,
@@ -378,7 +371,7 @@ _NEVER_QUANTISED = ("lm_head", "embed", "norm", "router", "gate", "vision", "vis
 
 
 def _without_ignored(scheme: QuantizationScheme, ignored: Sequence[str]) -> QuantizationScheme:
-    """Take out what the checkpoint's own list leaves in full precision; what it says in unknown words is noted."""
+    """Exclude what the checkpoint's own list leaves in full precision; note entries that are not understood."""
     kinds, names, unknown = set(scheme.kinds), set(scheme.left_alone), set[str]()
     for entry in ignored:
         word = entry.replace("*", "").rstrip(".").rsplit(".", 1)[-1].rsplit(":", 1)[-1]
@@ -395,12 +388,12 @@ def _without_ignored(scheme: QuantizationScheme, ignored: Sequence[str]) -> Quan
 
 @attrs.frozen(kw_only=True)
 class WeightBytes:
-    """What a rank's weights take, in bytes.
+    """Bytes of one rank's weights.
 
     Attributes:
-        num_bytes: with everything that the scheme covers quantised.
-        unquantised_attention_bytes: further bytes if attention is left in full precision.
-        parameters: that the rank holds.
+        num_bytes: bytes with everything quantised that the scheme covers.
+        unquantised_attention_bytes: additional bytes if attention stays in full precision.
+        parameters: parameters on the rank.
     """
 
     num_bytes: int
@@ -415,9 +408,9 @@ def weight_bytes(
 
     Args:
         groups: matrices of the rank's pipeline stage.
-        dtype: of unquantised weights.
-        scheme: None: nothing is quantised.
-        tensor_parallel_size: ranks that the matrices are divided over.
+        dtype: dtype of unquantised weights.
+        scheme: quantisation; None for none.
+        tensor_parallel_size: ranks that share the matrices.
 
     Raises:
         InputError: KV heads that can be neither split nor replicated evenly.

@@ -11,7 +11,8 @@ from ...core.allocator.allocator import KVCacheAllocator
 from ...core.allocator.config import AllocatorConfig
 from ...core.cache_kinds import FullAttention
 from ...core.errors import InputError
-from ...core.models.geometry import ModelGeometry, builtin_geometry, catalogue_name
+from ...core.models.catalog import catalogue_name
+from ...core.models.geometry import ModelGeometry, builtin_geometry
 from ...core.scheduler.config import SchedulerConfig
 from ...core.scheduler.scheduler import Scheduler
 from ...core.types import Request, StepLoad

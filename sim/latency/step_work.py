@@ -20,7 +20,7 @@ from ...core.models.layer_cache import (
     StateCache,
     WindowBufferCache,
 )
-from ...core.models.parts import ConfigFields
+from ...core.models.config_fields import ConfigFields
 from ...core.models.weights import QuantizationScheme, WeightGroup, WeightKind, quantization_schemes, scheme_from_config
 from ...core.planner.cache_dtype import BITS_PER_ELEMENT, CacheFormat, canonical_dtype
 from ...core.planner.parallel import tensor_parallel_spec

@@ -12,7 +12,7 @@ from ...core.planner.report import CapacityRow
 from ...core.quantities import GIB, MIB, format_bytes, format_gib
 from ..figures import Document, percent
 from ..scenario.deployment import PlanQuestion
-from ..scenario.plan import PlanResult, explanation, totals
+from ..scenario.plan import PlanResult, explanation, option_of, totals, with_options
 from .console import console, table
 
 # What each part of the bar looks like without colour, and with it.
@@ -42,7 +42,7 @@ def print_plan(result: PlanResult, *, explain: bool) -> None:
         _print_values(out, plan)
     for diagnosis in result.diagnoses:
         _print_diagnosis(out, diagnosis)
-    _print_list(out, "Warnings", result.warnings)
+    _print_list(out, "Warnings", [with_options(warning) for warning in result.warnings])
     _print_list(out, "Assumed, since not given", question.assumptions)
     _print_list(out, "In the words of a server's log", log_lines(plan))
     if explain:
@@ -287,11 +287,13 @@ def _print_diagnosis(out: Any, diagnosis: Diagnosis) -> None:
 
     out.print(Text(f"Why: {diagnosis.complaint}", style="bold"))
     for finding in diagnosis.findings:
-        _print_hanging(out, "  - ", finding)
+        _print_hanging(out, "  - ", with_options(finding))
     if diagnosis.remedies:
-        out.print(Text("What would do, each alone and as small as works", style="bold"))
+        out.print(Text("Smallest single changes that help", style="bold"))
         for remedy in diagnosis.remedies:
-            _print_hanging(out, "  - ", str(remedy))
+            value = "" if remedy.value is None else f" {remedy.value}"
+            change = f"{option_of(remedy)}{value}"
+            _print_hanging(out, "  - ", f"{change} ({remedy.num_blocks:,} blocks; {remedy.cost})")
     else:
         out.print(Text("No single option that can be tried here is enough.", style="bold"))
     out.print()

@@ -14,7 +14,7 @@ from ...core.deployment.diagnosis import (
     raising_utilization_gained_little,
 )
 from ...core.deployment.plan import DeploymentPlan, StagePlan, plan_deployment
-from ...core.deployment.remedies import FittingValues, fitting_values
+from ...core.deployment.remedies import FittingValues, Remedy, fitting_values
 from ...core.deployment.startup_log import GibFigure, PoolExplanation, StartupLog, explain_pool, log_lines
 from ...core.errors import DoesNotFitError, InputError
 from ...core.memory.budget import MemoryCondition, MemoryShortfallError, neighbour_warnings
@@ -25,9 +25,11 @@ from ...core.planner.report import CapacityRow, capacity_mix, explain_plan, plan
 from ...core.planner.verdict import PlanRefusedError
 from ..figures import Document
 from .deployment import PlanQuestion, read_log, read_question
-from .options import HARDWARE, OUTPUT, TRAFFIC, option, options
+from .options import HARDWARE, OUTPUT, TRAFFIC, option, options, spelled
 from .results import Table
 from .scenario import Scenario
+
+_PARAMETERS = tuple(field.name for field in attrs.fields(Scenario))
 
 
 @options
@@ -270,7 +272,7 @@ def _plan_as_dict(result: PlanResult) -> Document:
         "log_lines": list(log_lines(plan)),
         "diagnoses": [_diagnosis_as_dict(diagnosis) for diagnosis in result.diagnoses],
         "assumptions": list(question.assumptions),
-        "warnings": list(result.warnings),
+        "warnings": [with_options(warning) for warning in result.warnings],
         "fits": plan.fits,
         "refusal": None if plan.refusal is None else _refusal_as_dict(plan.refusal),
     }
@@ -348,15 +350,25 @@ def _suggestions_as_dict(values: FittingValues) -> Document:
     }
 
 
+def with_options(sentence: str) -> str:
+    """A sentence from core with the parameters that it names spelled as options of the command line."""
+    return spelled(sentence, _PARAMETERS)
+
+
+def option_of(remedy: Remedy) -> str:
+    """The option that sets a remedy's parameter, as on the command line."""
+    return f"--{remedy.parameter.replace('_', '-')}"
+
+
 def _diagnosis_as_dict(diagnosis: Diagnosis) -> Document:
     """A diagnosis with its remedies."""
     return {
         "complaint": diagnosis.complaint,
-        "row": diagnosis.row,
+        "row": with_options(diagnosis.row),
         "bytes": diagnosis.row_bytes,
-        "findings": list(diagnosis.findings),
+        "findings": [with_options(finding) for finding in diagnosis.findings],
         "remedies": [
-            {"option": remedy.option, "value": remedy.value, "num_blocks": remedy.num_blocks, "cost": remedy.cost}
+            {"option": option_of(remedy), "value": remedy.value, "num_blocks": remedy.num_blocks, "cost": remedy.cost}
             for remedy in diagnosis.remedies
         ],
     }
@@ -364,7 +376,7 @@ def _diagnosis_as_dict(diagnosis: Diagnosis) -> Document:
 
 def _refusal_as_dict(refusal: DoesNotFitError) -> Document:
     """Why not, with the numbers."""
-    out: Document = {"message": str(refusal)}
+    out: Document = {"message": with_options(str(refusal))}
     if isinstance(refusal, MemoryShortfallError | PlanRefusedError):
         out |= {
             "condition": str(refusal.condition),

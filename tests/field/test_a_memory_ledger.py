@@ -94,9 +94,9 @@ def test_a02_the_refusal_shows_the_activation_line_and_offers_fewer_batched_toke
     diagnosis = one_request_does_not_fit(plan)
     assert diagnosis.row == "peak activation"
     assert abs(diagnosis.row_bytes - gib("2.99")) <= 1
-    offered = {remedy.option: remedy.value for remedy in diagnosis.remedies}
-    assert "--max-num-batched-tokens" in offered and "--gpu-memory-utilization" in offered
-    fewer = int(offered["--max-num-batched-tokens"])
+    offered = {remedy.parameter: remedy.value for remedy in diagnosis.remedies}
+    assert "max_num_batched_tokens" in offered and "gpu_memory_utilization" in offered
+    fewer = int(offered["max_num_batched_tokens"])
     assert 0 < fewer < 29_000
     assert a02_run("15.05", 35_000).stages[0].ledger.row("peak activation").num_bytes <= gib("0.07")
 
@@ -363,7 +363,7 @@ def test_a17_one_gpu_is_62_gib_short_and_two_are_the_fewest() -> None:
     assert minimum_tensor_parallel_size(estimated, lambda changed: changed.fits) == 2
     diagnosis = one_request_does_not_fit(plan_deployment(estimated))
     assert diagnosis.row == "weights"
-    assert any("smallest --tensor-parallel-size that fits: 2" in finding for finding in diagnosis.findings)
+    assert any("smallest tensor_parallel_size that fits: 2" in finding for finding in diagnosis.findings)
 
 
 def test_a10_the_largest_utilization_is_floored_to_three_places() -> None:

@@ -84,7 +84,7 @@ def test_d05_the_same_memory_is_fewer_blocks_of_more_tokens(block_size: int, num
 
 
 def test_d05_nothing_given_is_an_error_and_no_million_blocks() -> None:
-    with pytest.raises(InputError, match="--weights-bytes"):
+    with pytest.raises(InputError, match="weights_bytes"):
         plan_deployment(deployment(24 * GIB, GivenMemory()))
 
 
@@ -100,7 +100,7 @@ def test_d05_a_model_too_large_for_its_gpus_names_the_fewest_that_do() -> None:
         max_num_batched_tokens=8192,
     )
     diagnosis = one_request_does_not_fit(plan_deployment(asked))
-    fewest = {remedy.option: remedy.value for remedy in diagnosis.remedies}["--tensor-parallel-size"]
+    fewest = {remedy.parameter: remedy.value for remedy in diagnosis.remedies}["tensor_parallel_size"]
     assert plan_deployment(attrs.evolve(asked, tensor_parallel_size=int(fewest))).fits
     assert not plan_deployment(attrs.evolve(asked, tensor_parallel_size=int(fewest) // 2)).fits
     quantised = attrs.evolve(asked, quantization=quantization_schemes()["fp8"])

@@ -13,7 +13,8 @@ from kvledger.core.deployment.estimates import reserves_graph_memory
 from kvledger.core.deployment.plan import DeploymentPlan, plan_deployment
 from kvledger.core.memory.budget import requested_bytes
 from kvledger.core.memory.ledger import RowSource, sum_bytes
-from kvledger.core.models.geometry import builtin_geometry, catalogue_name
+from kvledger.core.models.catalog import catalogue_name
+from kvledger.core.models.geometry import builtin_geometry
 from kvledger.core.models.weights import scheme_by_name
 from kvledger.sim.latency.devices import find_device
 

@@ -5,7 +5,8 @@ import json
 from typing import Any
 
 import pytest
-from kvledger.core.models.geometry import builtin_geometry, catalogue_name
+from kvledger.core.models.catalog import catalogue_name
+from kvledger.core.models.geometry import builtin_geometry
 from kvledger.core.models.layer_cache import AttentionCache
 
 from tests.parity.golden import golden_dir

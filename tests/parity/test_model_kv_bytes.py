@@ -4,7 +4,8 @@ import json
 from typing import Any
 
 import pytest
-from kvledger.core.models.geometry import ModelGeometry, builtin_geometry, catalogue_name, geometry_from_description
+from kvledger.core.models.catalog import catalogue_name
+from kvledger.core.models.geometry import ModelGeometry, builtin_geometry, geometry_from_description
 
 from tests.parity.golden import golden_dir
 

@@ -86,7 +86,7 @@ class SizedEngine(Generic[Loaded]):
         shorter = (limit.reason,) if limit.is_longrope and options.max_model_len_is_open else ()
         # A caller who gave no utilization need not know that it is ignored.
         gave_utilization = options.gpu_memory_utilization is not None
-        planned = [each for each in self.plan.warnings if gave_utilization or "--gpu-memory-utilization" not in each]
+        planned = [each for each in self.plan.warnings if gave_utilization or "gpu_memory_utilization" not in each]
         measured = () if self.reconciliation is None else self.reconciliation.warnings
         return (*shorter, *planned, *measured)
 

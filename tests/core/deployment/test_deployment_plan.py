@@ -1,4 +1,4 @@
-"""Deployments planned whole: ranks that differ, values that come back, and why not."""
+"""Whole deployments: ranks that differ, suggested values that work again, and diagnoses of those that do not fit."""
 
 from typing import Any
 
@@ -100,7 +100,7 @@ def test_prefix_caching_decides_how_many_states_a_request_holds() -> None:
     assert cached.pool.blocks_per_request > uncached.pool.blocks_per_request
 
 
-def test_no_length_given_is_what_the_model_was_made_for() -> None:
+def test_without_a_length_the_models_own_limit_counts() -> None:
     assert deployment(max_model_len=None).wanted_max_model_len == 131_072
     with pytest.raises(InputError, match="give at least 1"):
         plan(max_model_len=0)
@@ -127,20 +127,20 @@ def test_a_startup_that_is_refused_still_shows_where_the_memory_would_go() -> No
     assert [row.name for row in found.rows(found.stages[0]) if row.num_bytes < 0] == ["missing"]
 
 
-def test_graphs_that_are_not_set_aside_are_warned_of_where_they_may_not_fit() -> None:
+def test_a_warning_names_graphs_that_are_not_set_aside_and_may_not_fit() -> None:
     tight = plan(reserve_graph_memory=False, utilization=1.0)
     assert any("may run out of memory" in warning for warning in tight.warnings)
     assert not any("graphs" in warning for warning in plan(reserve_graph_memory=False).warnings)
     assert plan(reserve_graph_memory=False).num_blocks > plan().num_blocks
 
 
-def test_parts_that_the_config_says_nothing_about_are_named() -> None:
+def test_encoders_that_the_config_does_not_describe_are_named() -> None:
     found = plan("gemma-3-27b")
-    assert any("--encoder-bytes" in warning for warning in found.warnings)
+    assert any("encoder_bytes" in warning for warning in found.warnings)
     fewest, most = found.blocks_range
     assert fewest < found.num_blocks < most
     text_only = plan("gemma-3-27b", given=GivenMemory(encoder_bytes=0))
-    assert not any("--encoder-bytes" in warning for warning in text_only.warnings)
+    assert not any("encoder_bytes" in warning for warning in text_only.warnings)
 
 
 utilizations = st.integers(400, 950).map(lambda steps: steps / 1000)
@@ -208,17 +208,17 @@ def test_every_remedy_that_is_offered_was_tried_and_is_as_small_as_works() -> No
     asked = deployment("llama-3.1-70b", tensor_parallel_size=2, max_model_len=32_768)
     found = plan_deployment(asked)
     diagnosis = one_request_does_not_fit(found)
-    offered = {remedy.option: remedy.value for remedy in diagnosis.remedies}
-    assert {"--max-model-len", "--gpu-memory-utilization", "--tensor-parallel-size"} <= set(offered)
+    offered = {remedy.parameter: remedy.value for remedy in diagnosis.remedies}
+    assert {"max_model_len", "gpu_memory_utilization", "tensor_parallel_size"} <= set(offered)
     for option, field, step in (
-        ("--max-model-len", "max_model_len", 1),
-        ("--gpu-memory-utilization", "utilization", -0.001),
+        ("max_model_len", "max_model_len", 1),
+        ("gpu_memory_utilization", "utilization", -0.001),
     ):
         value = offered[option]
         assert isinstance(value, int | float)
         assert plan_deployment(attrs.evolve(asked, **{field: value})).fits
         assert not plan_deployment(attrs.evolve(asked, **{field: round(value + step, 3)})).fits
-    size = int(offered["--tensor-parallel-size"])
+    size = int(offered["tensor_parallel_size"])
     assert plan_deployment(attrs.evolve(asked, tensor_parallel_size=size)).fits
     with pytest.raises(InputError, match="fits"):
         one_request_does_not_fit(plan())
@@ -236,15 +236,15 @@ def test_a_pool_below_expectation_names_the_row_and_the_knobs() -> None:
     expected = found.num_blocks + 1500
     diagnosis = pool_smaller_than_expected(found, expected)
     assert diagnosis.row == "peak activation"
-    offered = {remedy.option: remedy for remedy in diagnosis.remedies}
-    fewer = offered["--max-num-seqs"]
+    offered = {remedy.parameter: remedy for remedy in diagnosis.remedies}
+    fewer = offered["max_num_seqs"]
     assert plan_deployment(attrs.evolve(asked, max_num_seqs=int(fewer.value or 0))).num_blocks >= expected
     assert plan_deployment(attrs.evolve(asked, max_num_seqs=int(fewer.value or 0) + 1)).num_blocks < expected
     with pytest.raises(InputError, match="the pool holds"):
         pool_smaller_than_expected(found, found.num_blocks)
 
 
-def test_expecting_the_sum_over_ranks_is_told_that_ranks_do_not_add_up() -> None:
+def test_the_diagnosis_says_that_ranks_do_not_add_up() -> None:
     found = plan("llama-3.1-70b", tensor_parallel_size=4)
     diagnosis = pool_smaller_than_expected(found, 4 * found.num_blocks)
     assert any("does not add up" in finding for finding in diagnosis.findings)
@@ -254,7 +254,7 @@ def test_a_pool_that_is_pinned_gains_nothing_from_utilization() -> None:
     pinned = plan(kv_cache_memory_bytes=10 * GIB)
     higher = plan(kv_cache_memory_bytes=10 * GIB, utilization=0.95)
     diagnosis = raising_utilization_gained_little(pinned, higher)
-    assert diagnosis.row == "--kv-cache-memory-bytes"
+    assert diagnosis.row == "kv_cache_memory_bytes"
     assert "changes nothing" in diagnosis.findings[-1]
 
 
@@ -272,17 +272,17 @@ def test_what_grew_at_the_same_time_is_named() -> None:
     assert diagnosis.row == "peak activation"
 
 
-def test_free_memory_with_a_failing_start_is_told_the_request_and_two_ways_out() -> None:
+def test_a_failing_start_with_free_memory_names_the_request_and_two_remedies() -> None:
     diagnosis = free_memory_but_startup_fails(deployment(free_bytes=40 * GIB))
     assert diagnosis.row == "requested"
-    offered = {remedy.option: remedy.value for remedy in diagnosis.remedies}
-    assert offered["--gpu-memory-utilization"] == 0.505
-    pinned = offered["--kv-cache-memory-bytes"]
+    offered = {remedy.parameter: remedy.value for remedy in diagnosis.remedies}
+    assert offered["gpu_memory_utilization"] == 0.505
+    pinned = offered["kv_cache_memory_bytes"]
     assert plan(free_bytes=40 * GIB, kv_cache_memory_bytes=pinned).fits
     with pytest.raises(InputError, match="are free"):
         free_memory_but_startup_fails(deployment())
 
 
-def test_nothing_is_offered_that_would_not_do() -> None:
+def test_no_remedy_is_offered_that_does_not_help() -> None:
     asked = deployment("llama-3.1-405b", given=GivenMemory(weights_bytes=800 * GIB))
     assert find_remedies(asked, lambda found: found.fits) == ()

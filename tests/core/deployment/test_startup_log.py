@@ -1,4 +1,4 @@
-"""The lines that people grep for: printed, read back, and explained."""
+"""Start-up log lines are written, read back and explained."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def test_an_auto_fit_that_reduced_the_length_says_from_and_to() -> None:
     assert "full model context length 131072 fits" in line
 
 
-def test_graph_memory_is_told_actual_against_estimated() -> None:
+def test_the_graph_memory_line_shows_actual_and_estimated_bytes() -> None:
     line = graph_memory_line(GIB, GIB // 2)
     assert line == ("CUDA graph pool memory: 1.00 GiB (actual), 0.50 GiB (estimated), difference: 0.50 GiB (50.0%)")
     assert graph_memory_line(0, 0).endswith("difference: 0.00 GiB")
@@ -136,7 +136,7 @@ def test_a_log_that_cannot_calibrate_names_the_missing_line() -> None:
 
 def test_a_log_of_another_device_does_not_fit_its_request() -> None:
     log = read_startup_log(REAL.splitlines(), "log")
-    with pytest.raises(InputError, match="--total-memory and --gpu-memory-utilization of that server"):
+    with pytest.raises(InputError, match="total_memory and gpu_memory_utilization of that server"):
         calibrated_rows(log, 40 * GIB, reserve_graph_memory=False)
 
 

@@ -1,4 +1,4 @@
-"""What is read from a config: layers, heads, parameters; and what is refused rather than guessed."""
+"""A config gives layers, heads and parameters; anything unknown is an error and never a guess."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 from kvledger.core.errors import InputError
-from kvledger.core.models.catalog import builtin_configs
+from kvledger.core.models.architecture import Architecture, architectures
+from kvledger.core.models.catalog import builtin_configs, catalogue_name
 from kvledger.core.models.geometry import (
     builtin_geometry,
-    catalogue_name,
     geometry_from_config,
     geometry_from_description,
-    known_architectures,
     load_geometry,
 )
 from kvledger.core.models.layer_cache import AttentionCache, CachePart, LatentCache, StateCache, WindowBufferCache
@@ -51,7 +50,7 @@ def test_every_builtin_model_can_be_read_and_all_but_k3_counted() -> None:
         try:
             assert geometry.parameters > 10**8
         except InputError as error:
-            assert "--weights-bytes" in str(error)
+            assert "(weights_bytes)" in str(error)
             uncounted.append(name)
     assert uncounted == ["kimi-k3"]
 
@@ -73,9 +72,42 @@ def test_tied_embeddings_are_counted_once() -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(InputError, match="'WhoKnowsForCausalLM' is not known here") as refused:
+    with pytest.raises(InputError, match="unknown architecture 'WhoKnowsForCausalLM'") as refused:
         geometry_from_config({**LLAMA, "architectures": ["WhoKnowsForCausalLM"]}, "x")
     assert "LlamaForCausalLM" in str(refused.value)
+
+
+def test_a_registered_architecture_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architectures, "_entries", dict(architectures._entries))
+
+    @architectures.register("MineForCausalLM")
+    class Mine(Architecture):
+        def layer_types(self) -> tuple[str, ...]:
+            return self.every_nth_full("sliding_window_pattern", 2)
+
+    config = {**LLAMA, "architectures": ["MineForCausalLM"], "sliding_window": 8}
+    mine = geometry_from_config(config, "mine")
+    assert [cache.sliding_window for (cache,) in mine.layers] == [8, None]
+    assert mine.parameters == geometry_from_config(LLAMA, "llama").parameters
+    with pytest.raises(InputError, match="'MineForCausalLM' is registered twice"):
+        architectures.register("MineForCausalLM")(Architecture)
+
+
+def test_a_plug_in_file_adds_an_architecture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(architectures, "_entries", dict(architectures._entries))
+    plugin = tmp_path / "other.py"
+    plugin.write_text(
+        "from kvledger.core.models.architecture import Architecture, architectures\n"
+        "@architectures.register('OtherForCausalLM')\n"
+        "class Other(Architecture):\n"
+        "    norms_per_layer = 4\n"
+    )
+    config = {**LLAMA, "architectures": ["OtherForCausalLM"]}
+    with pytest.raises(InputError, match="unknown architecture 'OtherForCausalLM'"):
+        geometry_from_config(config, "other")
+    monkeypatch.setenv("KVLEDGER_PLUGINS", str(plugin))
+    more = geometry_from_config(config, "other").parameters - geometry_from_config(LLAMA, "llama").parameters
+    assert more == 2 * 2 * 64  # two more norms in two layers of hidden size 64
 
 
 @pytest.mark.parametrize("field", ["num_hidden_layers", "num_attention_heads", "hidden_size"])
@@ -85,11 +117,11 @@ def test_a_field_that_decides_the_cache_is_named_when_it_is_missing(field: str) 
         geometry_from_config(config, "x")
 
 
-def test_a_field_that_only_decides_the_weights_is_missed_only_by_the_weights() -> None:
+def test_only_the_weights_need_a_field_that_only_decides_the_weights() -> None:
     config = {key: value for key, value in LLAMA.items() if key != "intermediate_size"}
     geometry = geometry_from_config(config, "x")
     assert geometry.sequence_bytes(1, "bf16").total == 2 * 2 * 2 * 16 * 2
-    with pytest.raises(InputError, match=r"missing intermediate_size.*--weights-bytes"):
+    with pytest.raises(InputError, match=r"missing intermediate_size.*weights_bytes"):
         _ = geometry.parameters
 
 
@@ -115,7 +147,7 @@ def test_the_decoder_of_a_multimodal_config_is_its_text_config() -> None:
     }
     geometry = geometry_from_config(config, "x")
     assert [cache.sliding_window for (cache,) in geometry.layers] == [8, None]
-    assert geometry.weights.left_out == ("vision encoder and projector",)
+    assert geometry.left_out == ("vision encoder and projector",)
 
 
 def test_layer_types_of_the_config_win_over_the_pattern() -> None:
@@ -143,7 +175,7 @@ def test_layers_that_reuse_another_layers_cache_store_nothing() -> None:
     assert layers[15:] == ((),) * 20
 
 
-def test_indexers_and_states_are_parts_of_their_own() -> None:
+def test_indexers_and_states_are_separate_parts() -> None:
     latent, indexer = builtin_geometry("deepseek-v3.2").layers[0]
     assert (latent, indexer) == (
         LatentCache(head_size=576),
@@ -217,7 +249,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_geometry(str(tmp_path / "absent.json"))
 
 
-def test_a_description_by_kind_says_what_is_stored_but_not_the_parameters(tmp_path: Path) -> None:
+def test_a_description_by_kind_gives_caches_but_no_parameters(tmp_path: Path) -> None:
     document = {
         "kind": "standard_gqa",
         "dtype": "bfloat16",
@@ -230,7 +262,7 @@ def test_a_description_by_kind_says_what_is_stored_but_not_the_parameters(tmp_pa
     assert geometry.name == "mine"
     assert geometry.max_position_embeddings == 4096
     assert geometry.sequence_bytes(10, "auto").total == 10 * 3 * 2 * 2 * 64 * 2
-    with pytest.raises(InputError, match="not known here"):
+    with pytest.raises(InputError, match=r"says nothing about parameters.*weights_bytes"):
         _ = geometry.parameters
 
 
@@ -245,11 +277,11 @@ def test_a_description_that_does_not_add_up_is_refused() -> None:
     }
     with pytest.raises(InputError, match=r"1 \+ 2 layers are described, 4 store a cache"):
         geometry_from_description({"kind": "mixed_full_sliding_gqa", "fields": fields}, "x", "here")
-    with pytest.raises(InputError, match="kind 'other' is not known here"):
+    with pytest.raises(InputError, match="unknown kind 'other'"):
         geometry_from_description({"kind": "other", "fields": fields}, "x", "here")
 
 
-def test_the_architectures_of_today_are_known() -> None:
+def test_current_architectures_are_known() -> None:
     assert {
         "LlamaForCausalLM",
         "Qwen3_5ForConditionalGeneration",
@@ -258,10 +290,10 @@ def test_the_architectures_of_today_are_known() -> None:
         "GlmMoeDsaForCausalLM",
         "Llama4ForConditionalGeneration",
         "Cohere2ForCausalLM",
-    } <= set(known_architectures())
+    } <= set(architectures.names())
 
 
-def test_fields_that_a_config_leaves_out_have_their_classs_value_and_are_named() -> None:
+def test_fields_that_a_config_leaves_out_have_the_default_of_their_class_and_are_named() -> None:
     # The published config of this model holds these four sizes of its decoder and nothing else.
     text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
     config = {"architectures": ["Gemma3ForConditionalGeneration"], "torch_dtype": "bfloat16", "text_config": text}

@@ -103,7 +103,7 @@ def test_a_plan_that_does_not_fit_exits_with_1_and_says_why_in_both_forms(run: R
         ((*LLAMA, "--kv-cache-memory-bytes", "1GiB", "--num-gpu-blocks-override", "5"), "give one of them"),
         ((*LLAMA, "-tp", "3"), "neither divides the other"),
         ((*LLAMA, "--kv-cache-dtype", "fp7"), "not a KV-cache dtype"),
-        ((*LLAMA, "--quantization", "int3"), "is not known"),
+        ((*LLAMA, "--quantization", "int3"), "unknown quantization 'int3'"),
         ((*LLAMA, "--engine-version", "new"), "not a version number"),
         ((*LLAMA, "--engine-version", "0.15.1", "--reserve-graph-memory"), "contradict each other"),
         ((*LLAMA, "--enforce-eager", "--graph-bytes", "1GiB"), "give one of them"),

@@ -308,7 +308,7 @@ def test_a_gpu_behind_pcie_waits_longer_for_an_all_reduce():
         ("llama-2-7b", {"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
         ("llama-2-7b", {"pipeline_parallel_size": 33}, "pipeline_parallel_size is 33 for 32 layers"),
         ("qwen2.5-7b", {"tensor_parallel_size": 8}, "28 attention heads cannot be divided"),
-        ("kimi-k3", {}, "parameters of KimiK3ForConditionalGeneration are not known"),
+        ("kimi-k3", {}, "parameters of Kimi K3 are not known"),
     ],
 )
 def test_what_cannot_be_modelled_is_refused_with_the_reason(name: str, options: dict, message: str):

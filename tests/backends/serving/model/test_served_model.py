@@ -99,7 +99,7 @@ def test_the_cache_is_of_the_weights_dtype_unless_another_is_asked_for():
                     hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=32
                 )
             ),
-            "'GPTNeoXForCausalLM' is not known here",
+            "unknown architecture 'GPTNeoXForCausalLM'",
         ),
         (
             lambda: transformers.DeepseekV3ForCausalLM(

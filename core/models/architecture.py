@@ -1,0 +1,234 @@
+"""The readers of model architectures: the base class, and the registry of all that are known.
+
+An architecture is a class that is registered under the names in config.json's `architectures`. It overrides what
+differs from the base class, which is a decoder with full attention and a gated MLP in every layer:
+
+    >>> from kvledger.core.models.architecture import Architecture, architectures
+    >>> from kvledger.core.models.geometry import geometry_from_config
+    >>> @architectures.register("ZebraForCausalLM")
+    ... class Zebra(Architecture):
+    ...     '''Every fourth layer attends to all tokens, the others to a sliding window.'''
+    ...
+    ...     def layer_types(self):
+    ...         return self.every_nth_full("sliding_window_pattern", 4)
+    >>> config = {
+    ...     "architectures": ["ZebraForCausalLM"], "dtype": "bfloat16", "num_hidden_layers": 8, "hidden_size": 1024,
+    ...     "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 4096, "vocab_size": 32000,
+    ...     "sliding_window": 512,
+    ... }
+    >>> geometry = geometry_from_config(config, "zebra")
+    >>> print(*geometry.bytes_per_token_formula("auto"), sep="; ")
+    6 layers x 4 heads x (64 + 64) x 2 B (bf16), at most 512 tokens; 2 layers x 4 heads x (64 + 64) x 2 B (bf16)
+    >>> geometry.parameters
+    187188224
+
+A file with such a class is loaded by `kvledger --plugin FILE`; an installed package names its module in the entry-point
+group `kvledger.architectures`. `caches` needs only fields that decide what layers store; `weights` may need more.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import ClassVar
+
+import attrs
+
+from ..errors import InputError
+from ..registry import Registry
+from .config_fields import ConfigFields
+from .layer_cache import AttentionCache, LayerCaches
+from .weights import AttentionShape, Groups, ModelWeights, embedding, gated_mlp, lm_head, vector
+
+
+@attrs.frozen(kw_only=True)
+class Heads:
+    """Query heads, KV heads, and the sizes of a key and a value vector."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+
+
+class Architecture:
+    """Reads one config.json: what each layer stores, and the parameters.
+
+    Attributes:
+        fields: the decoder's part of the config.
+        class_defaults: values of fields that a config of this architecture may leave out, where its own class has a
+            default that other architectures do not share (a checkpoint's config omits fields that equal these).
+        encoders: parts of a `...ForConditionalGeneration` checkpoint that `weights` does not count.
+        hybrid_manager: False where vLLM sizes windowed layers like full ones by default (Llama 4's chunks).
+        tied_by_default: whether the output matrix is the embedding where the config does not say.
+        norms_per_layer, final_norms: norm vectors of the hidden size in a layer, and before the output matrix.
+    """
+
+    class_defaults: ClassVar[Mapping[str, int]] = MappingProxyType({})
+    encoders: ClassVar[str] = "vision encoder and projector"
+    hybrid_manager: ClassVar[bool] = True
+    tied_by_default: ClassVar[bool] = False
+    norms_per_layer: ClassVar[int] = 2
+    final_norms: ClassVar[int] = 1
+
+    def __init__(self, fields: ConfigFields) -> None:
+        """Keep `fields`; they are read and checked where they are needed."""
+        self.fields = fields
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the decoder, without draft layers."""
+        return self.fields.integer("num_hidden_layers", "n_layer")
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.fields.integer("hidden_size", "n_embd")
+
+    @functools.cached_property
+    def heads(self) -> Heads:
+        """Heads of the decoder; an explicit head_dim wins over hidden_size / num_attention_heads.
+
+        Raises:
+            InputError: a field is missing, or hidden_size is no multiple of the heads and no head_dim is given.
+        """
+        fields = self.fields
+        num_heads = fields.integer("num_attention_heads", "n_head")
+        head_size = fields.optional_integer("head_dim")
+        if head_size is None:
+            head_size, rest = divmod(self.hidden_size, num_heads)
+            if rest:
+                raise InputError(
+                    f"{fields.place}: hidden_size {self.hidden_size} is no multiple of num_attention_heads {num_heads};"
+                    " give head_dim"
+                )
+        return Heads(
+            num_heads=num_heads,
+            num_kv_heads=fields.integer_or("num_key_value_heads", num_heads),
+            head_size=head_size,
+            head_size_v=fields.integer_or("v_head_dim", head_size),
+        )
+
+    @property
+    def window(self) -> int:
+        """The sliding window; layers that slide require it."""
+        return self.fields.integer("sliding_window", "sliding_window_size")
+
+    def listed(self, name: str = "layer_types") -> tuple[str, ...] | None:
+        """The config's own list of strings with one entry a layer, or None where it has none.
+
+        Entries beyond the layers describe draft layers, which hold no cache of the main model.
+
+        Raises:
+            InputError: the list is shorter than the layers.
+        """
+        if not self.fields.has(name):
+            return None
+        types = self.fields.text_list(name)
+        if len(types) < self.num_layers:
+            raise InputError(f"{self.fields.place}: {name} has {len(types)} entries for {self.num_layers} layers")
+        return types[: self.num_layers]
+
+    def listed_or(self, default: Callable[[int], str]) -> tuple[str, ...]:
+        """The type of each layer: the config's `layer_types`, else `default` of the layer's index."""
+        return self.listed() or tuple(default(index) for index in range(self.num_layers))
+
+    def every_nth_full(self, pattern_field: str, default: int) -> tuple[str, ...]:
+        """Unless the config lists types: every n-th layer is full, the others slide; n is `pattern_field`."""
+        pattern = self.fields.integer_or(pattern_field, default)
+        return self.listed_or(lambda index: "sliding_attention" if (index + 1) % pattern else "full_attention")
+
+    def routes(self) -> tuple[bool, ...]:
+        """Whether each layer routes to experts: as listed (types, or 0 and 1), else from `first_k_dense_replace`."""
+        fields, count = self.fields, self.num_layers
+        if fields.has("mlp_layer_types"):
+            return tuple(kind != "dense" for kind in fields.text_list("mlp_layer_types")[:count])
+        if fields.has("moe_layer_freq") and not isinstance(fields.values["moe_layer_freq"], int):
+            return tuple(bool(item) for item in fields.integer_list("moe_layer_freq")[:count])
+        first = fields.integer("first_k_dense_replace") if fields.values.get("first_k_dense_replace") else 0
+        return tuple(index >= first for index in range(count))
+
+    def layer_types(self) -> Sequence[str]:
+        """`full_attention` or `sliding_attention` for each layer; by default all are full."""
+        return ("full_attention",) * self.num_layers
+
+    def full_cache(self) -> AttentionCache:
+        """Keys and values of every token."""
+        heads = self.heads
+        return AttentionCache(num_kv_heads=heads.num_kv_heads, head_size=heads.head_size, head_size_v=heads.head_size_v)
+
+    def caches(self) -> LayerCaches:
+        """What each layer stores: full and sliding layers of equal heads and sizes, unless overridden.
+
+        Raises:
+            InputError: a layer type that is neither, or sliding layers without a window.
+        """
+        full = self.full_cache()
+        caches: list[tuple[AttentionCache, ...]] = []
+        for index, kind in enumerate(self.layer_types()):
+            if kind not in ("full_attention", "sliding_attention"):
+                raise InputError(
+                    f"{self.fields.place}: layer_types[{index}] is {kind!r}; this architecture has full_attention and"
+                    " sliding_attention layers"
+                )
+            caches.append((full if kind == "full_attention" else attrs.evolve(full, sliding_window=self.window),))
+        return caches
+
+    def projections(self, *, qkv_bias: bool = False, output_bias: bool = False, qk_norm: int = 0) -> Groups:
+        """Query, key, value and output projections of a layer; `qk_norm` counts parameters of query and key norms."""
+        heads = self.heads
+        return AttentionShape(
+            hidden_size=self.hidden_size,
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_size=heads.head_size,
+            head_size_v=heads.head_size_v,
+            qkv_bias=qkv_bias,
+            output_bias=output_bias,
+            qk_norm=qk_norm,
+        ).groups()
+
+    def biased_projections(self, *, qk_norm: int = 0) -> Groups:
+        """The same, with biases on all four where the config's `attention_bias` is true."""
+        bias = self.fields.flag("attention_bias")
+        return self.projections(qkv_bias=bias, output_bias=bias, qk_norm=qk_norm)
+
+    def attention(self, index: int) -> Groups:
+        """Parameters of the attention of layer `index`."""
+        return self.projections()
+
+    def mlp(self, index: int) -> Groups:
+        """Parameters of the MLP or of the experts of layer `index`."""
+        hidden_size, intermediate_size = self.fields.integers("hidden_size", "intermediate_size")
+        return gated_mlp(hidden_size, intermediate_size, self.fields.flag("mlp_bias"))
+
+    def layer(self, index: int) -> Groups:
+        """All parameters of layer `index`."""
+        norms = vector("norms", self.norms_per_layer * self.hidden_size)
+        return (*self.attention(index), *self.mlp(index), norms)
+
+    def more_embeddings(self) -> Groups:
+        """Further tables that the first pipeline stage holds."""
+        return ()
+
+    def more_head(self) -> Groups:
+        """Further parameters that the last pipeline stage holds."""
+        return ()
+
+    def weights(self) -> ModelWeights:
+        """The parameters of the decoder: embeddings, layers, final norm and output matrix.
+
+        Raises:
+            InputError: a field is missing, or the parameters of this architecture are not known.
+        """
+        vocab_size, hidden_size = self.fields.integer("vocab_size"), self.hidden_size
+        tied = self.fields.flag("tie_word_embeddings", self.tied_by_default)
+        head = (vector("final norm", self.final_norms * hidden_size), *self.more_head())
+        return ModelWeights(
+            embeddings=(embedding("embed_tokens", vocab_size, hidden_size), *self.more_embeddings()),
+            layers=tuple(self.layer(index) for index in range(self.num_layers)),
+            head=head if tied else (*head, lm_head(vocab_size, hidden_size)),
+            tied=tied,
+        )
+
+
+architectures = Registry[type[Architecture]]("architecture", "kvledger.architectures")
