@@ -24,9 +24,12 @@ from ...core.planner.parallel import tensor_parallel_layers
 from ...core.planner.report import CapacityRow, capacity_mix, explain_plan, plan_as_dict
 from ...core.planner.verdict import PlanRefusedError
 from .deployment import PlanQuestion, read_log, read_question
-from .options import HARDWARE, OUTPUT, TRAFFIC, option, options
+from .options import HARDWARE, OUTPUT, TRAFFIC, option, options, spelled
 from .results import Table
 from .scenario import Scenario
+
+_OF_MEMORY = ("gpu_memory_utilization", "kv_cache_memory_bytes")
+"""Parameters that memory refusals name, spelled as options in what the command prints."""
 
 
 @options
@@ -150,7 +153,10 @@ def _diagnoses(question: PlanQuestion, plan: DeploymentPlan, asked: PlanOptions)
     if plan.startup_refusal is not None and plan.startup_refusal.condition is MemoryCondition.FREE_BELOW_REQUESTED:
         out.append(free_memory_but_startup_fails(question.deployment))
     elif plan.refusal is not None:
-        out.append(one_request_does_not_fit(plan))
+        found = one_request_does_not_fit(plan)
+        if isinstance(plan.refusal, MemoryShortfallError):
+            found = attrs.evolve(found, findings=tuple(spelled(text, _OF_MEMORY) for text in found.findings))
+        out.append(found)
     return tuple(out)
 
 
@@ -372,6 +378,9 @@ def _refusal_as_dict(refusal: DoesNotFitError) -> dict[str, Any]:
             "shortfall_bytes": refusal.shortfall_bytes,
             "largest": refusal.largest,
         }
+    if isinstance(refusal, MemoryShortfallError):
+        out["message"] = spelled(str(refusal), _OF_MEMORY)
+        out["largest"] = {spelled(name, _OF_MEMORY): value for name, value in refusal.largest.items()}
     return out
 
 
