@@ -108,12 +108,16 @@ class KVCacheSpec(abc.ABC):
         """
 
     @abc.abstractmethod
+    def _max_blocks_text(self, limits: ServingLimits) -> str: ...
+
     def max_blocks_formula(self, limits: ServingLimits) -> str:
         """How `max_blocks_per_request` is computed, with the numbers substituted.
 
         Raises:
             InputError: as `max_blocks_per_request`.
         """
+        num_blocks = self.max_blocks_per_request(limits)
+        return f"{self._max_blocks_text(limits)} = {num_blocks:,}"
 
     @abc.abstractmethod
     def floor_bytes(self, num_tokens: int) -> int:
@@ -238,9 +242,8 @@ class FullAttentionSpec(AttentionSpec):
         """Blocks of the whole sequence, divided over the DCP ranks."""
         return _every_token_blocks(self.block_size, limits)
 
-    def max_blocks_formula(self, limits: ServingLimits) -> str:
-        """`max_blocks_per_request` with the numbers substituted."""
-        return _every_token_formula(self.block_size, limits)
+    def _max_blocks_text(self, limits: ServingLimits) -> str:
+        return _every_token_text(self.block_size, limits)
 
 
 @attrs.frozen(kw_only=True)
@@ -270,11 +273,9 @@ class SlidingWindowSpec(AttentionSpec):
         num_tokens = min(self.sliding_window - 1 + _required_in_flight(limits, self.kind), limits.max_model_len)
         return math.ceil(num_tokens / self.block_size) + 1
 
-    def max_blocks_formula(self, limits: ServingLimits) -> str:
-        """`max_blocks_per_request` with the numbers substituted."""
+    def _max_blocks_text(self, limits: ServingLimits) -> str:
         held = f"{self.sliding_window} window - 1 + {limits.max_in_flight_tokens} in flight"
-        num_blocks = self.max_blocks_per_request(limits)
-        return f"ceil(min({held}, {limits.max_model_len} tokens) / {self.block_size}) + 1 = {num_blocks:,}"
+        return f"ceil(min({held}, {limits.max_model_len} tokens) / {self.block_size}) + 1"
 
     def floor_bytes(self, num_tokens: int) -> int:
         """The last `sliding_window` tokens are kept."""
@@ -303,11 +304,9 @@ class ChunkedLocalSpec(AttentionSpec):
         num_tokens = min(self.attention_chunk_size + _required_in_flight(limits, self.kind), limits.max_model_len)
         return math.ceil(num_tokens / self.block_size)
 
-    def max_blocks_formula(self, limits: ServingLimits) -> str:
-        """`max_blocks_per_request` with the numbers substituted."""
+    def _max_blocks_text(self, limits: ServingLimits) -> str:
         held = f"{self.attention_chunk_size} chunk + {limits.max_in_flight_tokens} in flight"
-        num_blocks = self.max_blocks_per_request(limits)
-        return f"ceil(min({held}, {limits.max_model_len} tokens) / {self.block_size}) = {num_blocks:,}"
+        return f"ceil(min({held}, {limits.max_model_len} tokens) / {self.block_size})"
 
     def floor_bytes(self, num_tokens: int) -> int:
         """At most one chunk is kept."""
@@ -316,7 +315,10 @@ class ChunkedLocalSpec(AttentionSpec):
 
 @attrs.frozen(kw_only=True)
 class CrossAttentionSpec(AttentionSpec):
-    """Cross attention of an encoder-decoder model: keeps the encoder's tokens for the whole request."""
+    """Cross attention of an encoder-decoder model: keeps the encoder's tokens for the whole request.
+
+    The tokens of `floor_bytes` are the encoder's.
+    """
 
     kind: ClassVar[str] = "cross"
 
@@ -333,14 +335,8 @@ class CrossAttentionSpec(AttentionSpec):
         """
         return math.ceil(required_encoder_tokens(limits) / self.block_size)
 
-    def max_blocks_formula(self, limits: ServingLimits) -> str:
-        """`max_blocks_per_request` with the numbers substituted."""
-        num_blocks = self.max_blocks_per_request(limits)
-        return f"ceil({limits.max_encoder_tokens} encoder tokens / {self.block_size}) = {num_blocks:,}"
-
-    def floor_bytes(self, num_tokens: int) -> int:
-        """`num_tokens` are the encoder's tokens, all of which are kept."""
-        return num_tokens * self.num_kv_heads * self.state_content_bytes
+    def _max_blocks_text(self, limits: ServingLimits) -> str:
+        return f"ceil({limits.max_encoder_tokens} encoder tokens / {self.block_size})"
 
 
 def _vector_terms(name: str, sizes: tuple[int, ...], dtype: str, scales: ScaleStorage | None) -> tuple[Term, ...]:
@@ -362,13 +358,13 @@ def _every_token_blocks(block_size: int, limits: ServingLimits) -> int:
     return math.ceil(tokens_on_rank / block_size)
 
 
-def _every_token_formula(block_size: int, limits: ServingLimits) -> str:
-    """`_every_token_blocks` with the numbers substituted."""
+def _every_token_text(block_size: int, limits: ServingLimits) -> str:
+    """The formula of `_every_token_blocks` with the numbers substituted."""
     shards = limits.decode_context_parallel_size
     tokens = (
         f"{limits.max_model_len} tokens" if shards == 1 else f"ceil({limits.max_model_len} tokens / {shards} ranks)"
     )
-    return f"ceil({tokens} / {block_size}) = {_every_token_blocks(block_size, limits):,}"
+    return f"ceil({tokens} / {block_size})"
 
 
 def _required_in_flight(limits: ServingLimits, kind: str) -> int:
@@ -414,9 +410,8 @@ class LatentSpec(KVCacheSpec):
         """Blocks of the whole sequence, divided over the DCP ranks."""
         return _every_token_blocks(self.block_size, limits)
 
-    def max_blocks_formula(self, limits: ServingLimits) -> str:
-        """`max_blocks_per_request` with the numbers substituted."""
-        return _every_token_formula(self.block_size, limits)
+    def _max_blocks_text(self, limits: ServingLimits) -> str:
+        return _every_token_text(self.block_size, limits)
 
     def states_per_block(self, block_size: int) -> int:
         """One state per token."""
@@ -595,16 +590,14 @@ class MambaLikeSpec(KVCacheSpec):
             num_states = 2 if limits.state_cache_mode == "align" else 1
         return num_states + self.num_speculative_blocks
 
-    def max_blocks_formula(self, limits: ServingLimits) -> str:
-        """`max_blocks_per_request` with the numbers substituted."""
-        num_blocks = self.max_blocks_per_request(limits)
+    def _max_blocks_text(self, limits: ServingLimits) -> str:
         states = {
             "none": "1 state",
             "align": "1 state + 1 snapshot",
             "all": f"ceil({limits.max_model_len} tokens / {self.block_size}) snapshots",
             None: "",
         }[limits.state_cache_mode]
-        return f"{states} + {self.num_speculative_blocks} for drafts = {num_blocks:,}"
+        return f"{states} + {self.num_speculative_blocks} for drafts"
 
     def floor_bytes(self, num_tokens: int) -> int:
         """One state, whatever the number of tokens."""

@@ -90,16 +90,16 @@ class PreemptedRequests:
         """Free blocks that protected requests still need to produce their next token."""
         if not self.protected:
             return 0
-        return sum([self._blocks_to_go_on(request.num_tokens, row) for row, request in self.protected.items()])
+        return sum([self._blocks_to_continue(request.num_tokens, row) for row, request in self.protected.items()])
 
     def blocks_to_protect(self, request: Request) -> int:
         """Further blocks that must be free when a request comes back: the drafts of its first decode step."""
         if not self._num_speculative_tokens or request not in self:
             return 0
         blocks = [-(-request.num_tokens // table.block_size) for table in self._allocator.state.tables]
-        return self._blocks_to_go_on(request.num_tokens) - sum(blocks)
+        return self._blocks_to_continue(request.num_tokens) - sum(blocks)
 
-    def _blocks_to_go_on(self, num_tokens: int, row: int | None = None) -> int:
+    def _blocks_to_continue(self, num_tokens: int, row: int | None = None) -> int:
         """Blocks for `num_tokens` tokens with the drafts and lookahead of a decode step, less those of the row."""
         with_drafts = num_tokens + 2 * self._num_speculative_tokens
         num_slots = max(num_tokens, min(with_drafts, self._allocator.config.max_model_len))
