@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from ...core.errors import InputError
-from ...core.memory.profile import MemoryKind, MemorySnapshot, unified_free_bytes
+from ...core.memory.profile import MemoryKind, MemorySnapshot
 from ...core.quantities import KIB
 from .device import AllocatorBytes, DeviceAccess
 
@@ -122,7 +122,7 @@ class HostDevice:
 
 @attrs.frozen
 class DeviceProbe:
-    """Core's `MemoryProbe` over a real device.
+    """Reads the memory of a device.
 
     Attributes:
         device: a CUDA device, the host, or a test's script.
@@ -150,7 +150,8 @@ class DeviceProbe:
         """
         free_bytes, total_bytes = self.device.free_and_total_bytes()
         if self.device.kind is MemoryKind.UNIFIED:
-            free_bytes = unified_free_bytes(free_bytes, HostDevice().free_and_total_bytes()[0])
+            # The driver does not count page cache that the host gives up on demand; the host's own figure does.
+            free_bytes = max(free_bytes, HostDevice().free_and_total_bytes()[0])
         counted = self.device.allocator_bytes()
         snapshot = MemorySnapshot(
             total_bytes=total_bytes,

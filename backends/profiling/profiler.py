@@ -1,14 +1,14 @@
 """Measures the memory of a server's start-up: baseline, weights, largest step, graphs, pool, reconciliation.
 
-A profiler goes through its stages in that order, once. The pool is sized between the profile and the pool's allocation
-by core: `determine_available_memory` takes the profile.
+A profiler goes through its stages in that order, once. Between the profile and the allocation of the pool, core sizes
+the pool: a `MemoryLedger` takes the measured rows.
 
     profiler = MemoryProfiler(open_cuda_device(0), StepLimits(max_num_batched_tokens=8192, max_num_seqs=256))
     profiler.take_baseline()
     model = profiler.load_weights(load)
     measured = profiler.profile(ProfilingStep(model=..., sampler=...))
     measured = profiler.estimate_graphs((GraphCaptures(mode="full", sizes=..., capture=...),), smallest_pool=...)
-    sized = determine_available_memory(measured.profile, options, cudagraph_estimate_bytes=measured.graph_bytes)
+    available = MemoryLedger(budget=budget, non_kv_rows=measured.rows).available_bytes
     pool = profiler.allocate_pool(allocate, planned_bytes=num_blocks * bytes_per_block)
     graphs = profiler.capture_graphs(capture_all)
     report = profiler.reconcile()

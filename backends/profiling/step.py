@@ -7,7 +7,8 @@ import attrs
 
 from ...core.deployment.estimates import profiling_tokens
 from ...core.errors import InputError
-from ...core.memory.profile import MemoryProbe, MemorySnapshot
+from ...core.memory.profile import MemorySnapshot
+from .probe import DeviceProbe
 
 
 @attrs.frozen(kw_only=True)
@@ -95,7 +96,7 @@ class PartPeak:
 
 
 def run_profiling_step(
-    step: ProfilingStep, limits: StepLimits, probe: MemoryProbe, read: Callable[[], MemorySnapshot]
+    step: ProfilingStep, limits: StepLimits, probe: DeviceProbe, read: Callable[[], MemorySnapshot]
 ) -> tuple[PartPeak, ...]:
     """Run every part once and return the peak of each.
 

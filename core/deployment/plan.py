@@ -19,7 +19,7 @@ from ..memory.budget import BudgetSemantics, MemoryShortfallError, check_explici
 from ..memory.ledger import LedgerRow, MemoryBudget, MemoryLedger
 from ..planner.inputs import PlanInputs
 from ..planner.plan import KVCachePlan, plan_kv_cache
-from ..planner.report import tightest_rank
+from ..planner.ranks import tightest_rank
 from ..planner.specs import StateCacheMode
 from ..quantities import format_gib
 from .deployment import Deployment
@@ -85,13 +85,13 @@ class DeploymentPlan:
     @property
     def bottleneck_stage(self) -> StagePlan:
         """The stage whose ranks decide the size of the pool."""
-        rank = tightest_rank(self.pool).rank
+        rank = tightest_rank(self.pool.ranks).rank
         return next(stage for stage in self.stages if rank in stage.ranks)
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block on the rank that decides the size of the pool."""
-        return tightest_rank(self.pool).bytes_per_block
+        return tightest_rank(self.pool.ranks).bytes_per_block
 
     def rows(self, stage: StagePlan) -> tuple[LedgerRow, ...]:
         """The whole ledger of one GPU of `stage`; the rows add up to the device's total."""

@@ -9,9 +9,8 @@ from typing import Any
 import attrs
 
 from ..errors import InputError
-from ..memory.budget import UTILIZATION_STEPS, largest_utilization
-from ..memory.ledger import RowRole, sum_bytes
-from ..memory.profile import KVBytesSuggestion, SizedMemory, WholeBlocks, largest_fitting, suggested_vllm
+from ..memory.budget import UTILIZATION_STEPS, WholeBlocks, largest_fitting, largest_utilization
+from ..memory.ledger import KVBytesSuggestion, RowRole, sum_bytes
 from ..models.weights import quantization_schemes
 from ..planner.ranks import largest_max_model_len
 from ..quantities import format_gib
@@ -288,14 +287,5 @@ def _longest_request(plan: DeploymentPlan) -> int | None:
 
 def _suggested_vllm(plan: DeploymentPlan) -> KVBytesSuggestion:
     stage = plan.bottleneck_stage
-    rows = stage.ledger.non_kv_rows
-    sized = SizedMemory(
-        requested_bytes=stage.ledger.budget.requested_bytes,
-        total_consumed_bytes=sum_bytes(rows, RowRole.RESIDENT),
-        peak_activation_bytes=sum_bytes(rows, RowRole.TRANSIENT) + sum_bytes(rows, RowRole.GRAPHS),
-        profiled_available_bytes=stage.ledger.available_bytes,
-        available_bytes=stage.ledger.available_bytes,
-        free_before_bytes=plan.deployment.free_bytes,
-        is_pinned=False,
-    )
-    return suggested_vllm(sized, sum_bytes(rows, RowRole.GRAPHS) + stage.graph_bytes_beside)
+    reserved = sum_bytes(stage.ledger.non_kv_rows, RowRole.GRAPHS)
+    return stage.ledger.suggested_by_vllm(reserved + stage.graph_bytes_beside)

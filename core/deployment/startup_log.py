@@ -10,8 +10,8 @@ from decimal import Decimal
 import attrs
 
 from ..errors import InputError
+from ..memory.budget import graph_utilizations
 from ..memory.ledger import LedgerRow, RowRole, RowSource, sum_bytes
-from ..memory.profile import graph_utilizations
 from ..planner.cache_dtype import BITS_PER_ELEMENT
 from ..quantities import GIB, MIB, gib_to_bytes
 from .plan import DeploymentPlan

@@ -1,16 +1,19 @@
-"""How much of a device one engine may use: what "0.9" means, and the check at start-up that the memory is there.
+"""How much of a device one engine may use: what "0.9" means, the checks at start-up, and the pool sizes that fit.
 
-Rules: golden/memory.jsonl (`request_memory`), field reports A10, A11, A13 and A15.
+Rules: golden/memory.jsonl (`request_memory`, `startup_plan_gate`), field reports A10, A11 and A13 to A15.
 """
 
 import math
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
+
+import attrs
 
 from ..errors import DoesNotFitError, InputError
 from ..quantities import format_bytes, format_gib
 
-# The one shape of a memory refusal: what was needed, what was there, the shortfall, and the largest value that works.
+UTILIZATION_STEPS = 1000  # a utilization is written with three decimals
 
 
 class MemoryCondition(StrEnum):
@@ -19,22 +22,17 @@ class MemoryCondition(StrEnum):
     FREE_BELOW_REQUESTED = "free_below_requested"
     EXTERNAL_EXCEEDS_BUDGET = "external_exceeds_budget"
     FREE_GREW_DURING_PROFILING = "free_grew_during_profiling"
-    FRONTEND_RESERVATION_LEAVES_NOTHING = "frontend_reservation_leaves_nothing"
-    NO_AVAILABLE_MEMORY = "no_available_memory"
-    REQUEST_DOES_NOT_FIT = "request_does_not_fit"
     EXPLICIT_BYTES_EXCEED_FREE = "explicit_bytes_exceed_free"
-    OVERRIDE_EXCEEDS_FREE = "override_exceeds_free"
-    WEIGHTS_EXCEED_DEVICE = "weights_exceed_device"
 
 
 class MemoryShortfallError(DoesNotFitError):
-    """It does not fit. `largest` maps an option to the largest value of it that works (empty: no value of any works).
+    """Not enough memory: the message names what was needed, what was available, the shortfall and a remedy.
 
     Attributes:
         condition: why.
         needed_bytes, available_bytes: both sides of the comparison that failed.
         shortfall_bytes: their difference, never negative.
-        largest: option name -> largest value that works.
+        largest: parameter name -> largest value of it that works; empty if no value of any works.
     """
 
     def __init__(
@@ -47,7 +45,7 @@ class MemoryShortfallError(DoesNotFitError):
         largest: Mapping[str, int | float],
         remedy: str,
     ) -> None:
-        """`what` opens the message, `remedy` ends it; the figures stand between them."""
+        """Build the message: `what`, then the figures, then `remedy`."""
         self.condition = condition
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
@@ -59,11 +57,8 @@ class MemoryShortfallError(DoesNotFitError):
         )
 
 
-UTILIZATION_STEPS = 1000  # the flag is written with three decimals
-
-
 class BudgetSemantics(StrEnum):
-    """What the fraction is a fraction of (A15)."""
+    """What the memory fraction is a fraction of (A15)."""
 
     OF_TOTAL = "of_total"  # vLLM: of the device's total; everything of this engine counts, the activation peak too
     OF_FREE = "of_free"  # TensorRT-LLM: of what is free once everything else has its memory; all of it is KV cache
@@ -71,14 +66,14 @@ class BudgetSemantics(StrEnum):
 
 
 def check_utilization(utilization: float) -> float:
-    """The fraction itself, if it is one.
+    """Return the fraction itself.
 
     Raises:
-        InputError: not within (0, 1].
+        InputError: it is not within (0, 1].
     """
     if not 0 < utilization <= 1:
         raise InputError(
-            f"--gpu-memory-utilization {utilization}: give a fraction of the device's memory, above 0 and at most 1"
+            f"gpu_memory_utilization {utilization}: give a fraction of the device's memory, above 0 and at most 1"
         )
     return utilization
 
@@ -89,7 +84,7 @@ def requested_bytes(total_bytes: int, utilization: float) -> int:
 
 
 def largest_utilization(total_bytes: int, free_bytes: int) -> float:
-    """Largest utilization, with three decimals, whose request is free; 0.0 where none is."""
+    """Largest utilization, with three decimals, whose request is free; 0.0 if there is none."""
     steps = min(UTILIZATION_STEPS, max(free_bytes, 0) * UTILIZATION_STEPS // total_bytes + 1)
     while steps > 0 and requested_bytes(total_bytes, steps / UTILIZATION_STEPS) > free_bytes:
         steps -= 1
@@ -97,7 +92,7 @@ def largest_utilization(total_bytes: int, free_bytes: int) -> float:
 
 
 def smallest_utilization(total_bytes: int, wanted_bytes: int) -> float | None:
-    """Smallest utilization, with three decimals, that requests at least `wanted_bytes`; None where none does."""
+    """Smallest utilization, with three decimals, that requests at least `wanted_bytes`; None if there is none."""
     steps = max(wanted_bytes * UTILIZATION_STEPS // total_bytes - 1, 1)
     while steps <= UTILIZATION_STEPS:
         if requested_bytes(total_bytes, steps / UTILIZATION_STEPS) >= wanted_bytes:
@@ -109,8 +104,7 @@ def smallest_utilization(total_bytes: int, wanted_bytes: int) -> float | None:
 def request_memory(
     *, total_bytes: int, free_bytes: int, gpu_memory_utilization: float, externally_held_bytes: int = 0
 ) -> int:
-    """The memory this engine may use, in bytes: `ceil(total * utilization)` less weights that somebody else holds
-    for it.
+    """Bytes that this engine may use: `ceil(total * utilization)` less the weights that another process holds for it.
 
     Source: golden/memory.jsonl, `request_memory`.
 
@@ -121,77 +115,39 @@ def request_memory(
     """
     requested = requested_bytes(total_bytes, check_utilization(gpu_memory_utilization))
     if externally_held_bytes and requested <= externally_held_bytes:
+        smallest = smallest_utilization(total_bytes, externally_held_bytes + 1)
         raise MemoryShortfallError(
             MemoryCondition.EXTERNAL_EXCEEDS_BUDGET,
             "the weights held outside this process leave nothing of the requested memory",
             needed_bytes=externally_held_bytes + 1,
             available_bytes=requested,
             largest={},
-            remedy=_raise_utilization(total_bytes, externally_held_bytes + 1),
+            remedy="No gpu_memory_utilization works on this device."
+            if smallest is None
+            else f"Smallest gpu_memory_utilization that leaves anything: {smallest:g}.",
         )
     requested -= externally_held_bytes
     if free_bytes < requested:
         largest = largest_utilization(total_bytes, free_bytes + externally_held_bytes)
         raise MemoryShortfallError(
             MemoryCondition.FREE_BELOW_REQUESTED,
-            f"less memory is free at start-up than --gpu-memory-utilization {gpu_memory_utilization} requests of"
+            f"less memory is free at start-up than gpu_memory_utilization {gpu_memory_utilization} requests of"
             f" {format_gib(total_bytes)}",
             needed_bytes=requested,
             available_bytes=free_bytes,
-            largest={"--gpu-memory-utilization": largest},
+            largest={"gpu_memory_utilization": largest},
             remedy=(
-                f"Largest --gpu-memory-utilization that starts: {largest:g}; or free"
+                f"Largest gpu_memory_utilization that starts: {largest:g}; or free"
                 f" {format_bytes(requested - free_bytes)} held by other processes."
             ),
         )
     return requested
 
 
-def check_startup_under_override(
-    *,
-    total_bytes: int,
-    free_bytes: int,
-    gpu_memory_utilization: float,
-    non_kv_bytes: int,
-    num_blocks: int,
-    bytes_per_block: int,
-    strict_startup: bool = False,
-) -> int:
-    """With `num_gpu_blocks_override` the real need is checked, not utilization * total (A10); returns that need in
-    bytes.
-
-    Args:
-        total_bytes: of the device.
-        free_bytes: of the device now.
-        gpu_memory_utilization: what `strict_startup` checks.
-        non_kv_bytes: everything but the pool, with what is only needed during a step.
-        num_blocks: the override.
-        bytes_per_block: on this rank.
-        strict_startup: vLLM's rule: utilization * total must be free all the same.
-
-    Raises:
-        MemoryShortfallError: `override_exceeds_free`, or `free_below_requested` under `strict_startup`.
-    """
-    if strict_startup:
-        request_memory(total_bytes=total_bytes, free_bytes=free_bytes, gpu_memory_utilization=gpu_memory_utilization)
-    needed = non_kv_bytes + num_blocks * bytes_per_block
-    if needed > free_bytes:
-        largest = max(free_bytes - non_kv_bytes, 0) // bytes_per_block
-        raise MemoryShortfallError(
-            MemoryCondition.OVERRIDE_EXCEEDS_FREE,
-            f"{num_blocks:,} blocks of {bytes_per_block:,} B beside {format_gib(non_kv_bytes)} of other memory",
-            needed_bytes=needed,
-            available_bytes=free_bytes,
-            largest={"--num-gpu-blocks-override": largest},
-            remedy=f"Largest --num-gpu-blocks-override that starts: {largest:,}.",
-        )
-    return needed
-
-
 def check_explicit_kv_bytes(
     *, kv_cache_memory_bytes: int, free_bytes: int, non_kv_bytes: int, bytes_per_block: int
 ) -> int:
-    """The pinned size of the pool, if it fits beside everything else (A13).
+    """Return the pinned size of the pool if it fits beside everything else (A13).
 
     Raises:
         InputError: zero or less. (vLLM takes 0 for "unset" when sizing and for "set" when suggesting.)
@@ -199,68 +155,28 @@ def check_explicit_kv_bytes(
     """
     if kv_cache_memory_bytes <= 0:
         raise InputError(
-            f"--kv-cache-memory-bytes {kv_cache_memory_bytes}: give the size of the pool in bytes, above 0;"
-            " leave the option away to size the pool by --gpu-memory-utilization"
+            f"kv_cache_memory_bytes {kv_cache_memory_bytes}: give the size of the pool in bytes, above 0;"
+            " leave it out to size the pool by gpu_memory_utilization"
         )
     needed = non_kv_bytes + kv_cache_memory_bytes
     if needed > free_bytes:
-        num_blocks = max(free_bytes - non_kv_bytes, 0) // bytes_per_block
-        largest = num_blocks * bytes_per_block
+        largest = largest_fitting(free_bytes, non_kv_bytes, bytes_per_block)
         raise MemoryShortfallError(
             MemoryCondition.EXPLICIT_BYTES_EXCEED_FREE,
-            f"--kv-cache-memory-bytes {kv_cache_memory_bytes:,} beside {format_gib(non_kv_bytes)} of other memory",
+            f"kv_cache_memory_bytes {kv_cache_memory_bytes:,} beside {format_gib(non_kv_bytes)} of other memory",
             needed_bytes=needed,
             available_bytes=free_bytes,
-            largest={"--kv-cache-memory-bytes": largest},
+            largest={"kv_cache_memory_bytes": largest.num_bytes},
             remedy=(
-                f"Largest --kv-cache-memory-bytes that starts: {largest:,} ({format_gib(largest)},"
-                f" {num_blocks:,} blocks)."
+                f"Largest kv_cache_memory_bytes that starts: {largest.num_bytes:,} ({format_gib(largest.num_bytes)},"
+                f" {largest.num_blocks:,} blocks)."
             ),
         )
     return kv_cache_memory_bytes
 
 
-def check_enough_kv_cache_memory(
-    *, available_bytes: int, needed_bytes: int, estimated_max_model_len: int, max_model_len: int
-) -> None:
-    """Whether one request of `max_model_len` tokens fits what is left once the null block is set aside.
-
-    Source: golden/memory.jsonl, `check_enough`.
-
-    Raises:
-        MemoryShortfallError: `no_available_memory` where nothing is left, else `request_does_not_fit`, with the largest
-            length that fits if it is above 0.
-    """
-    if available_bytes <= 0:
-        raise MemoryShortfallError(
-            MemoryCondition.NO_AVAILABLE_MEMORY,
-            "no memory is left for KV cache blocks",
-            needed_bytes=needed_bytes,
-            available_bytes=available_bytes,
-            largest={},
-            remedy=(
-                "No --max-model-len works; raise --gpu-memory-utilization, lower --max-num-batched-tokens or"
-                " --max-num-seqs, quantise the weights, or raise --tensor-parallel-size."
-            ),
-        )
-    if needed_bytes > available_bytes:
-        fits = estimated_max_model_len > 0
-        raise MemoryShortfallError(
-            MemoryCondition.REQUEST_DOES_NOT_FIT,
-            f"one request of --max-model-len {max_model_len:,} tokens",
-            needed_bytes=needed_bytes,
-            available_bytes=available_bytes,
-            largest={"--max-model-len": estimated_max_model_len} if fits else {},
-            remedy=(
-                f"Largest --max-model-len that fits: {estimated_max_model_len:,}."
-                if fits
-                else "No --max-model-len fits; raise --gpu-memory-utilization or --tensor-parallel-size."
-            ),
-        )
-
-
 def neighbour_warnings(declared_utilizations: list[float]) -> tuple[str, ...]:
-    """A warning if engines on one card declare more than the whole of it (A11)."""
+    """Warn if the engines on one card together declare more than the whole card (A11)."""
     total = sum(declared_utilizations)
     if total <= 1 + 1e-9:
         return ()
@@ -271,8 +187,71 @@ def neighbour_warnings(declared_utilizations: list[float]) -> tuple[str, ...]:
     )
 
 
-def _raise_utilization(total_bytes: int, wanted_bytes: int) -> str:
-    smallest = smallest_utilization(total_bytes, wanted_bytes)
-    if smallest is None:
-        return "No --gpu-memory-utilization works on this device."
-    return f"Smallest --gpu-memory-utilization that leaves anything: {smallest:g}."
+@attrs.frozen(kw_only=True)
+class WholeBlocks:
+    """A pool of whole blocks: exactly `num_blocks * bytes_per_block` bytes, so the same size gives the same pool."""
+
+    num_blocks: int
+    bytes_per_block: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pool."""
+        return self.num_blocks * self.bytes_per_block
+
+
+def largest_fitting(limit_bytes: int, non_kv_bytes: int, bytes_per_block: int) -> WholeBlocks:
+    """The largest pool of whole blocks beside `non_kv_bytes` within `limit_bytes`; one more block does not fit (A14).
+
+    Args:
+        limit_bytes: the request, or all that is free on the device.
+        non_kv_bytes: consumed, transient headroom, and the graphs once (actual if known, else the estimate).
+        bytes_per_block: on this rank.
+
+    Raises:
+        InputError: `bytes_per_block` is below 1.
+    """
+    if bytes_per_block < 1:
+        raise InputError(f"bytes_per_block is {bytes_per_block}; a block takes at least one byte")
+    return WholeBlocks(
+        num_blocks=max(limit_bytes - non_kv_bytes, 0) // bytes_per_block, bytes_per_block=bytes_per_block
+    )
+
+
+@attrs.frozen(kw_only=True)
+class GraphUtilizations:
+    """How reserving graph memory changes the meaning of one utilization (A14), with four decimals as in vLLM's logs.
+
+    Attributes:
+        current: the utilization as set.
+        without_graphs: its equivalent where graphs are not reserved, as vLLM did before 0.21.
+        to_keep_the_pool: the utilization that keeps the pool of that time.
+    """
+
+    current: float
+    without_graphs: float
+    to_keep_the_pool: float
+
+
+def graph_utilizations(utilization: float, graph_bytes: int, total_bytes: int) -> GraphUtilizations:
+    """The three utilizations that vLLM prints about reserved graph memory."""
+    share = graph_bytes / total_bytes
+    return GraphUtilizations(
+        current=round(utilization, 4),
+        without_graphs=round(utilization - share, 4),
+        to_keep_the_pool=round(utilization + share, 4),
+    )
+
+
+def applicable_startup_plan(plan: Mapping[str, Any], free_bytes: int) -> int | None:
+    """The pinned pool size in an earlier start-up's plan if it may be used again, else None.
+
+    It may if its bytes are a positive integer and at least as much memory is free as was then.
+    Source: golden/memory.jsonl, `startup_plan_gate`.
+    """
+    planned, baseline = plan.get("kv_cache_memory_bytes"), plan.get("free_memory_baseline")
+    if not isinstance(planned, int) or isinstance(planned, bool) or planned <= 0:
+        return None
+    if not isinstance(baseline, int) or isinstance(baseline, bool) or free_bytes < baseline:
+        return None
+    return planned

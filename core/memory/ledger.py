@@ -1,8 +1,8 @@
-"""Where every byte of a device goes: rows with a name, bytes and a source, which add up to the device's total.
+"""The memory ledger of a device: rows with a name, bytes and a source, which add up to the device's total.
 
 total -> requested -> weights, non-torch, sampler and workspace, encoder, activation peak, CUDA graphs -> available
 for the KV cache -> blocks -> remainder. A row is *measured* (from a profile), *given* (by the user) or an *estimate*
-(by a formula that stands in it). Rules: golden/memory.jsonl, field reports A11 to A15.
+(by a formula that the row quotes). Rules: golden/memory.jsonl, field reports A11 to A15.
 """
 
 import math
@@ -11,9 +11,11 @@ from enum import StrEnum
 import attrs
 
 from ..errors import InputError
-from ..quantities import format_bytes
+from ..quantities import MIB
 from .budget import BudgetSemantics, check_utilization, requested_bytes
 from .profile import MemoryProfile
+
+SUGGESTION_MARGIN_BYTES = 150 * MIB  # what vLLM keeps back from the size that it suggests
 
 
 class RowSource(StrEnum):
@@ -26,12 +28,12 @@ class RowSource(StrEnum):
 
 
 class RowRole(StrEnum):
-    """How long a row's bytes are needed; budget semantics differ in which of these they count."""
+    """How long a row's bytes are needed; budget semantics differ in which roles they count."""
 
     RESIDENT = "resident"  # from loading to the end: weights, libraries, workspaces
     TRANSIENT = "transient"  # only inside a step: activations, the encoder's too
     GRAPHS = "graphs"  # CUDA graphs, captured after the pool has been sized
-    BUDGET = "budget"  # not this engine's: left outside the request, or held for it by somebody else
+    BUDGET = "budget"  # not this engine's: left outside the request, or held for it by another process
     POOL = "pool"  # the KV cache and what is left of it
 
 
@@ -41,10 +43,10 @@ class LedgerRow:
 
     Attributes:
         name: what the bytes are for.
-        num_bytes: how many, on one device. Negative only where other processes gave memory back.
+        num_bytes: bytes on one device. Negative only if other processes gave memory back.
         source: measured, given, estimate or derived.
-        role: how long they are needed.
-        formula: how they come about, with the numbers substituted.
+        role: how long the bytes are needed.
+        formula: how the bytes are computed, with the numbers substituted.
         low_bytes, high_bytes: the range of an estimate; equal to `num_bytes` for every other source.
     """
 
@@ -65,7 +67,7 @@ class LedgerRow:
 
 
 def given_row(name: str, num_bytes: int, role: RowRole) -> LedgerRow:
-    """A row whose bytes the user gave.
+    """Build a row whose bytes the user gave.
 
     Raises:
         InputError: negative.
@@ -78,64 +80,38 @@ def given_row(name: str, num_bytes: int, role: RowRole) -> LedgerRow:
 def measured_rows(
     profile: MemoryProfile, cudagraph_row: LedgerRow | None, weights_row: LedgerRow | None = None
 ) -> tuple[LedgerRow, ...]:
-    """The rows of one profile; those before the transient headroom add up to `profile.total_consumed_bytes`.
+    """Build the rows of one profile; those before the activation peak add up to `profile.total_consumed_bytes`.
 
-    Negative differences are clamped to 0 (a pluggable allocator may report negative reserved bytes); what the clamps
-    and a neighbour's memory leave over is a row of its own, so that the rows still tie out.
+    Negative differences are clamped to 0 (a pluggable allocator may report negative reserved bytes). What the clamps
+    and other processes' memory leave over gets a row of its own, so that the rows still add up.
 
     Args:
         profile: two readings.
         cudagraph_row: the graph memory, measured or estimated; None: none is reserved.
-        weights_row: weights known from elsewhere, where the profile did not measure them.
+        weights_row: the weights, if the profile did not measure them.
 
     Raises:
-        InputError: neither the profile nor `weights_row` says what the weights take.
+        InputError: neither the profile nor `weights_row` tells what the weights take.
     """
     source = RowSource.MEASURED if profile.strict_profiling or profile.is_attributed else RowSource.ESTIMATE
     if profile.weights_bytes is not None:
-        weights_row = LedgerRow(
-            name="weights",
-            num_bytes=profile.weights_bytes,
-            source=RowSource.MEASURED,
-            role=RowRole.RESIDENT,
-            formula="measured around loading",
-        )
+        measured = profile.weights_bytes
+        weights_row = _row("weights", measured, RowSource.MEASURED, RowRole.RESIDENT, "measured around loading")
     if weights_row is None:
         raise InputError("the profile did not measure the weights; give them as a row")
-    consumed = profile.total_consumed_bytes
-    non_torch = max(consumed - max(profile.torch_increase_bytes, weights_row.num_bytes), 0)
-    other = consumed - weights_row.num_bytes - non_torch
-    rows = [
-        weights_row,
-        LedgerRow(
-            name="non-torch",
-            num_bytes=non_torch,
-            source=source,
-            role=RowRole.RESIDENT,
-            formula=f"consumed {consumed:,} - held by torch {profile.torch_increase_bytes:,}, at least 0",
-        ),
-    ]
+    consumed, weights = profile.total_consumed_bytes, weights_row.num_bytes
+    non_torch = max(consumed - max(profile.torch_increase_bytes, weights), 0)
+    formula = f"consumed {consumed:,} - held by torch {profile.torch_increase_bytes:,}, at least 0"
+    rows = [weights_row, _row("non-torch", non_torch, source, RowRole.RESIDENT, formula)]
+    other = consumed - weights - non_torch
     if other:
         name = "sampler and workspace" if other > 0 else "freed by other processes"
-        rows.append(
-            LedgerRow(
-                name=name,
-                num_bytes=other,
-                source=source,
-                role=RowRole.RESIDENT,
-                formula=f"consumed {consumed:,} - weights {weights_row.num_bytes:,} - non-torch {non_torch:,}",
-            )
-        )
+        formula = f"consumed {consumed:,} - weights {weights:,} - non-torch {non_torch:,}"
+        rows.append(_row(name, other, source, RowRole.RESIDENT, formula))
     peak, kept = profile.after.torch_peak_bytes, profile.after.torch_allocated_bytes
-    rows.append(
-        LedgerRow(
-            name="peak activation",
-            num_bytes=profile.transient_headroom_bytes,
-            source=RowSource.MEASURED,
-            role=RowRole.TRANSIENT,
-            formula=f"torch peak {peak:,} - torch allocated after the step {kept:,}, at least 0",
-        )
-    )
+    formula = f"torch peak {peak:,} - torch allocated after the step {kept:,}, at least 0"
+    headroom = profile.transient_headroom_bytes
+    rows.append(_row("peak activation", headroom, RowSource.MEASURED, RowRole.TRANSIENT, formula))
     return (*rows, cudagraph_row) if cudagraph_row is not None else tuple(rows)
 
 
@@ -145,9 +121,9 @@ class MemoryBudget:
 
     Attributes:
         total_bytes, free_bytes: of the device, before this engine loaded anything.
-        fraction: `--gpu-memory-utilization` or its twin.
+        fraction: `gpu_memory_utilization`, or the option of another engine that `semantics` names.
         semantics: what the fraction is a fraction of.
-        externally_held_bytes: weights that somebody else holds for this engine on the same device.
+        externally_held_bytes: weights that another process holds for this engine on the same device.
     """
 
     total_bytes: int
@@ -167,7 +143,7 @@ class MemoryBudget:
         return requested_bytes(self.total_bytes, self.fraction) - self.externally_held_bytes
 
     def available_for_kv_bytes(self, rows: tuple[LedgerRow, ...]) -> int:
-        """What the rows leave for the KV cache; may be negative."""
+        """Bytes that the rows leave for the KV cache; may be negative."""
         if self.semantics is BudgetSemantics.OF_FREE:
             return math.floor((self.free_bytes - sum_bytes(rows)) * self.fraction)
         if self.semantics is BudgetSemantics.STATIC_FRACTION:
@@ -175,7 +151,7 @@ class MemoryBudget:
         return self.requested_bytes - sum_bytes(rows)
 
     def formula(self, rows: tuple[LedgerRow, ...]) -> str:
-        """How `available_for_kv_bytes` comes about, with the numbers substituted."""
+        """How `available_for_kv_bytes` is computed, with the numbers substituted."""
         if self.semantics is BudgetSemantics.OF_FREE:
             return f"floor((free {self.free_bytes:,} - everything else {sum_bytes(rows):,}) x {self.fraction:g})"
         held = f" - held externally {self.externally_held_bytes:,}" if self.externally_held_bytes else ""
@@ -187,18 +163,26 @@ class MemoryBudget:
 
 
 def sum_bytes(rows: tuple[LedgerRow, ...], role: RowRole | None = None) -> int:
-    """Bytes of all rows, or of those of one role."""
+    """Sum the bytes of all rows, or of the rows of one role."""
     return sum(row.num_bytes for row in rows if role is None or row.role is role)
 
 
 @attrs.frozen(kw_only=True)
+class KVBytesSuggestion:
+    """Two values of `kv_cache_memory_bytes`: up to the request, and up to all that is free on the device."""
+
+    to_requested_limit_bytes: int
+    to_gpu_limit_bytes: int
+
+
+@attrs.frozen(kw_only=True)
 class MemoryLedger:
-    """The account of one device (one rank).
+    """The memory account of one device (one rank).
 
     Attributes:
-        budget: what may be used.
-        non_kv_rows: everything this engine needs beside the pool.
-        kv_cache_memory_bytes: the pool's size where it was pinned; utilization is ignored then.
+        budget: what this engine may use.
+        non_kv_rows: everything that this engine needs beside the pool.
+        kv_cache_memory_bytes: the pinned size of the pool, which replaces the utilization; None: not pinned.
         frontend_reservation_bytes: taken off the pool for multimodal inputs passed between processes on the device.
     """
 
@@ -209,12 +193,12 @@ class MemoryLedger:
 
     @property
     def non_kv_bytes(self) -> int:
-        """Everything this engine needs beside the pool."""
+        """Bytes of everything that this engine needs beside the pool."""
         return sum_bytes(self.non_kv_rows)
 
     @property
     def available_bytes(self) -> int:
-        """What the KV cache may take; may be negative."""
+        """Bytes that the KV cache may take; may be negative."""
         if self.kv_cache_memory_bytes is not None:
             return self.kv_cache_memory_bytes - self.frontend_reservation_bytes
         return self.budget.available_for_kv_bytes(self.non_kv_rows) - self.frontend_reservation_bytes
@@ -227,8 +211,20 @@ class MemoryLedger:
         low, high = (attrs.evolve(self, non_kv_rows=rows).available_bytes for rows in (worst, best))
         return low, high
 
+    def suggested_by_vllm(self, graph_bytes: int) -> KVBytesSuggestion:
+        """The pool sizes that vLLM suggests after start-up: limit - everything else - *actual* graphs - 150 MiB.
+
+        The graph memory counts twice if its estimate was reserved, since that is part of everything else.
+        Source: golden/memory.jsonl, `available_memory`.
+        """
+        used = self.non_kv_bytes + graph_bytes + SUGGESTION_MARGIN_BYTES
+        return KVBytesSuggestion(
+            to_requested_limit_bytes=self.budget.requested_bytes - used,
+            to_gpu_limit_bytes=self.budget.free_bytes - used,
+        )
+
     def row(self, name: str) -> LedgerRow:
-        """The row of that name.
+        """Return the row with this name.
 
         Raises:
             InputError: there is none.
@@ -239,7 +235,7 @@ class MemoryLedger:
         raise InputError(f"the ledger has no row {name!r}; it has {', '.join(row.name for row in self.non_kv_rows)}")
 
     def rows(self, pool_bytes: int) -> tuple[LedgerRow, ...]:
-        """Every row of the device with a pool of `pool_bytes`; they add up to the device's total."""
+        """List every row of the device with a pool of `pool_bytes`; the rows add up to the device's total."""
         others = self.non_kv_rows
         if self.frontend_reservation_bytes:
             others = (*others, given_row("frontend reservation", self.frontend_reservation_bytes, RowRole.RESIDENT))
@@ -248,37 +244,24 @@ class MemoryLedger:
             others = (held, *others)
         taken = max(self.budget.total_bytes - self.budget.free_bytes - self.budget.externally_held_bytes, 0)
         left = self.budget.total_bytes - sum_bytes(others) - pool_bytes - taken
-        remainder = self._remainder_rows(pool_bytes, left)
-        return (
-            *others,
-            _derived("KV cache blocks", pool_bytes, RowRole.POOL, "num_gpu_blocks x bytes per block"),
-            *remainder,
-            *_unused_rows(taken, left - sum_bytes(remainder)),
-        )
-
-    def _remainder_rows(self, pool_bytes: int, left_bytes: int) -> tuple[LedgerRow, ...]:
-        """What the budget leaves beside the pool, as far as it is there: a budget may count on memory that others hold,
-        and where the pool's size is given nobody has checked that it is free.
-        """
+        out = [*others, _derived("KV cache blocks", pool_bytes, RowRole.POOL, "num_gpu_blocks x bytes per block")]
+        # The budget may count on memory that others hold, and a pinned pool need not fit into free memory at all.
         remainder = self.available_bytes - pool_bytes
         formula = f"available {self.available_bytes:,} - blocks {pool_bytes:,}"
-        if left_bytes < remainder:
-            remainder, formula = left_bytes, f"{formula}, of which so much is free"
-        return (_derived("remainder", remainder, RowRole.POOL, formula),) if remainder > 0 else ()
-
-
-def _unused_rows(taken_bytes: int, spare_bytes: int) -> tuple[LedgerRow, ...]:
-    name = "outside the budget" if spare_bytes >= 0 else "missing"
-    spare = _derived(name, spare_bytes, RowRole.BUDGET, "total - all rows above")
-    if not taken_bytes:
-        return (spare,)
-    return _derived("in use before start", taken_bytes, RowRole.BUDGET, "total - free"), spare
+        if left < remainder:
+            remainder, formula = left, f"{formula}, of which so much is free"
+        if remainder > 0:
+            out.append(_derived("remainder", remainder, RowRole.POOL, formula))
+            left -= remainder
+        if taken:
+            out.append(_derived("in use before start", taken, RowRole.BUDGET, "total - free"))
+        name = "outside the budget" if left >= 0 else "missing"
+        return (*out, _derived(name, left, RowRole.BUDGET, "total - all rows above"))
 
 
 def _derived(name: str, num_bytes: int, role: RowRole, formula: str) -> LedgerRow:
-    return LedgerRow(name=name, num_bytes=num_bytes, source=RowSource.DERIVED, role=role, formula=formula)
+    return _row(name, num_bytes, RowSource.DERIVED, role, formula)
 
 
-def describe_rows(rows: tuple[LedgerRow, ...]) -> str:
-    """`weights 14.96 GiB (...) + non-torch ...`: the rows in one line of an error message."""
-    return " + ".join(f"{row.name} {format_bytes(row.num_bytes)}" for row in rows)
+def _row(name: str, num_bytes: int, source: RowSource, role: RowRole, formula: str) -> LedgerRow:
+    return LedgerRow(name=name, num_bytes=num_bytes, source=source, role=role, formula=formula)

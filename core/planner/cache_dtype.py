@@ -17,7 +17,7 @@ BITS_PER_ELEMENT: Final[dict[str, int]] = {
     "int4": 4,
     "fp4": 4,
 }
-"""Bits that one stored element takes, by dtype name. 4-bit elements are packed two to a byte."""
+"""Bits of one stored element, by dtype name. Two 4-bit elements share a byte."""
 
 _ALIASES: Final[dict[str, str]] = {
     "float32": "fp32",
@@ -30,10 +30,10 @@ _ALIASES: Final[dict[str, str]] = {
 
 
 def canonical_dtype(name: str) -> str:
-    """The project's name of a dtype: `bfloat16` -> `bf16`, `fp8` -> `fp8_e4m3`.
+    """Return the project's name of a dtype: `bfloat16` -> `bf16`, `fp8` -> `fp8_e4m3`.
 
     Raises:
-        InputError: the name is not a dtype that a KV cache can be stored in.
+        InputError: the name is not a dtype for a KV cache.
     """
     canonical = _ALIASES.get(name, name)
     if canonical not in BITS_PER_ELEMENT:
@@ -43,7 +43,7 @@ def canonical_dtype(name: str) -> str:
 
 
 def packed_bytes(dtype: str, num_elements: int) -> int:
-    """Bytes that `num_elements` consecutive elements take.
+    """Bytes of `num_elements` consecutive elements.
 
     Raises:
         InputError: the elements do not fill whole bytes (an odd count of 4-bit elements).
@@ -58,7 +58,7 @@ def packed_bytes(dtype: str, num_elements: int) -> int:
 class ScaleStorage:
     """Scales stored in the page beside quantised keys and values.
 
-    Per-tensor scales (plain fp8) are a few bytes a layer whatever the number of tokens, and need no `ScaleStorage`.
+    Per-tensor scales (plain fp8) take a few bytes per layer whatever the number of tokens, and need no `ScaleStorage`.
 
     Attributes:
         bytes_per_scale: bytes of one scale (and its zero point, where it has one).
@@ -79,14 +79,14 @@ class ScaleStorage:
 
 @attrs.frozen
 class CacheFormat:
-    """What a `--kv-cache-dtype` value means: the dtype of the elements, and the scales stored with them."""
+    """What a `kv_cache_dtype` means: the dtype of the elements, and the scales stored with them."""
 
     dtype: str
     scales: ScaleStorage | None = None
 
 
 def cache_format(kv_cache_dtype: str, model_dtype: str | None = None) -> CacheFormat:
-    """The storage format behind a `--kv-cache-dtype` value.
+    """The storage format of a `kv_cache_dtype`.
 
     `auto` is the model's own dtype. The `*_per_token_head` formats store one fp32 scale per token, head and side (K or
     V); `nvfp4` stores one fp8 scale for every 16 elements (rules of vLLM's KV quantisation modes).

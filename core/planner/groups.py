@@ -1,4 +1,4 @@
-"""Which layers share a block table, and how pages of different sizes come to share one pool.
+"""Which layers share a block table, and how pages of different sizes share one pool.
 
 The rules are vLLM 0.32's, fixed by the `groups` of the recorded planning cases. In order: layers whose specs merge, or
 that are of one kind with one block size, form one group. Otherwise a block-outermost layout puts pages of different
@@ -6,8 +6,8 @@ sizes side by side in a block; any other layout makes all pages equal and splits
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import attrs
 
@@ -22,115 +22,11 @@ from .specs import (
     KVCacheSpec,
     LatentSpec,
     MambaLikeSpec,
-    MLASpec,
-    OpaqueSpec,
     SlidingWindowSpec,
 )
 
-# Groups for layouts whose outermost axis is the block: pages of different sizes stand side by side in one block.
-
-
-@attrs.frozen
-class _Bucket:
-    """Layers of one kind and block size.
-
-    Attributes:
-        specs: layer name -> spec, in registration order.
-        names_by_page: page bytes -> the layers of that page, in order of first appearance.
-    """
-
-    specs: dict[str, KVCacheSpec]
-    names_by_page: dict[int, list[str]]
-
-    @property
-    def num_repeats(self) -> int:
-        """Times that the pattern of pages repeats: the layers of its most frequent page."""
-        return max(len(names) for names in self.names_by_page.values())
-
-    @property
-    def is_balanced(self) -> bool:
-        """Every page occurs equally often, so the bucket is a pattern that can be cut between repeats."""
-        return len({len(names) for names in self.names_by_page.values()}) == 1
-
-    @property
-    def holds_states(self) -> bool:
-        """The bucket's layers are fixed states."""
-        return isinstance(next(iter(self.specs.values())), MambaLikeSpec)
-
-    def widest_group_bytes(self, num_groups: int) -> int:
-        """Page bytes of the largest of `num_groups` groups."""
-        return sum(math.ceil(len(names) / num_groups) * page for page, names in self.names_by_page.items())
-
-
-def pack_groups(layer_specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
-    """Split layers of different page sizes into groups that fill a block about equally.
-
-    Buckets that mix page sizes evenly are patterns; the largest of them sets how many repeats a group covers, and the
-    other even buckets are cut to about that. State buckets are cut further, so that they never widen the block.
-    """
-    buckets = _same_slots_buckets(layer_specs)
-    repeats_per_group = _repeats_per_group(buckets)
-    group_counts = [_group_count(bucket, repeats_per_group) for bucket in buckets]
-    block_bytes = max(
-        bucket.widest_group_bytes(len(bucket.specs) if bucket.holds_states else num_groups)
-        for bucket, num_groups in zip(buckets, group_counts, strict=True)
-    )
-    groups: list[KVCacheGroup] = []
-    for bucket, num_groups in zip(buckets, group_counts, strict=True):
-        if bucket.holds_states:
-            page_bytes = next(iter(bucket.specs.values())).page_size_bytes
-            states_per_block = max(block_bytes // page_bytes, 1)
-            num_groups = max(num_groups, math.ceil(len(bucket.specs) / states_per_block))
-        groups.extend(_split(bucket, num_groups))
-    return tuple(groups)
-
-
-def _same_slots_buckets(layer_specs: Mapping[str, KVCacheSpec]) -> list[_Bucket]:
-    buckets: dict[tuple[object, ...], _Bucket] = {}
-    for name, spec in layer_specs.items():
-        bucket = buckets.setdefault((spec.token_slots_key, spec.block_size), _Bucket({}, {}))
-        bucket.specs[name] = spec
-        bucket.names_by_page.setdefault(spec.page_size_bytes, []).append(name)
-    return list(buckets.values())
-
-
-def _repeats_per_group(buckets: Sequence[_Bucket]) -> int | None:
-    """Pattern repeats that a group covers; None where no bucket mixes page sizes evenly."""
-    patterns = [bucket.num_repeats for bucket in buckets if bucket.is_balanced and len(bucket.names_by_page) > 1]
-    if not patterns:
-        return None
-    repeats = [bucket.num_repeats for bucket in buckets if bucket.is_balanced]
-    return least_padding_divisor(repeats, lower_bound=max(patterns))
-
-
-def _group_count(bucket: _Bucket, repeats_per_group: int | None) -> int:
-    if repeats_per_group is None or not bucket.is_balanced:
-        return 1
-    return math.ceil(bucket.num_repeats / repeats_per_group)
-
-
-def least_padding_divisor(values: Sequence[int], lower_bound: int) -> int:
-    """The size that pads `values` least when each is rounded up to a multiple of it; the largest such size."""
-    candidates = range(lower_bound, max(max(values), lower_bound) + 1)
-    return min(candidates, key=lambda size: (sum(-value % size for value in values), -size))
-
-
-def _split(bucket: _Bucket, num_groups: int) -> list[KVCacheGroup]:
-    if num_groups == 1:
-        return [_uniform_group(bucket, list(bucket.specs))]
-    repeats = list(zip(*bucket.names_by_page.values(), strict=True))
-    return [
-        _uniform_group(bucket, [name for repeat in repeats[index::num_groups] for name in repeat])
-        for index in range(num_groups)
-    ]
-
-
-def _uniform_group(bucket: _Bucket, names: Sequence[str]) -> KVCacheGroup:
-    specs = tuple(bucket.specs[name] for name in names)
-    return KVCacheGroup(tuple(names), specs, specs[0], is_uniform_type=True)
-
-
-LayerSpecs = Mapping[str, KVCacheSpec]
+LayerSpecs: TypeAlias = Mapping[str, KVCacheSpec]
+"""Layer name -> spec, in registration order."""
 
 
 def group_layers(
@@ -143,19 +39,19 @@ def group_layers(
             hybrid allocation off, layers that cannot all be sized like full attention.
     """
     if disable_hybrid_kv_cache_manager:
-        layer_specs = size_like_full_attention(layer_specs)
-    if group := one_group(layer_specs):
+        layer_specs = _size_like_full_attention(layer_specs)
+    if group := _one_group(layer_specs):
         return (group,)
     if layout.is_block_outermost and len({spec.page_size_bytes for spec in layer_specs.values()}) > 1:
-        return pack_groups(layer_specs)
-    equalised = equalise_page_sizes(layer_specs)
+        return _pack_groups(layer_specs)
+    equalised = _equalise_page_sizes(layer_specs)
     if equalised is None:
         return (_all_sized_like_full(layer_specs),)
     return _groups_of_one_size(equalised)
 
 
-def one_group(layer_specs: LayerSpecs) -> KVCacheGroup | None:
-    """All layers in one group where their specs merge or always need equally many slots; otherwise None."""
+def _one_group(layer_specs: LayerSpecs) -> KVCacheGroup | None:
+    """All layers in one group if their specs merge or always need the same number of slots; otherwise None."""
     specs = list(layer_specs.values())
     names = tuple(layer_specs)
     if merged := merge_specs(specs):
@@ -166,10 +62,10 @@ def one_group(layer_specs: LayerSpecs) -> KVCacheGroup | None:
 
 
 def merge_specs(specs: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
-    """The one spec that stands for all, or None.
+    """The one spec that describes all layers, or None.
 
-    Specs merge if they are equal, or if they are full attention that differs only in the window or chunk which a layer
-    would have had (at most one such size in all).
+    Specs merge if they are equal, or if they are full attention and differ only in the window or chunk of a layer that
+    is sized like a full one (at most one such size in all).
     """
     first = specs[0]
     if all(spec == first for spec in specs):
@@ -187,16 +83,16 @@ def merge_specs(specs: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
     )
 
 
-def size_like_full_attention(layer_specs: LayerSpecs) -> LayerSpecs:
-    """Windowed and chunked layers sized like the full layers beside them (hybrid allocation is off).
+def _size_like_full_attention(layer_specs: LayerSpecs) -> LayerSpecs:
+    """Size windowed and chunked layers like the full layers beside them (hybrid allocation is off).
 
     Only the allocation changes; a layer still attends within its window.
 
     Raises:
-        InputError: no full-attention layer to be sized like, or layers of yet another kind.
+        InputError: there is no full-attention layer to size them like, or there are layers of yet another kind.
     """
     promoted = _promoted(layer_specs)
-    if one_group(promoted) is None:
+    if _one_group(promoted) is None:
         kinds = ", ".join(sorted({spec.kind for spec in layer_specs.values()}))
         raise InputError(
             f"hybrid allocation is off, but layers of kinds {kinds} cannot all be sized like full attention; "
@@ -206,11 +102,11 @@ def size_like_full_attention(layer_specs: LayerSpecs) -> LayerSpecs:
 
 
 def _promoted(layer_specs: LayerSpecs) -> LayerSpecs:
-    """Windowed and chunked layers made full, in blocks of the full layers; as they are where there are no such."""
+    """Windowed and chunked layers made full, in blocks of the full layers; unchanged if there are no full layers."""
     full_block_sizes = {
         spec.block_size for spec in layer_specs.values() if isinstance(spec, FullAttentionSpec | LatentSpec)
     }
-    if one_group(layer_specs) or not full_block_sizes:
+    if _one_group(layer_specs) or not full_block_sizes:
         return layer_specs
     block_size = full_block_sizes.pop() if len(full_block_sizes) == 1 else None
     return {name: _promote(spec, block_size or spec.block_size) for name, spec in layer_specs.items()}
@@ -234,11 +130,12 @@ def _promote(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
     return promoted.with_page_size(max(spec.page_size_padded, promoted.unpadded_page_size_bytes))
 
 
-def equalise_page_sizes(layer_specs: LayerSpecs) -> LayerSpecs | None:
-    """Every page made as large as the largest, or None where a page can be neither scaled nor padded.
+def _equalise_page_sizes(layer_specs: LayerSpecs) -> LayerSpecs | None:
+    """Make every page as large as the largest; None if a page can be neither scaled nor padded.
 
-    A smaller page holds more tokens where it divides the largest; otherwise it is padded. States are always padded, as
-    their size does not depend on the block size; latents never, as kernels index them in whole token rows.
+    A smaller page gets more tokens if it divides the largest page; otherwise it is padded. States are always padded,
+    because their size does not depend on the block size. Latents are never padded, because kernels index them in whole
+    token rows.
     """
     largest_bytes = max(spec.page_size_bytes for spec in layer_specs.values())
     equalised: dict[str, KVCacheSpec] = {}
@@ -256,10 +153,10 @@ def equalise_page_sizes(layer_specs: LayerSpecs) -> LayerSpecs | None:
 
 
 def _all_sized_like_full(layer_specs: LayerSpecs) -> KVCacheGroup:
-    """The way out where a latent's page fits no other: windowed layers are sized like full ones, in one group."""
+    """One group in which windowed layers are sized like full ones, for latents whose page fits no other page."""
     kinds = {type(spec) for spec in layer_specs.values()}
     if SlidingWindowSpec in kinds and ChunkedLocalSpec not in kinds:
-        group = one_group(_promoted(layer_specs))
+        group = _one_group(_promoted(layer_specs))
         if group is not None:
             return group
     pages = ", ".join(f"{spec.kind} {spec.page_size_bytes:,} B" for spec in dict.fromkeys(layer_specs.values()))
@@ -270,14 +167,14 @@ def _all_sized_like_full(layer_specs: LayerSpecs) -> KVCacheGroup:
 
 
 def _groups_of_one_size(layer_specs: LayerSpecs) -> tuple[KVCacheGroup, ...]:
-    """Buckets of mergeable specs, each split into groups of about the same number of layers."""
+    """Split each bucket of mergeable specs into groups of about the same number of layers."""
     buckets = _mergeable_buckets(layer_specs)
     group_size = layers_per_group([len(names) for names, _ in buckets])
     groups: list[KVCacheGroup] = []
     for names, spec in buckets:
         num_groups = math.ceil(len(names) / group_size)
-        # Striding, not slicing: with pipeline parallelism every stage then holds about equally many layers of each
-        # group, and none of a stage's groups is left empty.
+        # Stride instead of slice: with pipeline parallelism every stage then holds about the same number of layers of
+        # each group, and no group of a stage is empty.
         for index in range(num_groups):
             members = tuple(names[index::num_groups])
             groups.append(KVCacheGroup(members, (spec,) * len(members), spec))
@@ -300,7 +197,7 @@ def _mergeable_buckets(layer_specs: LayerSpecs) -> list[tuple[list[str], KVCache
 
 
 def layers_per_group(bucket_sizes: Sequence[int]) -> int:
-    """Layers in one group: the smallest bucket, or the largest one if that is less than 1.5 times as large.
+    """Number of layers in one group: the smallest bucket, or the largest if it is less than 1.5 times as large.
 
     The exception keeps 12 + 13 layers from becoming 12 + 12 + 1 (golden uneven.* cases).
     """
@@ -308,51 +205,104 @@ def layers_per_group(bucket_sizes: Sequence[int]) -> int:
     return largest if largest < smallest * 1.5 else smallest
 
 
-# From the planner to the allocator: what each planned group of layers means for block lifetimes.
+@attrs.frozen
+class _Bucket:
+    """Layers of one kind and block size.
 
-
-def _full(spec: Any) -> CacheKind:
-    return FullAttention(spec.block_size)
-
-
-def _sliding(spec: SlidingWindowSpec) -> CacheKind:
-    return SlidingWindow(spec.block_size, spec.sliding_window)
-
-
-def _chunked(spec: ChunkedLocalSpec) -> CacheKind:
-    return ChunkedLocal(spec.block_size, spec.attention_chunk_size)
-
-
-def _compressed(spec: CompressedStateSpec) -> CacheKind:
-    return CompressedState(spec.block_size, spec.tokens_per_state)
-
-
-def _state(spec: MambaLikeSpec) -> CacheKind:
-    return SequenceState(spec.block_size)
-
-
-# The first entry whose class the spec is an instance of, so subclasses stand before their bases.
-_KINDS: tuple[tuple[type[KVCacheSpec], Callable[[Any], CacheKind]], ...] = (
-    (SlidingWindowSpec, _sliding),
-    (ChunkedLocalSpec, _chunked),
-    (CompressedStateSpec, _compressed),
-    (MambaLikeSpec, _state),
-    (MLASpec, _full),
-    (OpaqueSpec, _full),
-    (FullAttentionSpec, _full),
-)
-
-
-def cache_kind(spec: KVCacheSpec) -> CacheKind:
-    """The lifetime rules of a spec.
-
-    Raises:
-        InputError: no kind is known for it (cross attention is allocated by encoder input, not by position).
+    Attributes:
+        specs: layer name -> spec, in registration order.
+        names_by_page: page bytes -> the layers of that page, in order of first appearance.
     """
-    for spec_class, make in _KINDS:
-        if isinstance(spec, spec_class):
-            return make(spec)
-    raise InputError(f"{type(spec).__name__} has no lifetime rules for the allocator; it can be planned, not replayed")
+
+    specs: dict[str, KVCacheSpec]
+    names_by_page: dict[int, list[str]]
+
+    @property
+    def num_repeats(self) -> int:
+        """How often the pattern of pages repeats: the number of layers with its most frequent page."""
+        return max(len(names) for names in self.names_by_page.values())
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether every page occurs equally often, so that the bucket is a pattern that can be cut between repeats."""
+        return len({len(names) for names in self.names_by_page.values()}) == 1
+
+    @property
+    def holds_states(self) -> bool:
+        """Whether the bucket's layers are fixed states."""
+        return isinstance(next(iter(self.specs.values())), MambaLikeSpec)
+
+    def widest_group_bytes(self, num_groups: int) -> int:
+        """Page bytes of the largest of `num_groups` groups."""
+        return sum(math.ceil(len(names) / num_groups) * page for page, names in self.names_by_page.items())
+
+
+def _pack_groups(layer_specs: LayerSpecs) -> tuple[KVCacheGroup, ...]:
+    """Split layers of different page sizes into groups that fill a block about equally.
+
+    Buckets that mix page sizes evenly are patterns. The largest pattern decides how many repeats a group covers, and
+    the other even buckets are cut to about that. State buckets are cut further, so that they never widen the block.
+    """
+    buckets = _same_slots_buckets(layer_specs)
+    repeats_per_group = _repeats_per_group(buckets)
+    group_counts = [_group_count(bucket, repeats_per_group) for bucket in buckets]
+    block_bytes = max(
+        bucket.widest_group_bytes(len(bucket.specs) if bucket.holds_states else num_groups)
+        for bucket, num_groups in zip(buckets, group_counts, strict=True)
+    )
+    groups: list[KVCacheGroup] = []
+    for bucket, num_groups in zip(buckets, group_counts, strict=True):
+        if bucket.holds_states:
+            page_bytes = next(iter(bucket.specs.values())).page_size_bytes
+            states_per_block = max(block_bytes // page_bytes, 1)
+            num_groups = max(num_groups, math.ceil(len(bucket.specs) / states_per_block))
+        groups.extend(_split(bucket, num_groups))
+    return tuple(groups)
+
+
+def _same_slots_buckets(layer_specs: LayerSpecs) -> list[_Bucket]:
+    buckets: dict[tuple[object, ...], _Bucket] = {}
+    for name, spec in layer_specs.items():
+        bucket = buckets.setdefault((spec.token_slots_key, spec.block_size), _Bucket({}, {}))
+        bucket.specs[name] = spec
+        bucket.names_by_page.setdefault(spec.page_size_bytes, []).append(name)
+    return list(buckets.values())
+
+
+def _repeats_per_group(buckets: Sequence[_Bucket]) -> int | None:
+    """Pattern repeats that a group covers; None if no bucket mixes page sizes evenly."""
+    patterns = [bucket.num_repeats for bucket in buckets if bucket.is_balanced and len(bucket.names_by_page) > 1]
+    if not patterns:
+        return None
+    repeats = [bucket.num_repeats for bucket in buckets if bucket.is_balanced]
+    return least_padding_divisor(repeats, lower_bound=max(patterns))
+
+
+def _group_count(bucket: _Bucket, repeats_per_group: int | None) -> int:
+    if repeats_per_group is None or not bucket.is_balanced:
+        return 1
+    return math.ceil(bucket.num_repeats / repeats_per_group)
+
+
+def least_padding_divisor(values: Sequence[int], lower_bound: int) -> int:
+    """The size that pads `values` least when each is rounded up to a multiple of it; the largest if several do."""
+    candidates = range(lower_bound, max(max(values), lower_bound) + 1)
+    return min(candidates, key=lambda size: (sum(-value % size for value in values), -size))
+
+
+def _split(bucket: _Bucket, num_groups: int) -> list[KVCacheGroup]:
+    if num_groups == 1:
+        return [_uniform_group(bucket, list(bucket.specs))]
+    repeats = list(zip(*bucket.names_by_page.values(), strict=True))
+    return [
+        _uniform_group(bucket, [name for repeat in repeats[index::num_groups] for name in repeat])
+        for index in range(num_groups)
+    ]
+
+
+def _uniform_group(bucket: _Bucket, names: Sequence[str]) -> KVCacheGroup:
+    specs = tuple(bucket.specs[name] for name in names)
+    return KVCacheGroup(tuple(names), specs, specs[0], is_uniform_type=True)
 
 
 def allocator_groups(config: KVCacheConfig, decode_context_parallel_size: int = 1) -> tuple[CacheKind, ...]:
@@ -360,8 +310,29 @@ def allocator_groups(config: KVCacheConfig, decode_context_parallel_size: int = 
 
     Under decode context parallelism a block id stands for a block on each of the ranks, so it covers that many times
     the tokens.
+
+    Raises:
+        InputError: a group has no lifetime rules (cross attention is allocated by encoder input, not by position).
     """
     return tuple(
-        attrs.evolve(cache_kind(group.spec), block_size=group.tokens_per_block(decode_context_parallel_size))
+        attrs.evolve(_cache_kind(group.spec), block_size=group.tokens_per_block(decode_context_parallel_size))
         for group in config.groups
     )
+
+
+def _cache_kind(spec: KVCacheSpec) -> CacheKind:
+    """The lifetime rules of a spec."""
+    match spec:
+        case SlidingWindowSpec():
+            return SlidingWindow(spec.block_size, spec.sliding_window)
+        case ChunkedLocalSpec():
+            return ChunkedLocal(spec.block_size, spec.attention_chunk_size)
+        case CompressedStateSpec():
+            return CompressedState(spec.block_size, spec.tokens_per_state)
+        case MambaLikeSpec():
+            return SequenceState(spec.block_size)
+        case LatentSpec() | FullAttentionSpec():
+            return FullAttention(spec.block_size)
+        case _:
+            name = type(spec).__name__
+            raise InputError(f"{name} has no lifetime rules for the allocator; it can be planned, not replayed")

@@ -1,4 +1,4 @@
-"""Everything that decides how many blocks fit: layers with their specs, ranks with their memory, and the limits."""
+"""The planner's question: layers with their specs, ranks with their memory, and the limits of serving."""
 
 from collections.abc import Mapping
 
@@ -9,34 +9,30 @@ from .layout import KVCacheLayout
 from .specs import KVCacheSpec, ServingLimits, StateCacheMode
 
 
-def _in_order(layer_specs: Mapping[str, KVCacheSpec]) -> Mapping[str, KVCacheSpec]:
-    return dict(layer_specs)
-
-
 @attrs.frozen(kw_only=True)
 class PlanInputs:
-    """The question put to the planner, for one engine (each data-parallel rank is an engine of its own).
+    """Everything that decides how many blocks fit on one engine (each data-parallel rank is a separate engine).
 
     Attributes:
         layer_specs: layer name -> what one rank stores of it (heads already divided), in registration order.
         available_bytes: memory for the KV cache, rank by rank; may be negative, which is then refused with the numbers.
         rank_layers: layer names that each rank holds (pipeline stages); None: every rank holds all.
         max_model_len: longest request, tokens; with `auto_fit_max_model_len` the upper bound of the search.
-        auto_fit_max_model_len: lower `max_model_len` to the largest that fits (`--max-model-len -1`).
+        auto_fit_max_model_len: lower `max_model_len` to the largest that fits (`max_model_len` -1 of vLLM).
         enable_prefix_caching: decides at which granularity prefixes are hashed.
-        block_size: the engine's `--block-size`; None: that of the layers.
+        block_size: the engine's `block_size` option; None: that of the layers.
         max_in_flight_tokens: concurrent batches x max_num_batched_tokens; windowed and chunked layers need it.
         max_encoder_tokens: longest encoder input; cross attention needs it.
         decode_context_parallel_size: ranks that the tokens of attention layers are spread over.
-        state_cache_mode: snapshots of state layers; they need it.
+        state_cache_mode: when state layers keep snapshots; they need it.
         layout: physical order of the cache's axes.
         disable_hybrid_kv_cache_manager: size windowed layers like full attention.
         num_gpu_blocks_override: blocks of the pool, whatever would fit.
-        validate_override: refuse an override that takes more than `available_bytes`; vLLM takes it as given.
-        cap_to_max_num_seqs: let the pool be no larger than this many requests of `max_model_len` need (A08).
+        validate_override: refuse an override that takes more than `available_bytes`; vLLM accepts any.
+        cap_to_max_num_seqs: limit the pool to what this many requests of `max_model_len` need (A08).
     """
 
-    layer_specs: Mapping[str, KVCacheSpec] = attrs.field(converter=_in_order)
+    layer_specs: Mapping[str, KVCacheSpec] = attrs.field(converter=dict[str, KVCacheSpec])
     available_bytes: tuple[int, ...] = attrs.field(converter=tuple)
     rank_layers: tuple[tuple[str, ...], ...] | None = None
     max_model_len: int = attrs.field(validator=positive)
@@ -76,7 +72,7 @@ class PlanInputs:
 
     @property
     def limits(self) -> ServingLimits:
-        """What bounds the blocks of one request."""
+        """The limits that bound the blocks of one request."""
         return ServingLimits(
             max_model_len=self.max_model_len,
             max_in_flight_tokens=self.max_in_flight_tokens,

@@ -1,4 +1,4 @@
-"""The six physical orders of a packed KV cache: shapes, byte strides, and the width of a block table.
+"""Where a KV cache lies in memory: the six physical orders of its axes, and every layer's place in a rank's buffer.
 
 Logical axes are `[L, B, H, N, C]`: layer, block, head slot, state, bytes of one cell. A layout names the physical
 order, outermost first. Shapes and strides are in bytes (recorded in golden/layout.jsonl).
@@ -11,17 +11,16 @@ from collections.abc import Sequence
 import attrs
 
 from ..errors import InputError
-from .cache_dtype import ScaleStorage
 from .specs import AttentionSpec, CompressedStateSpec, KVCacheSpec, MambaLikeSpec, MLASpec
 
 _LAYER, _BLOCK = 0, 1
 
 FixedStrides = tuple[int | None, int | None, int | None, int | None, int | None]
-"""Strides of `[L, B, H, N, C]` that are given from outside, in bytes; None: follow from the axes inside."""
+"""Strides of `[L, B, H, N, C]` in bytes that the caller fixes; None: the stride follows from the inner axes."""
 
 
 class KVCacheLayout(enum.Enum):
-    """A physical order of `[L, B, H, N, C]`; the value is the logical axis at each physical place."""
+    """A physical order of `[L, B, H, N, C]`; the value names the logical axis at each physical place."""
 
     LBHNC = (0, 1, 2, 3, 4)
     LBNHC = (0, 1, 3, 2, 4)
@@ -32,17 +31,17 @@ class KVCacheLayout(enum.Enum):
 
     @property
     def is_layer_outermost(self) -> bool:
-        """Each layer's cache is one contiguous region."""
+        """Whether each layer's cache is one contiguous region."""
         return self.value[0] == _LAYER
 
     @property
     def is_block_outermost(self) -> bool:
-        """Each block holds the pages of all layers, so pages of different sizes can stand side by side."""
+        """Whether each block holds the pages of all layers, so that pages of different sizes can lie side by side."""
         return self.value[0] == _BLOCK
 
     @property
     def is_block_compact(self) -> bool:
-        """The page of one block in one layer is one contiguous run of bytes."""
+        """Whether the page of one block in one layer is one contiguous run of bytes."""
         return set(self.value[:2]) == {_LAYER, _BLOCK}
 
 
@@ -56,9 +55,7 @@ def layer_shape_bytes(
     Raises:
         InputError: the kernel's block size does not divide the block size.
     """
-    kernel_tokens = spec.block_size if kernel_block_size is None else kernel_block_size
-    if kernel_tokens < 1 or spec.block_size % kernel_tokens:
-        raise InputError(f"kernel block size {kernel_tokens} does not divide the block size {spec.block_size}")
+    kernel_tokens = _kernel_tokens(spec.block_size, kernel_block_size)
     kernel_blocks_per_block = spec.block_size // kernel_tokens
     return (
         num_blocks * kernel_blocks_per_block,
@@ -66,6 +63,13 @@ def layer_shape_bytes(
         spec.states_per_block(kernel_tokens),
         spec.state_content_bytes,
     )
+
+
+def _kernel_tokens(block_size: int, kernel_block_size: int | None) -> int:
+    kernel_tokens = block_size if kernel_block_size is None else kernel_block_size
+    if kernel_tokens < 1 or block_size % kernel_tokens:
+        raise InputError(f"kernel block size {kernel_tokens} does not divide the block size {block_size}")
+    return kernel_tokens
 
 
 def layout_strides_bytes(
@@ -85,7 +89,7 @@ def layout_strides_bytes(
     shape = (num_layers, *layer_shape_bytes(spec, num_blocks, kernel_block_size))
     order: tuple[int, ...] = layout.value
     padded_bytes = spec.page_size_padded
-    # The padding sits at the end of a page, so everything outside the page must be whole pages: layers and blocks.
+    # The padding is at the end of a page, so everything outside the page must be whole pages: layers and blocks.
     innermost_page_axis = max(order.index(_LAYER), order.index(_BLOCK))
     if padded_bytes is not None:
         _require_expressible_padding(spec, layout, shape, innermost_page_axis, kernel_block_size)
@@ -123,24 +127,19 @@ def _require_expressible_padding(
 def block_table_width(
     max_num_blocks: int, block_size: int, kernel_block_size: int | None = None, token_alignment: int = 128
 ) -> int:
-    """Columns of a block table whose rows hold `max_num_blocks` blocks.
+    """Number of columns of a block table whose rows hold `max_num_blocks` blocks.
 
-    A row covers a whole multiple of `token_alignment` tokens, so that kernels can read it in vectors; it is counted in
+    A row covers a whole multiple of `token_alignment` tokens, so that kernels can read it in vectors; the columns are
     kernel blocks where those are smaller than blocks.
 
     Raises:
         InputError: the kernel's block size does not divide the block size, or the alignment is below 1.
     """
-    kernel_tokens = block_size if kernel_block_size is None else kernel_block_size
-    if kernel_tokens < 1 or block_size % kernel_tokens:
-        raise InputError(f"kernel block size {kernel_tokens} does not divide the block size {block_size}")
+    kernel_tokens = _kernel_tokens(block_size, kernel_block_size)
     if token_alignment < 1:
         raise InputError(f"token_alignment is {token_alignment}; it must be at least 1 token")
     aligned_blocks = token_alignment // math.gcd(token_alignment, block_size)
     return math.ceil(max_num_blocks / aligned_blocks) * aligned_blocks * block_size // kernel_tokens
-
-
-# What a plan hands to an engine: block-table groups, where each layer lies in the raw buffer, and how many blocks.
 
 
 @attrs.frozen
@@ -149,9 +148,9 @@ class KVCacheGroup:
 
     Attributes:
         layer_names: the layers, in the order in which they lie in memory.
-        layer_specs: the spec of each of them; both are empty on a rank that holds none of the group's layers.
-        spec: what the block table sees: block size, and the blocks that a request needs.
-        is_uniform_type: the layers are of one kind but their pages may differ; the group's page is the sum of theirs.
+        layer_specs: the spec of each layer; both are empty on a rank that holds none of the group's layers.
+        spec: the spec for the block table: block size, and the blocks that a request needs.
+        is_uniform_type: whether the layers are of one kind with pages that may differ; the group's page is their sum.
     """
 
     layer_names: tuple[str, ...]
@@ -180,13 +179,13 @@ class KVCacheGroup:
         return sum(spec.page_size_bytes for spec in self.layer_specs)
 
     def tokens_per_block(self, decode_context_parallel_size: int) -> int:
-        """Tokens of a request that one block id stands for: DCP spreads attention over ranks, but never a state."""
+        """Tokens of a request that one block id covers: DCP spreads attention over ranks, but never a state."""
         if isinstance(self.spec, MambaLikeSpec):
             return self.block_size
         return self.block_size * decode_context_parallel_size
 
     def on_rank(self, layer_names: frozenset[str]) -> "KVCacheGroup":
-        """The same group with only the layers that one rank holds (none is a group like any other)."""
+        """Return the group with only the layers that one rank holds; a group without layers is valid."""
         held = [index for index, name in enumerate(self.layer_names) if name in layer_names]
         return attrs.evolve(
             self,
@@ -197,9 +196,9 @@ class KVCacheGroup:
 
 @attrs.frozen
 class KVCacheTensor:
-    """Where a run of equal layers lies: layer `l`, block `b` starts at offset + l * layer_stride + b * block_stride.
+    """Place of a run of equal layers: layer `l`, block `b` starts at offset + l * layer_stride + b * block_stride.
 
-    All tensors of a rank alias one buffer of `size_bytes`; groups overlay each other, which is sound since a block
+    All tensors of a rank alias one buffer of `size_bytes`. Groups overlay each other, which is safe because a block
     belongs to one group at a time.
     """
 
@@ -228,14 +227,9 @@ class KVCacheConfig:
     layout: KVCacheLayout
     size_bytes: int
 
-    @property
-    def num_usable_blocks(self) -> int:
-        """Blocks that requests can hold: all but the null block."""
-        return self.num_blocks - 1
-
 
 def needs_zeroing(groups: tuple[KVCacheGroup, ...]) -> bool:
-    """Whether a taken block must be zeroed before use.
+    """Whether an allocated block must be zeroed before use.
 
     State layers read their state before they have written all of it; groups of different precision would read each
     other's left-over bytes as NaN.
@@ -243,28 +237,25 @@ def needs_zeroing(groups: tuple[KVCacheGroup, ...]) -> bool:
     specs = [spec for group in groups for spec in (*group.layer_specs, group.spec)]
     if any(isinstance(spec, MambaLikeSpec) for spec in specs):
         return True
-    return len({_precision(spec) for spec in specs}) > 1
-
-
-def _precision(spec: KVCacheSpec) -> tuple[str, ScaleStorage | None]:
-    if isinstance(spec, AttentionSpec | MLASpec | CompressedStateSpec):
-        return spec.dtype, spec.scales
-    return "uint8", None
-
-
-# Where every layer lies in a rank's raw buffer, for a given number of blocks.
+    precisions = {
+        (spec.dtype, spec.scales)
+        if isinstance(spec, AttentionSpec | MLASpec | CompressedStateSpec)
+        else ("uint8", None)
+        for spec in specs
+    }
+    return len(precisions) > 1
 
 
 def pool_bytes_per_block(groups: Sequence[KVCacheGroup]) -> int:
-    """Bytes that one block id takes on a rank: those of its widest group; 0 on a rank without layers."""
+    """Bytes of one block id on a rank: those of its widest group; 0 on a rank without layers."""
     return max((group.bytes_per_block for group in groups), default=0)
 
 
 def lay_out(groups: Sequence[KVCacheGroup], num_blocks: int, layout: KVCacheLayout) -> KVCacheConfig:
-    """The KV cache of one rank that holds `num_blocks` blocks.
+    """Lay out the KV cache of one rank that holds `num_blocks` blocks.
 
-    Every group starts at byte 0: groups overlay each other, since a block belongs to one group at a time. Within a
-    group, layers of equal specs lie together, one such run after the other.
+    Every group starts at byte 0: groups overlay each other, because a block belongs to one group at a time. Within a
+    group, layers with equal specs lie together, one such run after the other.
 
     Raises:
         InputError: the layout cannot express pages of different sizes.
@@ -275,7 +266,10 @@ def lay_out(groups: Sequence[KVCacheGroup], num_blocks: int, layout: KVCacheLayo
     tensors: list[KVCacheTensor] = []
     for group in groups:
         page_bytes_before = 0
-        for spec, names in _layers_by_spec(group).items():
+        names_by_spec: dict[KVCacheSpec, list[str]] = {}
+        for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
+            names_by_spec.setdefault(spec, []).append(name)
+        for spec, names in names_by_spec.items():
             layer_stride, block_stride, *_ = layout_strides_bytes(
                 spec,
                 num_blocks,
@@ -283,7 +277,7 @@ def lay_out(groups: Sequence[KVCacheGroup], num_blocks: int, layout: KVCacheLayo
                 layout,
                 fixed_strides=(None, block_bytes if layout.is_block_outermost else None, None, None, None),
             )
-            # Layer-outermost, a layer takes a page for every block; block-outermost, a block takes a page a layer.
+            # Layer-outermost, a layer takes one page per block; block-outermost, a block takes one page per layer.
             offset = page_bytes_before * max(layer_stride, spec.page_size_bytes) // spec.page_size_bytes
             tensors.append(KVCacheTensor(size_bytes, tuple(names), layer_stride, block_stride, offset))
             page_bytes_before += len(names) * spec.page_size_bytes
@@ -314,10 +308,3 @@ def require_expressible(groups: Sequence[KVCacheGroup], layout: KVCacheLayout) -
             f"layout {layout.name} cannot express pages of different sizes ({pages} bytes) in {len(groups)} groups; "
             "use BLNHC or BLHNC"
         )
-
-
-def _layers_by_spec(group: KVCacheGroup) -> dict[KVCacheSpec, list[str]]:
-    layers: dict[KVCacheSpec, list[str]] = {}
-    for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
-        layers.setdefault(spec, []).append(name)
-    return layers

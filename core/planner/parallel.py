@@ -1,6 +1,6 @@
 """How parallelism divides a model's KV cache: heads over tensor-parallel ranks, layers over pipeline stages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import attrs
 
@@ -11,8 +11,8 @@ from .specs import AttentionSpec, KVCacheSpec, MambaLikeSpec, StateArray
 def kv_heads_per_rank(num_kv_heads: int, tensor_parallel_size: int) -> int:
     """KV heads that one tensor-parallel rank stores (field report A04).
 
-    Heads are divided where they divide evenly. With more ranks than heads every rank stores one, replicated, so that
-    the capacity in tokens stops growing with the number of ranks.
+    Heads are split if they divide evenly. With more ranks than heads every rank stores a copy of one head, so that the
+    capacity in tokens stops growing with the number of ranks.
 
     Raises:
         InputError: neither number divides the other.
@@ -30,9 +30,9 @@ def kv_heads_per_rank(num_kv_heads: int, tensor_parallel_size: int) -> int:
 
 
 def tensor_parallel_spec(spec: KVCacheSpec, tensor_parallel_size: int) -> KVCacheSpec:
-    """The part of a whole model's layer that one tensor-parallel rank stores.
+    """The part of a layer that one tensor-parallel rank stores.
 
-    Latents and opaque formats serve all heads and are stored whole by every rank; the arrays of a state are divided
+    Every rank stores latents and opaque formats whole, because they serve all heads; the arrays of a state are divided
     along their `tp_axis`.
 
     Raises:
@@ -60,10 +60,10 @@ def _state_shard(array: StateArray, tensor_parallel_size: int) -> StateArray:
 
 
 def layers_per_stage(num_layers: int, pipeline_parallel_size: int) -> tuple[int, ...]:
-    """Layers of each pipeline stage, as vLLM divides them.
+    """Number of layers of each pipeline stage, as vLLM divides them.
 
-    Layers that are left over go one each to the stages before the last, from the back: the last stage also holds the
-    final norm and the output embedding, the first the input embedding.
+    Left-over layers go one each to the stages before the last, from the back: the last stage also holds the final norm
+    and the output embedding, the first the input embedding.
 
     Raises:
         InputError: more stages than layers.
@@ -79,29 +79,8 @@ def layers_per_stage(num_layers: int, pipeline_parallel_size: int) -> tuple[int,
     return tuple(stages)
 
 
-def stage_layer_names(
-    layer_names: Sequence[str], stage_sizes: Sequence[int], tensor_parallel_size: int
-) -> tuple[tuple[str, ...], ...]:
-    """Layer names that each rank holds: stage by stage, and within a stage alike on every tensor-parallel rank.
-
-    Raises:
-        InputError: the stages do not cover the layers exactly.
-    """
-    if sum(stage_sizes) != len(layer_names) or any(size < 0 for size in stage_sizes):
-        raise InputError(
-            f"pipeline stages of {list(stage_sizes)} layers hold {sum(stage_sizes)} in all; "
-            f"the model has {len(layer_names)}"
-        )
-    ranks: list[tuple[str, ...]] = []
-    start = 0
-    for size in stage_sizes:
-        ranks.extend([tuple(layer_names[start : start + size])] * tensor_parallel_size)
-        start += size
-    return tuple(ranks)
-
-
 def tensor_parallel_layers(layer_specs: Mapping[str, KVCacheSpec], tensor_parallel_size: int) -> dict[str, KVCacheSpec]:
-    """`tensor_parallel_spec` of every layer.
+    """Apply `tensor_parallel_spec` to every layer.
 
     Raises:
         InputError: as `tensor_parallel_spec`, naming the layer.

@@ -1,4 +1,4 @@
-"""One rank's part of an engine's pool."""
+"""One rank's part of an engine's pool, and how many blocks a request takes of it."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,6 @@ import attrs
 from .inputs import PlanInputs
 from .layout import KVCacheGroup, pool_bytes_per_block, require_expressible
 from .specs import ServingLimits
-
-# How many blocks one request can need, and the longest request that a rank's memory serves.
 
 
 def blocks_per_request(groups: Sequence[KVCacheGroup], limits: ServingLimits) -> int:
@@ -25,7 +23,7 @@ def blocks_per_request(groups: Sequence[KVCacheGroup], limits: ServingLimits) ->
 def largest_max_model_len(groups: Sequence[KVCacheGroup], limits: ServingLimits, num_usable_blocks: int) -> int:
     """The longest request, up to `limits.max_model_len`, that `num_usable_blocks` serve; 0 if not even one token fits.
 
-    Found by bisection, which is sound as the blocks of a request never shrink when it grows.
+    Bisection finds it, because a longer request never needs fewer blocks.
     """
     fits, too_long = 0, limits.max_model_len + 1
     while too_long - fits > 1:
@@ -46,11 +44,11 @@ class RankPlan:
         groups: the engine's groups with the layers that this rank holds.
         available_bytes: memory for its KV cache, as given.
         bytes_per_block: bytes of one block on this rank; 0 if it holds no layer.
-        num_blocks_alone: blocks that it would hold if it were alone (or those of the override).
+        num_blocks_alone: blocks that it would hold alone (or those of the override).
         num_blocks: blocks that it holds: those of the tightest rank.
-        request_bytes: bytes of one request of the length asked for, in whole blocks.
-        largest_max_model_len: longest request that this rank alone serves, up to the length asked for.
-        is_bottleneck: this rank decides `num_blocks`.
+        request_bytes: bytes of one request of the requested length, in whole blocks.
+        largest_max_model_len: longest request that this rank alone serves, up to the requested length.
+        is_bottleneck: whether this rank decides `num_blocks`.
     """
 
     rank: int
@@ -75,19 +73,19 @@ class RankPlan:
 
     @property
     def idle_bytes(self) -> int:
-        """Whole blocks that the memory would hold but that another rank, an override or a cap leaves unused."""
+        """Bytes of whole blocks that fit into the memory but that another rank, an override or a cap leaves unused."""
         if self.bytes_per_block == 0:
             return 0
         return max(self.available_bytes // self.bytes_per_block - self.num_blocks, 0) * self.bytes_per_block
 
     @property
     def remainder_bytes(self) -> int:
-        """What is left after whole blocks; negative where an override takes more than is available."""
+        """Bytes left after whole blocks; negative if an override takes more than is available."""
         return self.available_bytes - self.bytes_used - self.idle_bytes
 
 
 def plan_ranks_alone(inputs: PlanInputs, groups: tuple[KVCacheGroup, ...]) -> tuple[RankPlan, ...]:
-    """Each rank as if it were alone.
+    """Plan each rank as if it were alone.
 
     Raises:
         InputError: the layout cannot express the pages, or a value that the layers depend on is missing.
@@ -98,7 +96,9 @@ def plan_ranks_alone(inputs: PlanInputs, groups: tuple[KVCacheGroup, ...]) -> tu
         rank_groups = tuple(group.on_rank(frozenset(inputs.layers_of_rank(rank))) for group in groups)
         require_expressible(rank_groups, inputs.layout)
         block_bytes = pool_bytes_per_block(rank_groups)
-        num_blocks_alone = _num_blocks_alone(inputs, available_bytes, block_bytes)
+        num_blocks_alone = available_bytes // block_bytes if block_bytes else 0
+        if inputs.num_gpu_blocks_override is not None:
+            num_blocks_alone = inputs.num_gpu_blocks_override
         ranks.append(
             RankPlan(
                 rank=rank,
@@ -117,14 +117,12 @@ def plan_ranks_alone(inputs: PlanInputs, groups: tuple[KVCacheGroup, ...]) -> tu
     return tuple(ranks)
 
 
-def _num_blocks_alone(inputs: PlanInputs, available_bytes: int, block_bytes: int) -> int:
-    if inputs.num_gpu_blocks_override is not None:
-        return inputs.num_gpu_blocks_override
-    return available_bytes // block_bytes if block_bytes else 0
+def tightest_rank(ranks: Sequence[RankPlan]) -> RankPlan:
+    """The first of the ranks that hold the fewest blocks alone; ranks without layers do not count."""
+    return min((rank for rank in ranks if rank.bytes_per_block), key=lambda rank: rank.num_blocks_alone)
 
 
 def share_pool(rank: RankPlan, inputs: PlanInputs, ranks: Sequence[RankPlan], num_blocks: int) -> RankPlan:
-    """The rank with the blocks of the tightest one; nothing decides over an override but the override itself."""
-    fewest = min(other.num_blocks_alone for other in ranks if other.bytes_per_block)
-    decides = rank.bytes_per_block > 0 and rank.num_blocks_alone == fewest
+    """Give the rank the blocks of the tightest one; under an override no rank is a bottleneck."""
+    decides = rank.bytes_per_block > 0 and rank.num_blocks_alone == tightest_rank(ranks).num_blocks_alone
     return attrs.evolve(rank, num_blocks=num_blocks, is_bottleneck=decides and inputs.num_gpu_blocks_override is None)

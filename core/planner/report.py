@@ -1,4 +1,4 @@
-"""A plan told: as JSON-ready rows, and as the formulas behind its figures with the numbers substituted."""
+"""Reports of a plan: JSON-ready rows, the formulas behind its figures, and how many users fit."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,19 +10,25 @@ import attrs
 from ..errors import InputError
 from .layout import KVCacheGroup
 from .plan import KVCachePlan
-from .ranks import RankPlan, blocks_per_request
-from .specs import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec, LatentSpec, ServingLimits
+from .ranks import RankPlan, blocks_per_request, tightest_rank
+from .specs import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    LatentSpec,
+    ServingLimits,
+    required_encoder_tokens,
+)
 
 
 def plan_as_dict(plan: KVCachePlan) -> dict[str, Any]:
-    """The planning keys of `plan --json`: plain numbers, strings and lists.
+    """Build the planning keys of the plan command's JSON: plain numbers, strings and lists.
 
     `page_size_bytes` is the largest page of a layer, `bytes_per_block` that of the rank that decides the pool.
     """
-    tightest = tightest_rank(plan)
     return {
         "page_size_bytes": max(spec.page_size_bytes for group in plan.groups for spec in group.layer_specs),
-        "bytes_per_block": tightest.bytes_per_block,
+        "bytes_per_block": tightest_rank(plan.ranks).bytes_per_block,
         "num_gpu_blocks": plan.num_blocks,
         "num_usable_blocks": plan.num_usable_blocks,
         "kv_cache_tokens": plan.kv_cache_size_tokens,
@@ -38,11 +44,6 @@ def plan_as_dict(plan: KVCachePlan) -> dict[str, Any]:
         "fits": plan.fits,
         "refusal": None if plan.refusal is None else str(plan.refusal),
     }
-
-
-def tightest_rank(plan: KVCachePlan) -> RankPlan:
-    """The first of the ranks that hold the fewest blocks alone."""
-    return min((rank for rank in plan.ranks if rank.bytes_per_block), key=lambda rank: rank.num_blocks_alone)
 
 
 def _group_as_dict(group: KVCacheGroup) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def _rank_as_dict(rank: RankPlan) -> dict[str, Any]:
 
 
 def explain_plan(plan: KVCachePlan) -> tuple[str, ...]:
-    """The formulas behind a plan, a line each: pages, bytes per block, blocks, blocks of one request, concurrency."""
+    """List the formulas behind a plan, one line each: pages, bytes per block, blocks, one request, concurrency."""
     lines: list[str] = []
     for index, group in enumerate(plan.groups):
         for spec in dict.fromkeys(group.layer_specs):
@@ -108,74 +109,23 @@ def _explain_rank(plan: KVCachePlan, rank: RankPlan) -> list[str]:
     ]
 
 
-# Figures of a whole node beside those of one rank: what multiplies with parallelism and what does not.
-
-
-@attrs.frozen(kw_only=True)
-class NodeTotals:
-    """All engines of a deployment together.
-
-    Attributes:
-        num_engines: data-parallel ranks; each is an engine of its own, with blocks and block tables of its own.
-        num_ranks: devices of all engines.
-        kv_cache_bytes: bytes of all buffers.
-        kv_cache_tokens: tokens that all engines hold.
-        max_concurrency: requests of the longest length over all engines.
-        notes: what multiplies and what does not.
-    """
-
-    num_engines: int
-    num_ranks: int
-    kv_cache_bytes: int
-    kv_cache_tokens: int
-    max_concurrency: float
-    notes: tuple[str, ...]
-
-
-def node_totals(engines: Sequence[KVCachePlan]) -> NodeTotals:
-    """Totals over the engines of a deployment.
-
-    Raises:
-        InputError: no engine was given.
-    """
-    if not engines:
-        raise InputError("node totals need the plan of at least one engine")
-    return NodeTotals(
-        num_engines=len(engines),
-        num_ranks=sum(len(engine.ranks) for engine in engines),
-        kv_cache_bytes=sum(rank.bytes_used for engine in engines for rank in engine.ranks),
-        kv_cache_tokens=sum(engine.kv_cache_size_tokens for engine in engines),
-        max_concurrency=sum(engine.max_concurrency for engine in engines),
-        notes=(
-            "tensor and pipeline parallelism multiply bytes but not tokens: all ranks of an engine hold parts of the "
-            "same tokens",
-            "data parallelism multiplies both bytes and tokens: every engine holds tokens of its own, and a prefix "
-            "cached by one is not seen by another",
-        ),
-    )
-
-
-# How many users fit at each context length, and in a mix of lengths, not only at the maximum length.
-
 DEFAULT_CONTEXT_TOKENS = (2_048, 8_192, 32_768, 131_072)
 """Context lengths of the capacity table: 2k, 8k, 32k and 128k."""
-
-_ONE_TOKEN_IN_FLIGHT = 1
 
 
 @attrs.frozen(kw_only=True)
 class CapacityRow:
-    """Users whose contexts are all `context_tokens` long.
+    """How many users fit if the contexts of all are `context_tokens` long.
 
     Attributes:
         context_tokens: prompt and output of one user.
-        floor_bytes: bytes that one user occupies at least, on the tightest rank: whole tokens, windows honoured.
+        floor_bytes: fewest bytes of one user on the tightest rank: whole tokens, only those within windows.
         floor_users: users by bytes alone, `usable bytes // floor_bytes`; no allocator serves more.
-        decode_blocks: blocks of one user who is decoding: windows honoured, one token in flight, rounded to blocks.
+        decode_blocks: blocks of one user who decodes: windows honoured, one token in flight, rounded to blocks.
         decode_users: users who fit while all of them decode.
         peak_blocks: most blocks of one user, with a whole batch of prefill in flight; admission counts with this.
-        users: users who fit at their peak all at once; the safe figure.
-        exceeds_max_model_len: the engine refuses requests of this length, so nobody is served.
+        users: users who fit while all of them are at their peak; the safe figure.
+        exceeds_max_model_len: whether the engine refuses requests of this length, so that no user is served.
     """
 
     context_tokens: int
@@ -194,12 +144,10 @@ class CapacityMix:
 
     Attributes:
         rows: one for each context length.
-        num_usable_blocks: blocks that users share; the null block is not among them.
         users_in_mix: users who fit when their lengths occur in the given shares, all at their peak; None: no shares.
     """
 
     rows: tuple[CapacityRow, ...]
-    num_usable_blocks: int
     users_in_mix: int | None
 
 
@@ -208,12 +156,12 @@ def capacity_mix(
     context_tokens: Sequence[int] = DEFAULT_CONTEXT_TOKENS,
     shares: Mapping[int, float] | None = None,
 ) -> CapacityMix:
-    """Users that a plan's pool serves at each context length.
+    """Count the users that a plan's pool serves at each context length.
 
     Args:
         plan: a plan; one that refuses its longest request may still serve shorter ones.
         context_tokens: lengths of the table.
-        shares: length -> share of the users who have it; the shares add up to 1.
+        shares: length -> share of the users with this length; the shares add up to 1.
 
     Raises:
         InputError: a length below 1 token, or shares that do not add up to 1.
@@ -221,18 +169,17 @@ def capacity_mix(
     rows = tuple(_capacity_row(plan, tokens) for tokens in context_tokens)
     return CapacityMix(
         rows=rows,
-        num_usable_blocks=plan.num_usable_blocks,
         users_in_mix=None if shares is None else _users_in_mix(plan, shares),
     )
 
 
 def _capacity_row(plan: KVCachePlan, context_tokens: int) -> CapacityRow:
-    limits = _limits_at(plan, context_tokens)
+    limits = attrs.evolve(plan.limits, max_model_len=context_tokens)
     exceeds = context_tokens > plan.max_model_len
     usable = 0 if exceeds else plan.num_usable_blocks
     peak_blocks = blocks_per_request(plan.groups, limits)
-    decode_blocks = blocks_per_request(plan.groups, attrs.evolve(limits, max_in_flight_tokens=_ONE_TOKEN_IN_FLIGHT))
-    floor_bytes, floor_users = _by_bytes_alone(plan, limits)
+    decode_blocks = blocks_per_request(plan.groups, attrs.evolve(limits, max_in_flight_tokens=1))
+    floor_users, floor_bytes = _users_by_bytes_alone(plan, limits)
     return CapacityRow(
         context_tokens=context_tokens,
         floor_bytes=floor_bytes,
@@ -245,32 +192,21 @@ def _capacity_row(plan: KVCachePlan, context_tokens: int) -> CapacityRow:
     )
 
 
-def _limits_at(plan: KVCachePlan, context_tokens: int) -> ServingLimits:
-    return attrs.evolve(plan.limits, max_model_len=context_tokens)
-
-
-def _by_bytes_alone(plan: KVCachePlan, limits: ServingLimits) -> tuple[int, int]:
-    """Floor bytes and users of the rank on which the fewest users fit."""
+def _users_by_bytes_alone(plan: KVCachePlan, limits: ServingLimits) -> tuple[int, int]:
+    """Users, and fewest bytes of one user, on the rank on which the fewest users fit."""
     by_rank: list[tuple[int, int]] = []
     for rank in plan.ranks:
         specs = [plan.inputs.layer_specs[name] for name in plan.inputs.layers_of_rank(rank.rank)]
-        floor_bytes = sum(request_floor_bytes(spec, limits) for spec in specs)
+        floor_bytes = sum(_request_floor_bytes(spec, limits) for spec in specs)
         if floor_bytes:
             by_rank.append((plan.num_usable_blocks * rank.bytes_per_block // floor_bytes, floor_bytes))
-    users, floor_bytes = min(by_rank)
-    return floor_bytes, users
+    return min(by_rank)
 
 
-def request_floor_bytes(spec: KVCacheSpec, limits: ServingLimits) -> int:
-    """Bytes that one request of `limits.max_model_len` tokens occupies at least in one layer of one rank.
-
-    Raises:
-        InputError: a cross-attention layer without `max_encoder_tokens`.
-    """
+def _request_floor_bytes(spec: KVCacheSpec, limits: ServingLimits) -> int:
+    """Fewest bytes that one request of `limits.max_model_len` tokens occupies in one layer of one rank."""
     if isinstance(spec, CrossAttentionSpec):
-        if limits.max_encoder_tokens is None:
-            raise InputError("cross-attention layers need max_encoder_tokens, the longest encoder input in tokens")
-        return spec.floor_bytes(limits.max_encoder_tokens)
+        return spec.floor_bytes(required_encoder_tokens(limits))
     shards = limits.decode_context_parallel_size if isinstance(spec, FullAttentionSpec | LatentSpec) else 1
     return spec.floor_bytes(-(-limits.max_model_len // shards))
 
@@ -280,7 +216,8 @@ def _users_in_mix(plan: KVCachePlan, shares: Mapping[int, float]) -> int:
     if sum(fractions.values()) != 1 or any(share < 0 for share in fractions.values()):
         raise InputError(f"shares of context lengths are {dict(shares)}; they must be 0 or more and add up to 1")
     mean_blocks = sum(
-        share * blocks_per_request(plan.groups, _limits_at(plan, tokens)) for tokens, share in fractions.items()
+        share * blocks_per_request(plan.groups, attrs.evolve(plan.limits, max_model_len=tokens))
+        for tokens, share in fractions.items()
     )
     if any(share and tokens > plan.max_model_len for tokens, share in fractions.items()):
         return 0

@@ -1,4 +1,4 @@
-"""What one layer's KV cache stores: one small class per cache kind, each of which knows the bytes of its page.
+"""KV cache specs: one small class per cache kind, which knows the bytes of a page and the blocks of a request.
 
 A page is the memory of one block in one layer: `[num_head_slots, states per block, state_content_bytes]`. The rules are
 those of vLLM 0.32, fixed by the recorded planning cases (`spec_page_size_bytes`, `request_bytes_at_max_model_len`).
@@ -18,22 +18,20 @@ import attrs
 from ..errors import InputError, non_negative, one_of, positive
 from .cache_dtype import BITS_PER_ELEMENT, ScaleStorage, canonical_dtype, packed_bytes
 
-# What bounds the blocks that one request can hold, whatever the model.
-
 StateCacheMode = Literal["none", "align", "all"]
-"""When state layers keep snapshots for prefix caching: never, at aligned boundaries, or at every block."""
+"""When state layers keep snapshots for prefix caching: never, at aligned boundaries, or for every block."""
 
 
 @attrs.frozen(kw_only=True)
 class ServingLimits:
-    """What bounds the blocks that one request can hold at once.
+    """Limits that bound the blocks which one request can hold at once, whatever the model.
 
     Attributes:
         max_model_len: longest sequence of one request, tokens.
         max_in_flight_tokens: concurrent batches x max_num_batched_tokens; only windowed and chunked layers need it.
         max_encoder_tokens: longest encoder input of one request, tokens; only cross attention needs it.
         decode_context_parallel_size: ranks that the tokens of full-attention layers are spread over (DCP).
-        state_cache_mode: snapshots that state layers keep; only state layers need it.
+        state_cache_mode: when state layers keep snapshots; only state layers need it.
     """
 
     max_model_len: int = attrs.field(validator=positive)
@@ -46,23 +44,14 @@ class ServingLimits:
 
 
 @attrs.frozen
-class PageTerm:
-    """One line of a page's bill: keys and values, scales, or padding.
+class Term:
+    """One part of a page or of a cell (one head slot of one stored state): keys and values, scales, or padding.
 
     Attributes:
         name: what the bytes hold.
-        num_bytes: bytes of this term in one block of one layer.
-        formula: how they come about, with the numbers substituted.
+        num_bytes: bytes of this part.
+        formula: how they are computed, with the numbers substituted.
     """
-
-    name: str
-    num_bytes: int
-    formula: str
-
-
-@attrs.frozen
-class CellTerm:
-    """Bytes that one term takes in one cell, that is for one head slot and one stored state."""
 
     name: str
     num_bytes: int
@@ -75,7 +64,7 @@ class KVCacheSpec(abc.ABC):
 
     Attributes:
         block_size: tokens that one block covers.
-        page_size_padded: bytes that the page is padded to, so that layers of different pages can share a pool.
+        page_size_padded: bytes to which the page is padded, so that layers of different pages can share a pool.
     """
 
     kind: ClassVar[str]
@@ -102,13 +91,13 @@ class KVCacheSpec(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def cell_terms(self) -> tuple[CellTerm, ...]:
-        """The bill of one cell (the C axis): what one head slot of one state stores."""
+    def cell_terms(self) -> tuple[Term, ...]:
+        """Parts of one cell (the C axis): what one head slot of one state stores."""
 
     @property
     @abc.abstractmethod
     def token_slots_key(self) -> tuple[object, ...]:
-        """Equal for layers that always need equally many token slots; such layers may share a block table."""
+        """Equal for layers that always need the same number of token slots; such layers may share a block table."""
 
     @abc.abstractmethod
     def max_blocks_per_request(self, limits: ServingLimits) -> int:
@@ -119,16 +108,20 @@ class KVCacheSpec(abc.ABC):
         """
 
     @abc.abstractmethod
+    def _max_blocks_text(self, limits: ServingLimits) -> str: ...
+
     def max_blocks_formula(self, limits: ServingLimits) -> str:
-        """How `max_blocks_per_request` comes about, with the numbers substituted.
+        """How `max_blocks_per_request` is computed, with the numbers substituted.
 
         Raises:
             InputError: as `max_blocks_per_request`.
         """
+        num_blocks = self.max_blocks_per_request(limits)
+        return f"{self._max_blocks_text(limits)} = {num_blocks:,}"
 
     @abc.abstractmethod
     def floor_bytes(self, num_tokens: int) -> int:
-        """Bytes that a sequence of `num_tokens` tokens occupies at least in this layer, before rounding to blocks."""
+        """Fewest bytes that a sequence of `num_tokens` tokens occupies in this layer, before rounding to blocks."""
 
     @property
     def state_content_bytes(self) -> int:
@@ -151,37 +144,30 @@ class KVCacheSpec(abc.ABC):
         return Fraction(self.unpadded_page_size_bytes, self.block_size)
 
     @property
-    def page_terms(self) -> tuple[PageTerm, ...]:
-        """The page's bill, line by line; the lines add up to `page_size_bytes`."""
+    def page_terms(self) -> tuple[Term, ...]:
+        """Parts of one page; they add up to `page_size_bytes`."""
         num_cells = self.num_head_slots * self.states_per_block(self.block_size)
-        cells_text = self._cells_text()
-        terms = [
-            PageTerm(cell.name, num_cells * cell.num_bytes, f"{cells_text} x {cell.formula}")
-            for cell in self.cell_terms
-        ]
+        cells = self._cells_text()
+        terms = [Term(term.name, num_cells * term.num_bytes, f"{cells} x {term.formula}") for term in self.cell_terms]
         padding_bytes = self.page_size_bytes - self.unpadded_page_size_bytes
         if padding_bytes:
             text = f"{self.page_size_bytes:,} B padded page - {self.unpadded_page_size_bytes:,} B"
-            terms.append(PageTerm("padding", padding_bytes, text))
+            terms.append(Term("padding", padding_bytes, text))
         return tuple(terms)
 
-    def max_memory_usage_bytes(self, limits: ServingLimits) -> int:
-        """Most bytes that one request can hold in this layer, in whole blocks."""
-        return self.max_blocks_per_request(limits) * self.page_size_bytes
-
     def with_page_size(self, page_size_bytes: int) -> "KVCacheSpec":
-        """The same cache padded to a page of `page_size_bytes`."""
+        """Return the same cache padded to a page of `page_size_bytes`."""
         return attrs.evolve(self, page_size_padded=page_size_bytes)
 
     def with_block_size(self, block_size: int) -> "KVCacheSpec":
-        """The same cache in blocks of `block_size` tokens; a padded page is scaled with it."""
+        """Return the same cache in blocks of `block_size` tokens; a padded page is scaled with it."""
         padded = self.page_size_padded
         if padded is not None:
             padded = padded * block_size // self.block_size
         return attrs.evolve(self, block_size=block_size, page_size_padded=padded)
 
     def formula(self) -> str:
-        """How the page comes about, with the numbers substituted; one line per term and one for the page."""
+        """How the page is computed, with the numbers substituted: one line per part and one for the page."""
         lines = [f"{term.name}: {term.formula} = {term.num_bytes:,} B" for term in self.page_terms]
         per_token = self.bytes_per_token
         token_text = f"{int(per_token):,}" if per_token.denominator == 1 else f"{float(per_token):,.3f}"
@@ -196,7 +182,7 @@ class KVCacheSpec(abc.ABC):
 
 @attrs.frozen(kw_only=True)
 class AttentionSpec(KVCacheSpec):
-    """A cache of one key and one value vector per token and KV head.
+    """Stores one key and one value vector per token and KV head.
 
     Attributes:
         num_kv_heads: KV heads on this rank (already divided by tensor parallelism).
@@ -224,9 +210,9 @@ class AttentionSpec(KVCacheSpec):
         return block_size
 
     @property
-    def cell_terms(self) -> tuple[CellTerm, ...]:
+    def cell_terms(self) -> tuple[Term, ...]:
         """Keys and values, and their scales."""
-        return vector_cell_terms("keys and values", (self.head_size, self.head_size_v), self.dtype, self.scales)
+        return _vector_terms("keys and values", (self.head_size, self.head_size_v), self.dtype, self.scales)
 
     def floor_bytes(self, num_tokens: int) -> int:
         """Every token is kept."""
@@ -235,7 +221,7 @@ class AttentionSpec(KVCacheSpec):
 
 @attrs.frozen(kw_only=True)
 class FullAttentionSpec(AttentionSpec):
-    """Full attention (MHA, GQA, MQA): every token of the sequence is kept.
+    """Full attention (MHA, GQA, MQA): keeps every token of the sequence.
 
     Attributes:
         sliding_window: window of a sliding layer that is sized like a full one (hybrid allocation is off).
@@ -254,11 +240,10 @@ class FullAttentionSpec(AttentionSpec):
 
     def max_blocks_per_request(self, limits: ServingLimits) -> int:
         """Blocks of the whole sequence, divided over the DCP ranks."""
-        return every_token_blocks(self.block_size, limits)
+        return _every_token_blocks(self.block_size, limits)
 
-    def max_blocks_formula(self, limits: ServingLimits) -> str:
-        """`max_blocks_per_request` with the numbers substituted."""
-        return every_token_formula(self.block_size, limits)
+    def _max_blocks_text(self, limits: ServingLimits) -> str:
+        return _every_token_text(self.block_size, limits)
 
 
 @attrs.frozen(kw_only=True)
@@ -275,24 +260,22 @@ class SlidingWindowSpec(AttentionSpec):
         return ("sliding", self.sliding_window)
 
     def max_blocks_per_request(self, limits: ServingLimits) -> int:
-        """Blocks of the window before the tokens in flight, and one more since a window may start inside a block.
+        """Blocks of the window and the tokens in flight, and one more because a window may start inside a block.
 
         Raises:
             InputError: under DCP, which does not shard windows, or without `max_in_flight_tokens`.
         """
         if limits.decode_context_parallel_size > 1:
             raise InputError(
-                f"decode context parallelism of {limits.decode_context_parallel_size} does not support sliding-window "
-                "layers; use a decode context parallel size of 1"
+                f"decode_context_parallel_size {limits.decode_context_parallel_size} does not support sliding-window "
+                "layers; use 1"
             )
-        num_tokens = min(self.sliding_window - 1 + required_in_flight(limits, self.kind), limits.max_model_len)
+        num_tokens = min(self.sliding_window - 1 + _required_in_flight(limits, self.kind), limits.max_model_len)
         return math.ceil(num_tokens / self.block_size) + 1
 
-    def max_blocks_formula(self, limits: ServingLimits) -> str:
-        """`max_blocks_per_request` with the numbers substituted."""
+    def _max_blocks_text(self, limits: ServingLimits) -> str:
         held = f"{self.sliding_window} window - 1 + {limits.max_in_flight_tokens} in flight"
-        num_blocks = self.max_blocks_per_request(limits)
-        return f"ceil(min({held}, {limits.max_model_len} tokens) / {self.block_size}) + 1 = {num_blocks:,}"
+        return f"ceil(min({held}, {limits.max_model_len} tokens) / {self.block_size}) + 1"
 
     def floor_bytes(self, num_tokens: int) -> int:
         """The last `sliding_window` tokens are kept."""
@@ -301,7 +284,7 @@ class SlidingWindowSpec(AttentionSpec):
 
 @attrs.frozen(kw_only=True)
 class ChunkedLocalSpec(AttentionSpec):
-    """Chunked-local attention (Llama 4): a token reads back to the start of its own chunk."""
+    """Chunked-local attention (Llama 4): a token attends back to the start of its own chunk."""
 
     kind: ClassVar[str] = "chunked"
 
@@ -318,14 +301,12 @@ class ChunkedLocalSpec(AttentionSpec):
         Raises:
             InputError: without `max_in_flight_tokens`.
         """
-        num_tokens = min(self.attention_chunk_size + required_in_flight(limits, self.kind), limits.max_model_len)
+        num_tokens = min(self.attention_chunk_size + _required_in_flight(limits, self.kind), limits.max_model_len)
         return math.ceil(num_tokens / self.block_size)
 
-    def max_blocks_formula(self, limits: ServingLimits) -> str:
-        """`max_blocks_per_request` with the numbers substituted."""
+    def _max_blocks_text(self, limits: ServingLimits) -> str:
         held = f"{self.attention_chunk_size} chunk + {limits.max_in_flight_tokens} in flight"
-        num_blocks = self.max_blocks_per_request(limits)
-        return f"ceil(min({held}, {limits.max_model_len} tokens) / {self.block_size}) = {num_blocks:,}"
+        return f"ceil(min({held}, {limits.max_model_len} tokens) / {self.block_size})"
 
     def floor_bytes(self, num_tokens: int) -> int:
         """At most one chunk is kept."""
@@ -334,7 +315,10 @@ class ChunkedLocalSpec(AttentionSpec):
 
 @attrs.frozen(kw_only=True)
 class CrossAttentionSpec(AttentionSpec):
-    """Cross attention of an encoder-decoder model: the encoder's tokens, kept for the whole request."""
+    """Cross attention of an encoder-decoder model: keeps the encoder's tokens for the whole request.
+
+    The tokens of `floor_bytes` are the encoder's.
+    """
 
     kind: ClassVar[str] = "cross"
 
@@ -349,52 +333,42 @@ class CrossAttentionSpec(AttentionSpec):
         Raises:
             InputError: without `max_encoder_tokens`.
         """
-        if limits.max_encoder_tokens is None:
-            raise InputError("cross-attention layers need max_encoder_tokens, the longest encoder input in tokens")
-        return math.ceil(limits.max_encoder_tokens / self.block_size)
+        return math.ceil(required_encoder_tokens(limits) / self.block_size)
 
-    def max_blocks_formula(self, limits: ServingLimits) -> str:
-        """`max_blocks_per_request` with the numbers substituted."""
-        num_blocks = self.max_blocks_per_request(limits)
-        return f"ceil({limits.max_encoder_tokens} encoder tokens / {self.block_size}) = {num_blocks:,}"
-
-    def floor_bytes(self, num_tokens: int) -> int:
-        """`num_tokens` are the encoder's tokens, all of which are kept."""
-        return num_tokens * self.num_kv_heads * self.state_content_bytes
+    def _max_blocks_text(self, limits: ServingLimits) -> str:
+        return f"ceil({limits.max_encoder_tokens} encoder tokens / {self.block_size})"
 
 
-def vector_cell_terms(
-    name: str, sizes: tuple[int, ...], dtype: str, scales: ScaleStorage | None
-) -> tuple[CellTerm, ...]:
-    """The bill of a cell that stores vectors of `sizes` elements, with their scales on a line of their own."""
+def _vector_terms(name: str, sizes: tuple[int, ...], dtype: str, scales: ScaleStorage | None) -> tuple[Term, ...]:
+    """Parts of a cell that stores vectors of `sizes` elements: the elements, and the scales as a part of their own."""
     sizes_text = " + ".join(str(size) for size in sizes)
     element_bytes = BITS_PER_ELEMENT[dtype] / 8
     text = f"({sizes_text}) x {element_bytes:g} B ({dtype})"
-    terms = [CellTerm(name, sum(packed_bytes(dtype, size) for size in sizes), text)]
+    terms = [Term(name, sum(packed_bytes(dtype, size) for size in sizes), text)]
     if scales is not None:
         scale_bytes = [scales.bytes_for(size) for size in sizes]
         scale_text = " + ".join(str(num_bytes) for num_bytes in scale_bytes)
-        terms.append(CellTerm("scales", sum(scale_bytes), f"({scale_text}) B"))
+        terms.append(Term("scales", sum(scale_bytes), f"({scale_text}) B"))
     return tuple(terms)
 
 
-def every_token_blocks(block_size: int, limits: ServingLimits) -> int:
+def _every_token_blocks(block_size: int, limits: ServingLimits) -> int:
     """Blocks of a layer that keeps every token; each DCP rank keeps an equal share of them."""
     tokens_on_rank = math.ceil(limits.max_model_len / limits.decode_context_parallel_size)
     return math.ceil(tokens_on_rank / block_size)
 
 
-def every_token_formula(block_size: int, limits: ServingLimits) -> str:
-    """`every_token_blocks` with the numbers substituted."""
+def _every_token_text(block_size: int, limits: ServingLimits) -> str:
+    """The formula of `_every_token_blocks` with the numbers substituted."""
     shards = limits.decode_context_parallel_size
     tokens = (
         f"{limits.max_model_len} tokens" if shards == 1 else f"ceil({limits.max_model_len} tokens / {shards} ranks)"
     )
-    return f"ceil({tokens} / {block_size}) = {every_token_blocks(block_size, limits):,}"
+    return f"ceil({tokens} / {block_size})"
 
 
-def required_in_flight(limits: ServingLimits, kind: str) -> int:
-    """`max_in_flight_tokens`, which windowed layers cannot be sized without.
+def _required_in_flight(limits: ServingLimits, kind: str) -> int:
+    """Return `max_in_flight_tokens`, which windowed and chunked layers need.
 
     Raises:
         InputError: it was not given.
@@ -407,12 +381,20 @@ def required_in_flight(limits: ServingLimits, kind: str) -> int:
     return limits.max_in_flight_tokens
 
 
-# The other cache kinds: one latent vector, compressed states, opaque per-token formats, and fixed states.
+def required_encoder_tokens(limits: ServingLimits) -> int:
+    """Return `max_encoder_tokens`, which cross-attention layers need.
+
+    Raises:
+        InputError: it was not given.
+    """
+    if limits.max_encoder_tokens is None:
+        raise InputError("cross-attention layers need max_encoder_tokens, the longest encoder input in tokens")
+    return limits.max_encoder_tokens
 
 
 @attrs.frozen(kw_only=True)
 class LatentSpec(KVCacheSpec):
-    """A cache of one vector per state, shared by all heads: held whole by every tensor-parallel rank."""
+    """Stores one vector per state, shared by all heads; every tensor-parallel rank holds it whole."""
 
     @property
     def num_head_slots(self) -> int:
@@ -426,11 +408,10 @@ class LatentSpec(KVCacheSpec):
 
     def max_blocks_per_request(self, limits: ServingLimits) -> int:
         """Blocks of the whole sequence, divided over the DCP ranks."""
-        return every_token_blocks(self.block_size, limits)
+        return _every_token_blocks(self.block_size, limits)
 
-    def max_blocks_formula(self, limits: ServingLimits) -> str:
-        """`max_blocks_per_request` with the numbers substituted."""
-        return every_token_formula(self.block_size, limits)
+    def _max_blocks_text(self, limits: ServingLimits) -> str:
+        return _every_token_text(self.block_size, limits)
 
     def states_per_block(self, block_size: int) -> int:
         """One state per token."""
@@ -443,7 +424,7 @@ class LatentSpec(KVCacheSpec):
 
 @attrs.frozen(kw_only=True)
 class MLASpec(LatentSpec):
-    """Multi-head latent attention: one latent vector a token, no factor 2 for K and V (DeepSeek V2/V3, Kimi K2).
+    """Multi-head latent attention: one latent vector per token, no factor 2 for K and V (DeepSeek V2/V3, Kimi K2).
 
     Attributes:
         head_size: elements of the latent, kv_lora_rank + qk_rope_head_dim.
@@ -458,9 +439,9 @@ class MLASpec(LatentSpec):
     scales: ScaleStorage | None = None
 
     @property
-    def cell_terms(self) -> tuple[CellTerm, ...]:
+    def cell_terms(self) -> tuple[Term, ...]:
         """The latent, and its scales."""
-        return vector_cell_terms("latent", (self.head_size,), self.dtype, self.scales)
+        return _vector_terms("latent", (self.head_size,), self.dtype, self.scales)
 
 
 @attrs.frozen(kw_only=True)
@@ -484,7 +465,7 @@ class CompressedStateSpec(LatentSpec):
     def __attrs_post_init__(self) -> None:
         if self.block_size % self.tokens_per_state:
             raise InputError(
-                f"CompressedStateSpec: a block of {self.block_size} tokens is no whole number of states of "
+                f"CompressedStateSpec: a block of {self.block_size} tokens is not a whole number of states of "
                 f"{self.tokens_per_state} tokens; use a block size that is a multiple of {self.tokens_per_state}"
             )
         super().__attrs_post_init__()
@@ -494,9 +475,9 @@ class CompressedStateSpec(LatentSpec):
         return block_size // self.tokens_per_state
 
     @property
-    def cell_terms(self) -> tuple[CellTerm, ...]:
+    def cell_terms(self) -> tuple[Term, ...]:
         """The compressed state, and its scales."""
-        return vector_cell_terms("compressed state", (self.head_size,), self.dtype, self.scales)
+        return _vector_terms("compressed state", (self.head_size,), self.dtype, self.scales)
 
     def _cells_text(self) -> str:
         return f"{self.block_size} tokens / {self.tokens_per_state} tokens a state"
@@ -515,10 +496,10 @@ class OpaqueSpec(LatentSpec):
     opaque_bytes_per_token: int = attrs.field(validator=positive)
 
     @property
-    def cell_terms(self) -> tuple[CellTerm, ...]:
-        """The packed token as it is."""
+    def cell_terms(self) -> tuple[Term, ...]:
+        """The packed token."""
         size = self.opaque_bytes_per_token
-        return (CellTerm("packed token", size, f"{size} B"),)
+        return (Term("packed token", size, f"{size} B"),)
 
 
 @attrs.frozen
@@ -555,7 +536,7 @@ class MambaLikeSpec(KVCacheSpec):
 
     Attributes:
         states: the arrays of one state, on this rank.
-        num_speculative_blocks: further states that one request holds for drafted tokens.
+        num_speculative_blocks: further states that one request holds for draft tokens.
     """
 
     kind: ClassVar[str] = "mamba"
@@ -573,10 +554,10 @@ class MambaLikeSpec(KVCacheSpec):
         return 1
 
     @property
-    def cell_terms(self) -> tuple[CellTerm, ...]:
+    def cell_terms(self) -> tuple[Term, ...]:
         """Each array of the state."""
         return tuple(
-            CellTerm(
+            Term(
                 array.name,
                 array.num_bytes,
                 f"{' x '.join(str(size) for size in array.shape)} x {BITS_PER_ELEMENT[array.dtype] / 8:g} B "
@@ -596,7 +577,7 @@ class MambaLikeSpec(KVCacheSpec):
         return ("mamba", self.num_speculative_blocks, self.page_size_bytes)
 
     def max_blocks_per_request(self, limits: ServingLimits) -> int:
-        """One state; one more in `align` mode for the snapshot; one a block in `all` mode; drafts on top.
+        """One state; one more in `align` mode for the snapshot; one per block in `all` mode; drafts on top.
 
         Raises:
             InputError: without `state_cache_mode`.
@@ -609,23 +590,21 @@ class MambaLikeSpec(KVCacheSpec):
             num_states = 2 if limits.state_cache_mode == "align" else 1
         return num_states + self.num_speculative_blocks
 
-    def max_blocks_formula(self, limits: ServingLimits) -> str:
-        """`max_blocks_per_request` with the numbers substituted."""
-        num_blocks = self.max_blocks_per_request(limits)
+    def _max_blocks_text(self, limits: ServingLimits) -> str:
         states = {
             "none": "1 state",
             "align": "1 state + 1 snapshot",
             "all": f"ceil({limits.max_model_len} tokens / {self.block_size}) snapshots",
             None: "",
         }[limits.state_cache_mode]
-        return f"{states} + {self.num_speculative_blocks} for drafts = {num_blocks:,}"
+        return f"{states} + {self.num_speculative_blocks} for drafts"
 
     def floor_bytes(self, num_tokens: int) -> int:
         """One state, whatever the number of tokens."""
         return self.state_content_bytes
 
     def with_block_size(self, block_size: int) -> "MambaLikeSpec":
-        """The same state: its page does not depend on the block size."""
+        """Return the same state: its page does not depend on the block size."""
         return attrs.evolve(self, block_size=block_size)
 
     def _cells_text(self) -> str:

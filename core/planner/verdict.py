@@ -1,4 +1,4 @@
-"""Why a plan is refused, with what was needed, what was there, the shortfall, and the largest value that works."""
+"""Why a plan is refused, and the warnings that it carries: sentences with the numbers of the plan."""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from ..errors import DoesNotFitError
 from ..quantities import format_bytes
 from .inputs import PlanInputs
 from .layout import KVCacheGroup
-from .ranks import RankPlan
+from .ranks import RankPlan, blocks_per_request, tightest_rank
 from .specs import CrossAttentionSpec, KVCacheSpec
 
 
@@ -23,7 +23,7 @@ class PlanCondition(enum.StrEnum):
 
 
 class PlanRefusedError(DoesNotFitError):
-    """The pool does not serve what was asked.
+    """The pool cannot serve what was asked: needed and available figures, the shortfall, and the largest that works.
 
     Attributes:
         condition: why.
@@ -31,8 +31,8 @@ class PlanRefusedError(DoesNotFitError):
         needed_blocks: blocks that one request needs (or, for an override, that it asks for).
         num_blocks: blocks of the pool on that rank, the null block included.
         needed_bytes, available_bytes: the same in bytes on that rank.
-        shortfall_bytes: what is missing on that rank, the null block included; given that much more, it fits.
-        largest: option -> largest value of it that works; empty where none does.
+        shortfall_bytes: bytes missing on that rank, the null block included; with that much more it fits.
+        largest: parameter name -> largest value of it that works; empty if none does.
     """
 
     def __init__(
@@ -60,88 +60,99 @@ class PlanRefusedError(DoesNotFitError):
         super().__init__(message)
 
 
+def override_refusal(inputs: PlanInputs, ranks: Sequence[RankPlan]) -> PlanRefusedError | None:
+    """The refusal of an override that asks for more blocks than the memory of the tightest rank holds, if it does."""
+    override = inputs.num_gpu_blocks_override
+    if override is None or not inputs.validate_override:
+        return None
+    tightest = min(
+        (rank for rank in ranks if rank.bytes_per_block), key=lambda rank: rank.available_bytes // rank.bytes_per_block
+    )
+    available_bytes = tightest.available_bytes
+    largest = available_bytes // tightest.bytes_per_block
+    if override <= largest:
+        return None
+    needed_bytes = override * tightest.bytes_per_block
+    shortfall_bytes = needed_bytes - available_bytes
+    message = (
+        f"num_gpu_blocks_override {override:,} does not fit: needed {format_bytes(needed_bytes)} on rank "
+        f"{tightest.rank}, available {format_bytes(available_bytes)}; short by {format_bytes(shortfall_bytes)}. "
+        f"Way out: lower num_gpu_blocks_override to at most {largest:,}, the largest that fits."
+    )
+    return PlanRefusedError(
+        PlanCondition.OVERRIDE_EXCEEDS_MEMORY,
+        message,
+        rank=tightest.rank,
+        needed_blocks=override,
+        num_blocks=max(largest, 0),
+        needed_bytes=needed_bytes,
+        available_bytes=available_bytes,
+        shortfall_bytes=shortfall_bytes,
+        largest={"num_gpu_blocks_override": largest} if largest > 0 else {},
+    )
+
+
 def request_refusal(
-    condition: PlanCondition,
-    *,
-    rank: int,
-    max_model_len: int,
-    needed_blocks: int,
-    num_blocks: int,
-    bytes_per_block: int,
-    available_bytes: int,
-    largest_max_model_len: int,
-    num_gpu_blocks_override: int | None,
-) -> PlanRefusedError:
-    """One request of `max_model_len` tokens needs more than the usable blocks of the tightest rank."""
-    needed_bytes = needed_blocks * bytes_per_block
-    shortfall_bytes = (needed_blocks + 1) * bytes_per_block - available_bytes
+    inputs: PlanInputs, groups: Sequence[KVCacheGroup], ranks: Sequence[RankPlan]
+) -> PlanRefusedError | None:
+    """The refusal of the longest request, if it does not fit; with auto-fit, of a request of a single token."""
+    auto_fits, override = inputs.auto_fit_max_model_len, inputs.num_gpu_blocks_override
+    max_model_len = 1 if auto_fits else inputs.max_model_len
+    needed_blocks = blocks_per_request(groups, attrs.evolve(inputs.limits, max_model_len=max_model_len))
+    tightest = tightest_rank(ranks)
+    num_blocks, block_bytes = tightest.num_blocks_alone, tightest.bytes_per_block
+    if needed_blocks <= num_blocks - 1:
+        return None
+    available_bytes = tightest.available_bytes if override is None else override * block_bytes
+    if auto_fits:
+        condition = PlanCondition.AUTO_FIT_ZERO
+    elif available_bytes <= block_bytes:
+        # One byte beyond the null block makes vLLM say how much more is needed (golden error.one-block-only).
+        condition = PlanCondition.NO_AVAILABLE_MEMORY
+    else:
+        condition = PlanCondition.REQUEST_DOES_NOT_FIT
+    needed_bytes = needed_blocks * block_bytes
+    shortfall_bytes = (needed_blocks + 1) * block_bytes - available_bytes
     usable_blocks = max(num_blocks - 1, 0)
-    source = "num_gpu_blocks_override" if num_gpu_blocks_override is not None else "available"
+    largest = min(rank.largest_max_model_len for rank in ranks)
     remedies = [
+        f"lower max_model_len to at most {largest:,}, the largest that fits"
+        if largest
+        else "no max_model_len fits, not even 1 token",
         f"raise num_gpu_blocks_override to at least {needed_blocks + 1:,}"
-        if num_gpu_blocks_override is not None
+        if override is not None
         else "raise gpu_memory_utilization or kv_cache_memory_bytes, or lower max_num_batched_tokens (its activations "
         "take memory from the pool)",
         "use more ranks or a smaller kv_cache_dtype",
     ]
-    if largest_max_model_len:
-        remedies.insert(0, f"lower max_model_len to at most {largest_max_model_len:,}, the largest that fits")
-    else:
-        remedies.insert(0, "no max_model_len fits, not even 1 token")
     message = (
         f"one request of {max_model_len:,} tokens does not fit: needed {needed_blocks:,} blocks = "
-        f"{format_bytes(needed_bytes)} on rank {rank}; {source} {format_bytes(available_bytes)} = {num_blocks:,} "
-        f"blocks, of which {usable_blocks:,} are usable (block 0 is reserved); short by "
+        f"{format_bytes(needed_bytes)} on rank {tightest.rank}; "
+        f"{'available' if override is None else 'num_gpu_blocks_override'} {format_bytes(available_bytes)} = "
+        f"{num_blocks:,} blocks, of which {usable_blocks:,} are usable (block 0 is reserved); short by "
         f"{needed_blocks - usable_blocks:,} blocks = {format_bytes(shortfall_bytes)}. Way out: {'; '.join(remedies)}."
     )
     return PlanRefusedError(
         condition,
         message,
-        rank=rank,
+        rank=tightest.rank,
         needed_blocks=needed_blocks,
         num_blocks=num_blocks,
         needed_bytes=needed_bytes,
         available_bytes=available_bytes,
         shortfall_bytes=shortfall_bytes,
-        largest={"max_model_len": largest_max_model_len} if largest_max_model_len else {},
+        largest={"max_model_len": largest} if largest else {},
     )
-
-
-def override_refusal(
-    *, rank: int, override: int, bytes_per_block: int, available_bytes: int, largest_override: int
-) -> PlanRefusedError:
-    """An override asks for more blocks than the memory of the tightest rank holds."""
-    needed_bytes = override * bytes_per_block
-    shortfall_bytes = needed_bytes - available_bytes
-    message = (
-        f"num_gpu_blocks_override {override:,} does not fit: needed {format_bytes(needed_bytes)} on rank {rank}, "
-        f"available {format_bytes(available_bytes)}; short by {format_bytes(shortfall_bytes)}. Way out: lower "
-        f"num_gpu_blocks_override to at most {largest_override:,}, the largest that fits."
-    )
-    return PlanRefusedError(
-        PlanCondition.OVERRIDE_EXCEEDS_MEMORY,
-        message,
-        rank=rank,
-        needed_blocks=override,
-        num_blocks=max(available_bytes // bytes_per_block, 0),
-        needed_bytes=needed_bytes,
-        available_bytes=available_bytes,
-        shortfall_bytes=shortfall_bytes,
-        largest={"num_gpu_blocks_override": largest_override} if largest_override > 0 else {},
-    )
-
-
-# What it costs to size every layer like full attention in a model whose layers have windows or chunks (A16).
 
 
 @attrs.frozen
 class HybridWaste:
-    """Bytes of one sequence, before rounding to blocks.
+    """Bytes of one sequence, before rounding to blocks (A16).
 
     Attributes:
         num_tokens: length of the sequence.
-        full_bytes: every layer keeps every token.
-        floor_bytes: every layer keeps what it reads again.
+        full_bytes: if every layer keeps every token.
+        floor_bytes: if every layer keeps only what it reads again.
     """
 
     num_tokens: int
@@ -150,14 +161,14 @@ class HybridWaste:
 
     @property
     def wasted_share(self) -> float:
-        """Share of the memory that is never read when every layer is sized like full attention."""
+        """Share of the memory that is never read again if every layer is sized like full attention."""
         return 1 - self.floor_bytes / self.full_bytes if self.full_bytes else 0.0
 
 
 def hybrid_waste(layer_specs: Mapping[str, KVCacheSpec], num_tokens: int) -> HybridWaste:
     """Compare full sizing with window-aware sizing for one sequence of `num_tokens` tokens.
 
-    Cross-attention layers are left out: they keep encoder tokens, to which no window applies.
+    The comparison leaves out cross-attention layers: they keep encoder tokens, to which no window applies.
     """
     specs = [spec for spec in layer_specs.values() if not isinstance(spec, CrossAttentionSpec)]
     floor_bytes = [spec.floor_bytes(num_tokens) for spec in specs]
@@ -167,13 +178,10 @@ def hybrid_waste(layer_specs: Mapping[str, KVCacheSpec], num_tokens: int) -> Hyb
     return HybridWaste(num_tokens, sum(full_bytes), sum(floor_bytes))
 
 
-# What the reader of a plan should know beside the figures, a sentence each.
-
-
 def plan_warnings(
     inputs: PlanInputs, groups: Sequence[KVCacheGroup], ranks: Sequence[RankPlan], max_model_len: int
 ) -> tuple[str, ...]:
-    """All sentences that apply to a plan."""
+    """Every warning that applies to a plan, one sentence each."""
     return (
         *_override_warnings(inputs, ranks),
         *_idle_warnings(ranks),

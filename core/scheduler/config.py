@@ -4,11 +4,6 @@ import attrs
 
 from ..errors import InputError
 
-POLICIES = ("fcfs", "priority")
-VICTIMS = ("last-admitted", "least-computed")
-PREEMPTION_MODES = ("recompute", "swap")
-
-
 _MINIMA = {
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
@@ -16,26 +11,30 @@ _MINIMA = {
     "swap_space_blocks": 0,
     "num_speculative_tokens": 0,
 }
-_CHOICES = {"policy": POLICIES, "preemption_victim": VICTIMS, "preemption_mode": PREEMPTION_MODES}
+_CHOICES = {
+    "policy": ("fcfs", "priority"),
+    "preemption_victim": ("last-admitted", "least-computed"),
+    "preemption_mode": ("recompute", "swap"),
+}
 
 
 @attrs.frozen
 class SchedulerConfig:
-    """What bounds a step and who gives way.
+    """Limits of an engine step, and which request gives way when blocks run out.
 
     Attributes:
-        max_num_seqs: requests that run at the same time.
-        max_num_batched_tokens: tokens that one step computes at most.
+        max_num_seqs: most requests that run at the same time.
+        max_num_batched_tokens: most tokens that one step computes.
         enable_chunked_prefill: whether a prompt may be computed over several steps.
-        long_prefill_token_threshold: the most prompt tokens of one request a step; 0: no such limit.
+        long_prefill_token_threshold: most prompt tokens of one request in a step; 0: no such limit.
         policy: "fcfs", or "priority" (the lowest value first, then the earliest arrival).
-        preemption_victim: under "fcfs", who loses its blocks when they run out: "last-admitted" (vLLM) or
+        preemption_victim: which request loses its blocks under "fcfs" when blocks run out: "last-admitted" (vLLM) or
             "least-computed" (the one that loses the least work; field report D03).
         preemption_mode: what a preempted request does when it comes back: "recompute" (vLLM V1) computes its tokens
             again; "swap" copies its blocks to host memory and back, as long as `swap_space_blocks` has room for them,
             and recomputes otherwise.
         swap_space_blocks: blocks of host memory for swapped requests; needed for "swap".
-        num_speculative_tokens: drafts verified by each decode step of each request; 0: no speculative decoding.
+        num_speculative_tokens: draft tokens verified per request and decode step; 0: no speculative decoding.
         reserve_full_sequence: whether a request is admitted only when all its known tokens fit (vLLM's
             scheduler_reserve_full_isl), not just its first chunk.
     """
@@ -62,8 +61,8 @@ class SchedulerConfig:
         if self.max_num_batched_tokens < self.max_num_seqs * per_request:
             raise InputError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs} x "
-                f"{per_request} tokens a decoding request: not every running request could go on in a step; raise the "
-                "one or lower the other"
+                f"{per_request} tokens per decoding request, so not every running request could continue in each step; "
+                "raise the first or lower the second"
             )
         if (self.preemption_mode == "swap") != (self.swap_space_blocks > 0):
             raise InputError(

@@ -1,4 +1,4 @@
-"""The engine loop, once, without I/O and without a clock: a generator that drivers run on their own time."""
+"""The engine loop, without I/O and without a clock: a generator that drivers run on their own time."""
 
 from collections.abc import Callable, Generator, Iterable
 from typing import TypeAlias
@@ -11,21 +11,20 @@ from .scheduler import Scheduler, StepOutcome
 
 @attrs.frozen
 class Wait:
-    """Nothing can be computed until something is submitted. Send None when it may have been."""
+    """Nothing can be computed until a request is submitted. Send None when one may have been."""
 
 
-# Asked how many more times a decode-only step is to be repeated in one go: (the step, the most that is possible).
 RepeatPolicy: TypeAlias = Callable[[ScheduledStep, int], int]
+"""(step, largest possible number) -> how many more times to repeat a decode-only step in one go."""
+
 EngineObserver: TypeAlias = Callable[[ScheduledStep, StepResult, StepOutcome], None]
 EngineLoop: TypeAlias = Generator[ScheduledStep | Wait, StepResult | None, None]
-
-WAIT = Wait()
 
 
 def engine_loop(
     scheduler: Scheduler, observers: Iterable[EngineObserver] = (), repeats: RepeatPolicy | None = None
 ) -> EngineLoop:
-    """Yield a step to be computed, be sent its result, account for it, and so on.
+    """Yield a step to compute, receive its result, account for it, and repeat.
 
         loop = engine_loop(scheduler)
         move = next(loop)
@@ -39,15 +38,18 @@ def engine_loop(
     Every commit of a step has reached every sink before the step is yielded. Observers are called after a step is
     accounted for. The loop never ends by itself; close the generator.
 
-    Several identical decode steps may be taken as one macro-step where nothing can happen in between: `repeats` says
-    how many, since only the driver knows when the next request can arrive. What follows is the same as step by step,
-    block id for block id.
+    Several identical decode steps may become one macro-step if nothing can happen in between: `repeats` says how many,
+    since only the driver knows when the next request can arrive. The result is the same as step by step, block id for
+    block id.
+
+    Raises:
+        TypeError: the driver sent no result for a step.
     """
     observers = tuple(observers)
     while True:
         step = scheduler.schedule()
         if step is None:
-            yield WAIT
+            yield Wait()
             continue
         if repeats is not None:
             limit = scheduler.max_repeats(step)

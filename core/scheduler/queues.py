@@ -1,86 +1,43 @@
-"""Who is admitted next: first come first served, or by priority."""
+"""Requests that wait: for blocks (by arrival or by priority), or for content that another engine sends."""
 
 import heapq
 from collections import deque
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
+
+import attrs
 
 from ..errors import MisuseError
 from ..types import Request
 
 
-class WaitingQueue(Protocol):
-    """Requests without blocks. A preempted request goes ahead of every request that never started."""
-
-    def __len__(self) -> int:
-        """How many wait."""
-        ...
-
-    def __iter__(self) -> Iterator[Request]:
-        """The waiting requests, the next one first."""
-        ...
+class FcfsQueue(deque[Request]):
+    """Waiting requests in order of arrival, preempted ones at the head. `remove` is O(length)."""
 
     def add(self, request: Request) -> None:
-        """A new request arrives."""
-        ...
+        """Append a new request."""
+        self.append(request)
 
     def add_preempted(self, request: Request) -> None:
-        """A request lost its blocks and wants them back."""
-        ...
+        """Put a request that lost its blocks at the head, before every request that never started."""
+        self.appendleft(request)
 
     def head(self) -> Request:
-        """The next one; the queue is not empty."""
-        ...
+        """Return the oldest request."""
+        return self[0]
 
-    def pop(self) -> Request:
-        """Remove and return the next one."""
-        ...
-
-    def remove(self, request: Request) -> None:
-        """Remove a request from wherever it stands."""
-        ...
-
-
-class FcfsQueue:
-    """In the order of arrival; preempted requests at the head."""
-
-    def __init__(self) -> None:
-        self._queue: deque[Request] = deque()
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._queue)
-
-    def add(self, request: Request) -> None:
-        """To the end."""
-        self._queue.append(request)
-
-    def add_preempted(self, request: Request) -> None:
-        """To the head."""
-        self._queue.appendleft(request)
-
-    def head(self) -> Request:
-        """The oldest."""
-        return self._queue[0]
-
-    def pop(self) -> Request:
-        """Remove the oldest."""
-        return self._queue.popleft()
-
-    def remove(self, request: Request) -> None:
-        """O(length)."""
-        self._queue.remove(request)
+    def pop_head(self) -> Request:
+        """Remove and return the oldest request."""
+        return self.popleft()
 
 
 class PriorityQueue:
-    """The lowest priority value first, then the earliest arrival, then the order of submission."""
+    """Waiting requests: the lowest priority value first, then the earliest arrival, then the order of submission."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, float, int, Request]] = []
-        # Forgotten with the request itself, so that an engine may serve any number of them.
+        # An entry disappears with its request, so memory stays bounded however many requests an engine serves.
         self._order_of: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._next_order = 0
 
@@ -91,25 +48,28 @@ class PriorityQueue:
         return (request for *_, request in sorted(self._heap, key=lambda entry: entry[:3]))
 
     def add(self, request: Request) -> None:
-        """By priority and arrival. A request that comes back keeps its place among equals."""
+        """Insert a request by priority and arrival. A request that comes back keeps its place among equals."""
         order = self._order_of.setdefault(request, self._next_order)
         self._next_order += 1
         heapq.heappush(self._heap, (request.priority, request.arrival, order, request))
 
-    def add_preempted(self, request: Request) -> None:
-        """By priority and arrival too: it started, so among equals it arrived earlier."""
-        self.add(request)
+    # A preempted request started once, so it goes ahead of equals that arrived later without further rules.
+    add_preempted = add
 
     def head(self) -> Request:
-        """The most urgent."""
+        """Return the most urgent request."""
         return self._heap[0][3]
 
-    def pop(self) -> Request:
-        """Remove the most urgent."""
+    def pop_head(self) -> Request:
+        """Remove and return the most urgent request."""
         return heapq.heappop(self._heap)[3]
 
     def remove(self, request: Request) -> None:
-        """O(length)."""
+        """Remove a request in O(length).
+
+        Raises:
+            MisuseError: the request does not wait.
+        """
         kept = [entry for entry in self._heap if entry[3] is not request]
         if len(kept) == len(self._heap):
             raise MisuseError(f"request {request.request_id!r} does not wait")
@@ -117,6 +77,61 @@ class PriorityQueue:
         heapq.heapify(self._heap)
 
 
-def make_waiting_queue(policy: str) -> WaitingQueue:
-    """The queue of a scheduling policy, "fcfs" or "priority"."""
-    return PriorityQueue() if policy == "priority" else FcfsQueue()
+WaitingQueue: TypeAlias = FcfsQueue | PriorityQueue
+"""Requests without blocks. A preempted request goes ahead of every equal request that never started."""
+
+
+@attrs.frozen(eq=False)
+class IncomingTransfer:
+    """A request that waits for content from another engine.
+
+    Attributes:
+        request: the request.
+        row: its row of the block tables; it holds its blocks already.
+        num_found_tokens: tokens found here and tokens copied in: the request continues behind them.
+    """
+
+    request: Request
+    row: int
+    num_found_tokens: int
+
+
+class IncomingTransfers:
+    """Requests whose content comes from another engine. Blocks that a copy writes into stay held after an abort.
+
+    Attributes:
+        ready: requests whose content has arrived and that can run, in order of arrival.
+    """
+
+    def __init__(self) -> None:
+        self._copying: dict[str, IncomingTransfer] = {}
+        self._aborted: set[str] = set()
+        self.ready: deque[IncomingTransfer] = deque()
+
+    def __len__(self) -> int:
+        """Requests that wait, for content or for a place."""
+        return len(self._copying) + len(self.ready)
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a copy writes into blocks of a request, aborted or not."""
+        return request_id in self._copying or request_id in self._aborted
+
+    def begin(self, transfer: IncomingTransfer) -> None:
+        """Note that the copy of a request has begun."""
+        self._copying[transfer.request.request_id] = transfer
+
+    def end(self, request_id: str) -> bool:
+        """Note that the copy of a request has ended. Returns False if the request was aborted meanwhile."""
+        if request_id in self._aborted:
+            self._aborted.remove(request_id)
+            return False
+        self.ready.append(self._copying.pop(request_id))
+        return True
+
+    def abort(self, request_id: str) -> bool:
+        """Remove an aborted request. Returns True if its blocks have to stay until its copy has ended."""
+        if self._copying.pop(request_id, None) is not None:
+            self._aborted.add(request_id)
+            return True
+        self.ready = deque(one for one in self.ready if one.request.request_id != request_id)
+        return False

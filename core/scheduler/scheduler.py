@@ -1,4 +1,4 @@
-"""Which requests compute how many tokens in the next step: continuous batching as vLLM V1 does it. Knows no clock."""
+"""Continuous batching as vLLM V1 does it: which requests compute how many tokens in the next step. Knows no clock."""
 
 from collections.abc import Callable, Collection
 from typing import NamedTuple
@@ -7,27 +7,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..allocator.allocator import KVCacheAllocator
-from ..allocator.taking import Rows
 from ..errors import DoesNotFitError, InputError, MisuseError
-from ..types import ExternalTokens, RemoteTokens, Request, ScheduledStep, TokenBatch, smallest
+from ..events import named_tuple
+from ..types import ExternalTokens, RemoteTokens, Request, ScheduledStep, StepLoad, TokenBatch, smallest, sum_of
 from .config import SchedulerConfig
 from .preemption import PreemptedRequests
-from .queues import WaitingQueue, make_waiting_queue
-from .running import RunningRequests, RunningSchedule
-from .stats import SchedulerStats, decode_load, load_with_drafts, mixed_load
+from .queues import FcfsQueue, PriorityQueue, WaitingQueue
+from .running import RunningRequests
+from .stats import SchedulerStats
 from .waiting import WaitingAdmission
-
-_NO_ROWS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
 class StepOutcome(NamedTuple):
-    """What a completed step changed, by row: int64 arrays.
+    """The rows that a completed step changed: int64 arrays.
 
     Attributes:
         sampled: rows that produced output, in batch order.
-        produced: how many output tokens each of them produced (several in a macro-step, or with accepted drafts).
-        finished: those of them that produced their last one; their rows are released already.
-        finished_requests: the same requests as objects.
+        produced: output tokens of each sampled row (several in a macro-step, or with accepted drafts).
+        finished: sampled rows that produced their last token; the rows are released already.
+        finished_requests: the requests of the finished rows.
     """
 
     sampled: NDArray[np.int64]
@@ -37,11 +35,11 @@ class StepOutcome(NamedTuple):
 
 
 class Scheduler:
-    """Running requests first, in the order of their admission, then waiting ones, within a token budget.
+    """Schedules running requests first, in order of admission, then waiting ones, within a token budget.
 
     The loop around it is `core/scheduler/engine.py`. A step's blocks are allocated when it is scheduled; `complete`
     accounts for its tokens. Requests that can never fit are refused at `submit` (D01), so the head of the queue is
-    always served in the end; a request that comes back after a preemption keeps its blocks until it has produced a
+    always served in the end. A request that comes back after a preemption keeps its blocks until it has produced a
     token, so no request is preempted twice without progress in between (D02).
     """
 
@@ -57,11 +55,11 @@ class Scheduler:
 
         Args:
             config: batch limits and policies.
-            allocator: the ledger; no other scheduler writes in it.
-            external: where tokens behind a hit may be copied in from, besides the swap space.
-            remote: whose tokens a request waits for before its first step. It holds its blocks and its row meanwhile
-                and cannot be preempted; `received` ends the wait.
-            keeps_blocks_of: asked of each request that finishes: whether its blocks stay until they are `sent`.
+            allocator: the allocator; no other scheduler may use it.
+            external: source of tokens behind a hit, besides the swap space.
+            remote: another engine whose tokens a request waits for before its first step. Meanwhile the request holds
+                its blocks and its row and cannot be preempted; `received` ends the wait.
+            keeps_blocks_of: called with each request that finishes: whether its blocks stay until they are `sent`.
 
         Raises:
             InputError: limits that contradict each other.
@@ -74,41 +72,33 @@ class Scheduler:
         self.config = config
         self.allocator = allocator
         self.stats = SchedulerStats()
-        self.waiting: WaitingQueue = make_waiting_queue(config.policy)
+        self.waiting: WaitingQueue = PriorityQueue() if config.policy == "priority" else FcfsQueue()
         self._keeps_blocks_of = keeps_blocks_of
         self._requests: dict[str, Request] = {}
-        self._running = RunningRequests(allocator.config.max_num_reqs)
         self._preempted = PreemptedRequests(config, allocator, self.stats)
-        self._going_on = RunningSchedule(config, allocator, self._running, self.waiting, self._preempted)
+        self._running = RunningRequests(config, allocator, self.waiting, self._preempted)
         self._admission = WaitingAdmission(
             config, allocator, self._running, self.waiting, self._preempted, self.stats, external, remote
         )
         self._incoming = self._admission.incoming
-        # Of the step in flight: whether every running request is in it, and the fewest outputs that any of them still
-        # has to produce (0: not asked).
+        # About the step in flight: whether it holds every running request, and the fewest outputs that any of them
+        # still has to produce (0: not computed).
         self._is_whole = False
         self._fewest_remaining = 0
 
-    # -- questions ---------------------------------------------------------------------------------------------------
-
-    @property
-    def running_rows(self) -> Rows:
-        """Rows of running requests in the order of their admission: int64 `[num_running]`."""
-        return self._running.rows
-
     @property
     def num_running(self) -> int:
-        """Requests that hold blocks and compute."""
+        """Number of requests that hold blocks and compute."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold none yet, or none any more."""
+        """Number of requests that hold no blocks, yet or any more."""
         return len(self.waiting)
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any submitted request is still to end."""
+        """Whether any submitted request has not ended."""
         return bool(len(self._running) or len(self.waiting) or len(self._incoming))
 
     @property
@@ -117,13 +107,8 @@ class Scheduler:
         return self.config.policy == "fcfs" and len(self.waiting) > 0
 
     def request_in(self, row: int) -> Request:
-        """The running request in a row."""
+        """Return the running request in a row."""
         return self._running.request_in(row)
-
-    def num_preemptions_of(self, request_id: str) -> int:
-        """How often a request has been preempted so far; 0 for one that is not being served."""
-        request = self._requests.get(request_id)
-        return request.num_preemptions if request is not None else 0
 
     def check_fits(self, request: Request) -> None:
         """Raise `DoesNotFitError` with the numbers if the request can never be served (D01)."""
@@ -137,38 +122,36 @@ class Scheduler:
                 f"max_num_batched_tokens {self.config.max_num_batched_tokens:,}, and chunked prefill is off"
             )
 
-    # -- what the outside world does ---------------------------------------------------------------------------------
-
     def submit(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
-            DoesNotFitError: its prompt and `max_tokens` can never be held; it is counted as rejected (D01).
-            MisuseError: a request of this id is still there.
+            DoesNotFitError: its prompt and `max_tokens` can never fit; it is counted as rejected (D01).
+            MisuseError: a request with this id is still being served.
         """
-        self._take_in(request)
+        self._accept(request)
         self.waiting.add(request)
 
     def fork(self, parent_id: str, child: Request, has_ended: bool = False) -> None:
-        """Take in another output of a running request's prompt, right after the step that computed the prompt's end.
+        """Add another output of a running request's prompt, right after the step that computed the prompt's end.
 
-        The child shares the parent's blocks, and runs from the next step on. Where the parent has ended with that
-        step, or no further request may run, the child waits for blocks of its own, ahead of those that never started.
+        The child shares the parent's blocks and runs from the next step on. If the parent ended with that step, or no
+        further request may run, the child waits for blocks of its own, ahead of requests that never started.
 
         Args:
-            parent_id: the request whose prompt it is.
-            child: with its first output token, which the same step gave (`num_output_tokens` is 1).
-            has_ended: that token was its last one, so that it is only counted.
+            parent_id: the request that has the same prompt.
+            child: the new request with its first output token, which the same step gave (`num_output_tokens` is 1).
+            has_ended: whether that token was its last one, so that the child is only counted.
 
         Raises:
-            DoesNotFitError: its prompt and `max_tokens` can never be held; it is counted as rejected (D01).
-            MisuseError: a request of this id is still there, the child has not one output token, or the parent has
-                computed other tokens than the prompt.
+            DoesNotFitError: its prompt and `max_tokens` can never fit; it is counted as rejected (D01).
+            MisuseError: a request with this id is still being served, the child has not exactly one output token, or
+                the parent has computed other tokens than the prompt.
         """
         if child.num_output_tokens != 1:
             raise MisuseError(
-                f"{child.request_id!r} forks from {parent_id!r} with {child.num_output_tokens} output tokens; it has "
-                "one, which the step that computed the prompt's end gave"
+                f"{child.request_id!r} forks from {parent_id!r} with {child.num_output_tokens} output tokens; it must "
+                "have one, which the step that computed the prompt's end gave"
             )
         num_computed = child.num_tokens - 1
         holds_prompt = self.allocator.holds(parent_id)
@@ -177,7 +160,7 @@ class Scheduler:
                 f"{child.request_id!r} cannot fork from {parent_id!r}, which has computed other tokens than the "
                 f"{num_computed} of the prompt; fork right after the step that computed its end"
             )
-        self._take_in(child)
+        self._accept(child)
         child.num_cached_tokens = child.num_prompt_tokens
         if has_ended:
             del self._requests[child.request_id]
@@ -188,7 +171,7 @@ class Scheduler:
         else:
             self.waiting.add_preempted(child)
 
-    def _take_in(self, request: Request) -> None:
+    def _accept(self, request: Request) -> None:
         if request.request_id in self._requests or request.request_id in self._incoming:
             raise MisuseError(f"a request {request.request_id!r} is still being served")
         try:
@@ -202,7 +185,7 @@ class Scheduler:
         self._requests[request.request_id] = request
 
     def abort(self, request_id: str) -> bool:
-        """End a request in whatever state it is; a second abort, or one after the end, is a no-op (C06)."""
+        """End a request in any state; returns False for one that has ended already, which changes nothing (C06)."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return False
@@ -217,23 +200,21 @@ class Scheduler:
         return True
 
     def received(self, request_id: str) -> None:
-        """The copy that `RemoteTokens.admitted` asked for has ended: the request runs as soon as there is a place."""
+        """Note that the copy which `RemoteTokens.admitted` began has ended: the request runs once there is a place."""
         if not self._incoming.end(request_id):
             self.allocator.abort(request_id)
 
     def sent(self, request_id: str) -> None:
-        """The blocks that a finished request kept were read by another engine: give them back."""
+        """Free the blocks that a finished request kept: another engine has read them."""
         self.allocator.free(request_id)
 
-    # -- one step ----------------------------------------------------------------------------------------------------
-
     def schedule(self) -> ScheduledStep | None:
-        """Decide and allocate the next step; None when nothing can be computed now."""
+        """Decide the next step and allocate its blocks; None if nothing can be computed now."""
         self._preempted.num_swapped_blocks = 0
         self._fewest_remaining = 0
-        self._admission.take_in_received()
-        batch = self._going_on.decide()
-        if len(self.waiting) and not self._going_on.preempted_in_step:
+        self._admission.start_received()
+        batch = self._running.decide()
+        if len(self.waiting) and not self._running.preempted_in_step:
             batch = self._admission.admit(batch)
         if not len(batch.rows):
             return None
@@ -245,26 +226,26 @@ class Scheduler:
         num_swapped_blocks = self._preempted.num_swapped_blocks
         has_drafts = self.config.num_speculative_tokens > 0
         if self._running.all_decode and not has_drafts:
-            return ScheduledStep(batch, decode_load(batch, num_swapped_blocks))
+            return ScheduledStep(batch, _decode_load(batch, num_swapped_blocks))
         missing = self._running.known[batch.rows] - batch.first_positions
         if not has_drafts:
-            return ScheduledStep(batch, mixed_load(batch, missing, num_swapped_blocks))
+            return ScheduledStep(batch, _mixed_load(batch, missing, num_swapped_blocks))
         drafts = np.maximum(batch.counts - missing, 0)
-        load = load_with_drafts(batch, missing, num_swapped_blocks)
+        load = _load_with_drafts(batch, missing, num_swapped_blocks)
         return ScheduledStep(batch, load, num_draft_tokens=drafts if np.count_nonzero(drafts) else None)
 
     def max_repeats(self, step: ScheduledStep) -> int:
-        """How many more steps like this decode-only one could follow before any scheduling decision is due.
+        """Most further steps like this decode-only one that can follow before any scheduling decision is due.
 
         0 unless every running request decodes, none was preempted and none ends in this step; further bounded by the
-        blocks that are free. Requests that wait now are blocked, and stay so while nothing is given back. A request
-        that arrives later is the caller's to foresee.
+        free blocks. Requests that wait now stay blocked while no block is freed. The caller must account for requests
+        that arrive later.
         """
         rows = step.batch.rows
         if (
             step.load.num_prefill_tokens
             or self.config.num_speculative_tokens
-            or self._going_on.preempted_in_step
+            or self._running.preempted_in_step
             or len(rows) != len(self._running)
             or not self.allocator.can_append_several_steps
         ):
@@ -276,7 +257,7 @@ class Scheduler:
         return limit
 
     def repeat(self, step: ScheduledStep, times: int) -> ScheduledStep:
-        """Allocate `times <= max_repeats(step)` further steps of the same requests; returns the macro-step."""
+        """Allocate `times <= max_repeats(step)` further steps of the same requests; return the macro-step."""
         batch = step.batch
         taken_at = self.allocator.append_steps(batch.rows, times)
         counts = batch.counts + times
@@ -291,12 +272,12 @@ class Scheduler:
         stopped: Collection[int] = (),
         num_accepted_tokens: NDArray[np.int64] | None = None,
     ) -> StepOutcome:
-        """Account for a computed step: tokens produced, requests finished and freed.
+        """Account for a computed step: count the produced tokens, free the requests that finish.
 
         Args:
             step: the step that was scheduled last.
             stopped: rows whose request ends with this step's token (a stop token; live serving).
-            num_accepted_tokens: int64 `[num_reqs]`, accepted drafts of each request in the batch; None: none of any.
+            num_accepted_tokens: int64 `[num_reqs]`, accepted drafts of each request in the batch; None: no drafts.
 
         Raises:
             MisuseError: a stopped row produced no token in this step, or more drafts were accepted than there were.
@@ -308,7 +289,7 @@ class Scheduler:
             strangers = set(stopped).difference(sampled.tolist())
             if strangers:
                 raise MisuseError(
-                    f"rows {sorted(strangers)} cannot stop with a step in which they produced no token; those that "
+                    f"rows {sorted(strangers)} cannot stop with a step in which they produced no token; the rows that "
                     f"did are {sampled.tolist()}"
                 )
         remaining = running.remaining[sampled]
@@ -317,7 +298,7 @@ class Scheduler:
         if step.num_draft_tokens is not None:
             produced += self._accepted(step.num_draft_tokens, num_accepted_tokens)[places]
             produced = np.minimum(produced, remaining)
-            # Rejected drafts are taken back: all known tokens but the newest are computed.
+            # This takes rejected drafts back: all known tokens but the newest are computed.
             running.computed[sampled] = running.known[sampled] + produced - 1
         self.stats.computed_tokens += step.load.num_tokens * step.num_steps
         running.known[sampled] += produced
@@ -325,13 +306,13 @@ class Scheduler:
         if self._is_whole and len(sampled) == len(rows):
             running.all_decode = True
         if self._preempted.protected:
-            self._preempted.produced(sampled.tolist())
+            self._preempted.unprotect(sampled.tolist())
         if stopped:
             running.remaining[list(stopped)] = 0
         elif self._fewest_remaining > step.num_steps:
             return StepOutcome(sampled, produced, sampled[:0], ())
         ended = sampled[running.remaining[sampled] == 0].tolist()
-        # A request that was aborted while the step ran has left already.
+        # A request that was aborted while the step ran is no longer in its row.
         finished = [row for row in ended if running.holds(row)]
         requests = tuple([self._finish(row) for row in finished])
         if finished:
@@ -339,7 +320,7 @@ class Scheduler:
         return StepOutcome(sampled, produced, np.array(finished, dtype=np.int64), requests)
 
     def _sampled_places(self, step: ScheduledStep) -> slice | NDArray[np.bool_]:
-        """Where in the batch the requests stand that produce output: a chunk that is not the last one does not."""
+        """Batch places of the requests that produce output; a prompt chunk that is not the last one produces none."""
         batch = step.batch
         if step.load.num_sampled == len(batch.rows):
             return slice(None)
@@ -367,4 +348,55 @@ class Scheduler:
 
     def _leave(self, rows: list[int]) -> None:
         self._running.leave(rows)
-        self._preempted.produced(rows)
+        self._preempted.unprotect(rows)
+
+
+def _decode_load(batch: TokenBatch, num_swapped_blocks: int) -> StepLoad:
+    """The load of a batch in which every request computes its newest token. A token at position p attends to p + 1."""
+    num_reqs = len(batch.rows)
+    context = sum_of(batch.first_positions) + num_reqs
+    return named_tuple(StepLoad, (0, num_reqs, 0, context, num_reqs, num_swapped_blocks))
+
+
+def _mixed_load(batch: TokenBatch, num_missing: NDArray[np.int64], num_swapped_blocks: int) -> StepLoad:
+    """The load of a batch without drafts in which some requests compute prompt tokens.
+
+    `num_missing`, int64 `[num_reqs]`, is how many known tokens of each request were not computed before the step: 1
+    for a request that decodes.
+    """
+    num_sampled = num_decode_tokens = len(batch.rows)
+    decode_context_tokens = sum_of(batch.first_positions) + num_decode_tokens
+    num_prefill_tokens = prefill_context_tokens = 0
+    for place in (num_missing != 1).nonzero()[0].tolist():
+        first, count = batch.first_positions.item(place), batch.counts.item(place)
+        num_prefill_tokens += count
+        prefill_context_tokens += count * first + count * (count + 1) // 2
+        num_decode_tokens -= 1
+        decode_context_tokens -= first + 1
+        if count < num_missing.item(place):
+            num_sampled -= 1
+    sums = (
+        num_prefill_tokens,
+        num_decode_tokens,
+        prefill_context_tokens,
+        decode_context_tokens,
+        num_sampled,
+        num_swapped_blocks,
+    )
+    return named_tuple(StepLoad, sums)
+
+
+def _load_with_drafts(batch: TokenBatch, num_missing: NDArray[np.int64], num_swapped_blocks: int) -> StepLoad:
+    """As `_mixed_load`, where requests that decode may verify drafts."""
+    firsts, counts = batch.first_positions, batch.counts
+    context = counts * firsts + counts * (counts + 1) // 2
+    decoding = num_missing == 1
+    num_decode_tokens, decode_context_tokens = sum_of(counts[decoding]), sum_of(context[decoding])
+    return StepLoad(
+        sum_of(counts) - num_decode_tokens,
+        num_decode_tokens,
+        sum_of(context) - decode_context_tokens,
+        decode_context_tokens,
+        int(np.count_nonzero(counts >= num_missing)),
+        num_swapped_blocks,
+    )

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.errors import InputError
+from ...core.models.config_fields import ConfigFields
 from ...core.models.geometry import ModelGeometry
 from ...core.models.layer_cache import (
     AttentionCache,
@@ -20,7 +21,6 @@ from ...core.models.layer_cache import (
     StateCache,
     WindowBufferCache,
 )
-from ...core.models.config_fields import ConfigFields
 from ...core.models.weights import QuantizationScheme, WeightGroup, WeightKind, quantization_schemes, scheme_from_config
 from ...core.planner.cache_dtype import BITS_PER_ELEMENT, CacheFormat, canonical_dtype
 from ...core.planner.parallel import tensor_parallel_spec

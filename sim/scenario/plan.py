@@ -385,6 +385,8 @@ def _refusal_as_dict(refusal: DoesNotFitError) -> Document:
             "shortfall_bytes": refusal.shortfall_bytes,
             "largest": refusal.largest,
         }
+    if isinstance(refusal, MemoryShortfallError):
+        out["largest"] = {with_options(name): value for name, value in refusal.largest.items()}
     return out
 
 

@@ -80,6 +80,11 @@ class DrivenScheduler(Scheduler):
         keys = None if ordinal is None else TraceKeySource(None, prompt, ordinal, 16, None)
         self.submit(Request(name, prompt, output, keys, **more))
 
+    def num_preemptions_of(self, request_id: str) -> int:
+        """How often a request has been preempted so far; 0 for one that is not being served."""
+        request = self._requests.get(request_id)
+        return request.num_preemptions if request is not None else 0
+
     def run_to_the_end(self, max_steps: int = 10_000) -> int:
         """Steps until nothing is left; every step computes something, or the scheduler is stuck."""
         steps = 0

@@ -14,21 +14,16 @@ from kvledger.core.memory.budget import (
     MemoryCondition,
     MemoryShortfallError,
     check_explicit_kv_bytes,
-    check_startup_under_override,
+    graph_utilizations,
+    largest_fitting,
     largest_utilization,
     neighbour_warnings,
     request_memory,
 )
-from kvledger.core.memory.ledger import RowRole
-from kvledger.core.memory.profile import (
-    MemoryProfile,
-    MemorySnapshot,
-    SizingOptions,
-    determine_available_memory,
-    graph_utilizations,
-    largest_fitting,
-)
+from kvledger.core.memory.ledger import MemoryBudget, RowRole, measured_rows
+from kvledger.core.memory.profile import MemoryProfile, MemorySnapshot
 from kvledger.core.models.geometry import builtin_geometry, geometry_from_description
+from kvledger.core.planner.verdict import PlanRefusedError
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -110,36 +105,38 @@ A10 = {
 }
 
 
-def test_a10_the_real_need_of_an_override_is_checked() -> None:
-    need = check_startup_under_override(**A10, non_kv_bytes=17 * GIB, num_blocks=5_000, bytes_per_block=2 * MIB)
-    assert need == 17 * GIB + 5_000 * 2 * MIB
-    assert f"{need / GIB:.2f}" == "26.77"
-
-
 def test_a10_without_an_override_the_request_is_short_and_the_largest_utilization_is_named() -> None:
     with pytest.raises(MemoryShortfallError) as refused:
         request_memory(**A10)
     assert f"{refused.value.needed_bytes / GIB:.3f}" == "71.235"
     assert f"{refused.value.shortfall_bytes / GIB:.3f}" == "11.915"
-    assert refused.value.largest == {"--gpu-memory-utilization": 0.749}
+    assert refused.value.largest == {"gpu_memory_utilization": 0.749}
+
+
+def test_a10_the_real_need_of_an_override_is_checked_and_the_request_is_not() -> None:
+    given = GivenMemory(weights_bytes=15 * GIB, non_torch_bytes=2 * GIB, activation_bytes=0)
+    asked = deployment(gib("79.15"), given, free_bytes=gib("59.32"), num_gpu_blocks_override=5_000)
+    plan = plan_deployment(asked)
+    assert plan.fits
+    assert plan.num_blocks == 5_000
+    need = plan.stages[0].ledger.non_kv_bytes + plan.num_blocks * plan.bytes_per_block
+    assert need == 17 * GIB + 5_000 * 2 * MIB
+    assert f"{need / GIB:.2f}" == "26.77"
+    most = (gib("59.32") - 17 * GIB) // (2 * MIB)
+    assert plan_deployment(attrs.evolve(asked, num_gpu_blocks_override=most)).fits
+    refused = plan_deployment(attrs.evolve(asked, num_gpu_blocks_override=most + 1)).refusal
+    assert isinstance(refused, PlanRefusedError)
+    assert refused.largest == {"num_gpu_blocks_override": most}
+    without = plan_deployment(attrs.evolve(asked, num_gpu_blocks_override=None))
+    assert isinstance(without.refusal, MemoryShortfallError)
 
 
 def test_a10_strict_startup_demands_the_request_under_an_override_too() -> None:
-    with pytest.raises(MemoryShortfallError) as refused:
-        check_startup_under_override(
-            **A10, non_kv_bytes=17 * GIB, num_blocks=5_000, bytes_per_block=2 * MIB, strict_startup=True
-        )
-    assert refused.value.condition is MemoryCondition.FREE_BELOW_REQUESTED
-
-
-def test_a10_the_whole_plan_starts_under_the_override_and_not_without_it() -> None:
     given = GivenMemory(weights_bytes=15 * GIB, non_torch_bytes=2 * GIB, activation_bytes=0)
     asked = deployment(gib("79.15"), given, free_bytes=gib("59.32"), num_gpu_blocks_override=5_000)
-    assert plan_deployment(asked).fits
-    assert plan_deployment(asked).num_blocks == 5_000
-    without = plan_deployment(attrs.evolve(asked, num_gpu_blocks_override=None))
-    assert isinstance(without.refusal, MemoryShortfallError)
-    assert not plan_deployment(attrs.evolve(asked, strict_startup=True)).fits
+    refusal = plan_deployment(attrs.evolve(asked, strict_startup=True)).refusal
+    assert isinstance(refusal, MemoryShortfallError)
+    assert refusal.condition is MemoryCondition.FREE_BELOW_REQUESTED
 
 
 # A11: another process's memory was subtracted from this instance's own quota.
@@ -164,6 +161,13 @@ def reading(
     )
 
 
+def available(profile: MemoryProfile, utilization: float) -> int:
+    """Bytes for the KV cache that a profile leaves of a share of the device."""
+    before = profile.before
+    budget = MemoryBudget(total_bytes=before.total_bytes, free_bytes=before.free_bytes, fraction=utilization)
+    return budget.available_for_kv_bytes(measured_rows(profile, None))
+
+
 def test_a11_a_neighbours_memory_is_no_part_of_this_engines_quota() -> None:
     requested = request_memory(total_bytes=80 * GIB, free_bytes=48 * GIB, gpu_memory_utilization=0.4)
     assert requested == 32 * GIB
@@ -172,16 +176,15 @@ def test_a11_a_neighbours_memory_is_no_part_of_this_engines_quota() -> None:
         after=reading("32.5", process="15.5", allocated="15", peak="16", reserved="15"),
         weights_bytes=15 * GIB,
     )
-    sized = determine_available_memory(profile, SizingOptions(gpu_memory_utilization=0.4), cudagraph_estimate_bytes=0)
-    assert sized.available_bytes == gib("15.5")
-    assert sized.warnings == ()
+    assert available(profile, 0.4) == gib("15.5")
+    assert profile.warnings == ()
 
 
 def test_a11_a_third_engine_is_refused_with_the_largest_share_that_is_left() -> None:
     with pytest.raises(MemoryShortfallError) as refused:
         request_memory(total_bytes=80 * GIB, free_bytes=16 * GIB, gpu_memory_utilization=0.4)
     assert refused.value.shortfall_bytes == 16 * GIB
-    assert refused.value.largest == {"--gpu-memory-utilization": 0.2}
+    assert refused.value.largest == {"gpu_memory_utilization": 0.2}
     assert neighbour_warnings([0.4, 0.4, 0.4])
 
 
@@ -197,12 +200,11 @@ def test_a12_a_neighbour_that_moves_changes_nothing_where_memory_is_attributed(
         after=reading(free_after, process="16.5", allocated="16", peak="18", reserved="16"),
         weights_bytes=16 * GIB,
     )
-    sized = determine_available_memory(profile, SizingOptions(gpu_memory_utilization=0.5), cudagraph_estimate_bytes=0)
-    assert sized.available_bytes == gib("21.5")
+    assert available(profile, 0.5) == gib("21.5")
     assert profile.unexplained_bytes == gib(unexplained)
-    assert bool(sized.warnings) == (unexplained != "0")
+    assert bool(profile.warnings) == (unexplained != "0")
     if unexplained != "0":
-        assert f"{abs(int(unexplained))}.00 GiB" in sized.warnings[0]
+        assert f"{abs(int(unexplained))}.00 GiB" in profile.warnings[0]
 
 
 def test_a12_without_attribution_the_figure_is_an_estimate_that_never_falls_below_torchs_own() -> None:
@@ -211,9 +213,8 @@ def test_a12_without_attribution_the_figure_is_an_estimate_that_never_falls_belo
         after=reading("73.5", allocated="16", peak="18", reserved="16"),
         weights_bytes=16 * GIB,
     )
-    sized = determine_available_memory(profile, SizingOptions(gpu_memory_utilization=0.5), cudagraph_estimate_bytes=0)
-    assert sized.available_bytes == 22 * GIB
-    assert any("estimate" in warning for warning in sized.warnings)
+    assert available(profile, 0.5) == 22 * GIB
+    assert any("estimate" in warning for warning in profile.warnings)
     with pytest.raises(MemoryShortfallError):
         attrs.evolve(profile, strict_profiling=True)
 
@@ -228,7 +229,7 @@ def test_a13_pinned_bytes_that_do_not_fit_are_refused_with_the_largest_that_do()
         check_explicit_kv_bytes(kv_cache_memory_bytes=8 * GIB, bytes_per_block=2 * MIB, **A13)
     error = refused.value
     assert (error.needed_bytes, error.available_bytes) == (25 * GIB, gib("23.5"))
-    largest = error.largest["--kv-cache-memory-bytes"]
+    largest = error.largest["kv_cache_memory_bytes"]
     assert largest == 6_979_321_856 == 3_328 * 2 * MIB
     assert 3_328 * 16 == 53_248
     assert check_explicit_kv_bytes(kv_cache_memory_bytes=int(largest), bytes_per_block=2 * MIB, **A13)

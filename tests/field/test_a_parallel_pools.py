@@ -5,9 +5,8 @@ from fractions import Fraction
 import pytest
 from kvledger.core.errors import InputError
 from kvledger.core.planner.inputs import PlanInputs
-from kvledger.core.planner.parallel import kv_heads_per_rank, stage_layer_names, tensor_parallel_layers
+from kvledger.core.planner.parallel import kv_heads_per_rank, tensor_parallel_layers
 from kvledger.core.planner.plan import KVCachePlan, plan_kv_cache
-from kvledger.core.planner.report import node_totals
 from kvledger.core.planner.specs import FullAttentionSpec
 
 GIB = 2**30
@@ -35,7 +34,7 @@ def test_a03_the_pool_is_the_minimum_over_the_ranks() -> None:
     assert [rank.num_blocks_alone for rank in plan.ranks] == [5_096, 5_932]
     assert [rank.num_blocks for rank in plan.ranks] == [5_096, 5_096]
     assert plan.kv_cache_size_tokens == 81_536
-    assert plan.bottleneck_ranks == (0,)
+    assert [rank.is_bottleneck for rank in plan.ranks] == [True, False]
     assert plan.ranks[0].idle_bytes == 0
     assert plan.ranks[1].idle_bytes == 836 * 1_572_864 == 1_314_914_304
     assert any("rank 1 leaves" in warning and "1,314,914,304" in warning for warning in plan.warnings)
@@ -64,10 +63,11 @@ def test_a04_a_block_of_256_tokens_over_four_ranks() -> None:
 
 def _two_stages(max_model_len: int) -> PlanInputs:
     layers = _layers(60, 8)
+    names = tuple(layers)
     return PlanInputs(
         layer_specs=layers,
         available_bytes=(20 * GIB, 12 * GIB),
-        rank_layers=stage_layer_names(list(layers), (40, 20), tensor_parallel_size=1),
+        rank_layers=(names[:40], names[40:]),
         max_model_len=max_model_len,
         enable_prefix_caching=True,
     )
@@ -79,7 +79,7 @@ def test_a05_the_bottleneck_is_the_least_memory_per_layer() -> None:
     assert [rank.num_blocks_alone for rank in plan.ranks] == [8_192, 9_830]
     assert plan.num_blocks == 8_192
     assert plan.kv_cache_size_tokens == 131_072
-    assert plan.bottleneck_ranks == (0,)
+    assert [rank.is_bottleneck for rank in plan.ranks] == [True, False]
     assert plan.ranks[1].bytes_used == 10 * GIB
     assert plan.refusal is not None
     assert plan.refusal.largest == {"max_model_len": 131_056}
@@ -103,22 +103,18 @@ def test_a05_a_stage_without_layers_is_never_the_bottleneck() -> None:
     )
     plan = plan_kv_cache(inputs)
     assert plan.fits
-    assert plan.bottleneck_ranks == (0,)
+    assert [rank.is_bottleneck for rank in plan.ranks] == [True, False]
     assert [config.size_bytes for config in plan.configs()] == [GIB, 0]
 
 
-def test_tensor_parallelism_multiplies_bytes_and_data_parallelism_both() -> None:
+def test_ranks_of_an_engine_multiply_bytes_but_hold_parts_of_the_same_tokens() -> None:
     engine = _tensor_parallel_plan(_layers(32, 8), (GIB, GIB))
-    node = node_totals([engine, engine, engine])
-    assert (node.num_engines, node.num_ranks) == (3, 6)
-    assert node.kv_cache_bytes == 6 * engine.ranks[0].bytes_used
-    assert node.kv_cache_tokens == 3 * engine.kv_cache_size_tokens
-    assert node.max_concurrency == pytest.approx(3 * engine.max_concurrency)
-    assert len(node.notes) == 2
+    assert sum(rank.bytes_used for rank in engine.ranks) == 2 * engine.ranks[0].bytes_used
+    assert engine.kv_cache_size_tokens == engine.num_blocks * 16
 
 
 def test_each_data_parallel_engine_keeps_its_own_minimum() -> None:
     small = _tensor_parallel_plan(_layers(32, 8), (GIB, GIB // 2))
     large = _tensor_parallel_plan(_layers(32, 8), (GIB, GIB))
-    assert node_totals([small, large]).kv_cache_tokens == small.kv_cache_size_tokens + large.kv_cache_size_tokens
+    assert large.kv_cache_size_tokens == 2 * small.kv_cache_size_tokens
     assert large.num_blocks == 2 * small.num_blocks

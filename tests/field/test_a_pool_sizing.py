@@ -98,11 +98,11 @@ def test_a08_the_worst_case_need_is_told_and_can_be_the_cap() -> None:
     inputs = _inputs(28, 8, 20_168_572_928, 1_024)
     plan = plan_kv_cache(inputs)
     assert (plan.num_blocks, plan.kv_cache_size_tokens) == (10_991, 175_856)
-    need = plan.worst_case_need(max_num_seqs=1)
-    assert (need.num_blocks, need.num_bytes) == (64, (117_440_512,))
-    assert need.reuse_only_blocks == 10_926
+    assert plan.blocks_per_request == 64
+    assert 64 * plan.ranks[0].bytes_per_block == 117_440_512
+    assert plan.num_usable_blocks - 64 == 10_926  # which one request can use for nothing but reuse
     capped = plan_kv_cache(attrs.evolve(inputs, cap_to_max_num_seqs=1))
-    assert capped.num_blocks == need.capped_num_blocks == 65
+    assert capped.num_blocks == 64 + 1
     assert capped.fits
     assert capped.ranks[0].bytes_used + capped.ranks[0].idle_bytes == plan.ranks[0].bytes_used
 

@@ -129,8 +129,8 @@ FIELD_MUTANTS = (
     Mutant(
         "a victim queues up behind those who never started",
         "core/scheduler/queues.py",
-        "self._queue.appendleft(request)",
-        "self._queue.append(request)",
+        "self.appendleft(request)",
+        "self.append(request)",
         ("D03",),
     ),
     Mutant(

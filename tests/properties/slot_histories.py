@@ -249,7 +249,7 @@ def play_engine(chooser: Chooser, scenario: Scenario, make_witness: MakeWitness,
         elif move < 9:
             engine.step()
         else:
-            running = [engine.scheduler.request_in(row) for row in engine.scheduler.running_rows.tolist()]
+            running = [engine.scheduler.request_in(row) for row in engine.scheduler._running.rows.tolist()]
             if running:
                 engine.scheduler.abort(pick(chooser, running).request_id)
     return engine.witness

@@ -12,9 +12,9 @@ from typing import Any
 import attrs
 
 from ....core.errors import InputError
+from ....core.models.config_fields import ConfigFields
 from ....core.models.geometry import ModelGeometry, geometry_from_config
 from ....core.models.layer_cache import AttentionCache
-from ....core.models.config_fields import ConfigFields
 from ....core.planner.groups import group_layers
 from ....core.planner.layout import KVCacheConfig, KVCacheGroup, KVCacheLayout, lay_out
 

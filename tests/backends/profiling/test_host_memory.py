@@ -8,7 +8,7 @@ from kvledger.backends.profiling.profiler import MemoryProfiler
 from kvledger.backends.profiling.step import ProfilingStep, StepLimits
 from kvledger.core.errors import InputError
 from kvledger.core.memory.ledger import RowSource
-from kvledger.core.memory.profile import MemoryKind, profile_memory
+from kvledger.core.memory.profile import MemoryKind, MemoryProfile
 
 MIB = 1 << 20
 # A page here or there is not this test's: the interpreter and torch's own threads allocate too.
@@ -34,7 +34,10 @@ def test_a_torch_callable_is_measured_with_what_it_keeps_and_what_it_needs_for_i
         del transient
 
     probe.read()
-    profile = profile_memory(probe, probe.read(), step, weights_bytes=0)
+    before = probe.read()
+    probe.reset_peak()
+    step()
+    profile = MemoryProfile(before=before, after=probe.read(), weights_bytes=0)
     assert profile.before.kind is MemoryKind.HOST
     assert profile.is_attributed
     assert abs(profile.total_consumed_bytes - 64 * MIB) < SLACK_BYTES

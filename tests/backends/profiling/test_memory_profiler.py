@@ -2,13 +2,13 @@
 
 import attrs
 import pytest
-from kvledger.backends.profiling.probe import DeviceProbe
+from kvledger.backends.profiling.probe import DeviceProbe, HostDevice
 from kvledger.backends.profiling.profiler import MemoryProfiler
 from kvledger.backends.profiling.step import ProfilingStep, StepLimits
 from kvledger.core.errors import InputError, MisuseError
 from kvledger.core.memory.budget import MemoryCondition, MemoryShortfallError
 from kvledger.core.memory.ledger import MemoryBudget, MemoryLedger, RowSource, sum_bytes
-from kvledger.core.memory.profile import SizingOptions, determine_available_memory, profile_memory
+from kvledger.core.memory.profile import MemoryKind
 
 from tests.backends.profiling.arithmetic_card import (
     GIB,
@@ -142,10 +142,6 @@ def test_every_row_of_an_attributed_profile_is_measured_and_ties_out() -> None:
         "CUDA graphs": (100 + 4 + 4 + 4) * MIB,
     }
     assert {row.source for row in measured.rows} == {RowSource.MEASURED}
-    sized = determine_available_memory(
-        measured.profile, SizingOptions(gpu_memory_utilization=0.5), cudagraph_estimate_bytes=measured.graph_bytes
-    )
-    assert sized.available_bytes == 40 * GIB - sum_bytes(measured.rows)
 
 
 def test_the_rows_fill_a_ledger_that_adds_up_to_the_device() -> None:
@@ -153,6 +149,7 @@ def test_the_rows_fill_a_ledger_that_adds_up_to_the_device() -> None:
     before = measured.profile.before
     budget = MemoryBudget(total_bytes=before.total_bytes, free_bytes=before.free_bytes, fraction=0.5)
     ledger = MemoryLedger(budget=budget, non_kv_rows=measured.rows)
+    assert ledger.available_bytes == 40 * GIB - sum_bytes(measured.rows)
     assert sum_bytes(ledger.rows(pool_bytes=20 * GIB)) == 80 * GIB
 
 
@@ -223,13 +220,14 @@ def test_strict_profiling_takes_free_memory_that_grew_for_an_error() -> None:
     assert refused.value.condition is MemoryCondition.FREE_GREW_DURING_PROFILING
 
 
-def test_the_probe_serves_the_planners_own_procedure() -> None:
-    card = Card()
-    probe = DeviceProbe(card)
-    before = probe.read()
-    profile = profile_memory(probe, before, lambda: card.part("model", 2 * GIB, GIB)() and None, weights_bytes=GIB)
-    assert profile.transient_headroom_bytes == 2 * GIB
-    assert profile.total_consumed_bytes == GIB
+def test_unified_memory_counts_what_the_host_can_give_up_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostDevice, "free_and_total_bytes", lambda self: (50 * GIB, 80 * GIB))
+    by_driver = Card(kind=MemoryKind.UNIFIED, overridden={"free": 60 * GIB})
+    assert DeviceProbe(by_driver).read().free_bytes == 60 * GIB
+    with_page_cache = Card(kind=MemoryKind.UNIFIED, overridden={"free": 3 * GIB})
+    assert DeviceProbe(with_page_cache).read().free_bytes == 50 * GIB
+    own_memory = Card(overridden={"free": 3 * GIB})
+    assert DeviceProbe(own_memory).read().free_bytes == 3 * GIB
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

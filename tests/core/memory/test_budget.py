@@ -7,9 +7,7 @@ from kvledger.core.errors import DoesNotFitError, InputError
 from kvledger.core.memory.budget import (
     MemoryCondition,
     MemoryShortfallError,
-    check_enough_kv_cache_memory,
     check_explicit_kv_bytes,
-    check_startup_under_override,
     largest_utilization,
     neighbour_warnings,
     request_memory,
@@ -35,7 +33,7 @@ def test_a_refusal_at_startup_tells_both_sides_the_shortfall_and_the_largest_uti
     assert error.condition is MemoryCondition.FREE_BELOW_REQUESTED
     assert (error.needed_bytes, error.available_bytes) == (32 * GIB, 16 * GIB)
     assert error.shortfall_bytes == 16 * GIB
-    assert error.largest == {"--gpu-memory-utilization": 0.2}
+    assert error.largest == {"gpu_memory_utilization": 0.2}
     for figure in ("32.00 GiB", "16.00 GiB", "0.2"):
         assert figure in str(error)
 
@@ -69,7 +67,7 @@ def test_the_smallest_utilization_requests_enough_and_a_thousandth_less_does_not
 
 def test_weights_held_elsewhere_come_off_the_request_and_may_not_use_it_up() -> None:
     assert request_memory(total_bytes=100, free_bytes=60, gpu_memory_utilization=0.9, externally_held_bytes=30) == 60
-    with pytest.raises(MemoryShortfallError, match="Smallest --gpu-memory-utilization") as refused:
+    with pytest.raises(MemoryShortfallError, match="Smallest gpu_memory_utilization") as refused:
         request_memory(total_bytes=1000, free_bytes=900, gpu_memory_utilization=0.5, externally_held_bytes=500)
     assert refused.value.condition is MemoryCondition.EXTERNAL_EXCEEDS_BUDGET
 
@@ -96,43 +94,12 @@ def test_the_largest_pinned_size_is_accepted_and_a_block_more_is_refused(
 
     with pytest.raises(MemoryShortfallError) as refused:
         check(free_bytes + 1)
-    largest = int(refused.value.largest["--kv-cache-memory-bytes"])
+    largest = int(refused.value.largest["kv_cache_memory_bytes"])
     assert largest % bytes_per_block == 0
     if largest:
         assert check(largest) == largest
     with pytest.raises(MemoryShortfallError):
         check(largest + bytes_per_block)
-
-
-@given(free_bytes=sizes, non_kv_share=st.floats(0, 1), bytes_per_block=st.integers(1, 1 << 22))
-def test_the_largest_override_starts_and_a_block_more_is_refused(
-    free_bytes: int, non_kv_share: float, bytes_per_block: int
-) -> None:
-    def check(num_blocks: int) -> int:
-        return check_startup_under_override(
-            total_bytes=free_bytes,
-            free_bytes=free_bytes,
-            gpu_memory_utilization=1.0,
-            non_kv_bytes=int(free_bytes * non_kv_share),
-            num_blocks=num_blocks,
-            bytes_per_block=bytes_per_block,
-        )
-
-    with pytest.raises(MemoryShortfallError) as refused:
-        check(free_bytes + 1)
-    largest = int(refused.value.largest["--num-gpu-blocks-override"])
-    assert check(largest) <= free_bytes
-    with pytest.raises(MemoryShortfallError):
-        check(largest + 1)
-
-
-def test_one_request_that_does_not_fit_is_told_the_largest_length_that_does() -> None:
-    with pytest.raises(MemoryShortfallError) as refused:
-        check_enough_kv_cache_memory(
-            available_bytes=100, needed_bytes=101, estimated_max_model_len=77, max_model_len=80
-        )
-    assert refused.value.shortfall_bytes == 1
-    assert refused.value.largest == {"--max-model-len": 77}
 
 
 def test_neighbours_that_declare_more_than_the_whole_card_are_warned_of() -> None:

@@ -12,7 +12,6 @@ from kvledger.core.memory.ledger import (
     MemoryLedger,
     RowRole,
     RowSource,
-    describe_rows,
     given_row,
     measured_rows,
     sum_bytes,
@@ -177,7 +176,6 @@ def test_a_measured_profile_splits_into_weights_workspace_libraries_and_peak() -
         "CUDA graphs": 1,
     }
     assert all(row.source is RowSource.MEASURED for row in found[:4])
-    assert describe_rows(found).startswith("weights 15.00 GiB")
 
 
 @given(

@@ -1,16 +1,9 @@
 """Readings of a device, and what two of them say about one process among others."""
 
 import pytest
-from kvledger.core.errors import InputError, MisuseError
+from kvledger.core.errors import InputError
 from kvledger.core.memory.budget import MemoryCondition, MemoryShortfallError
-from kvledger.core.memory.profile import (
-    MemoryKind,
-    MemoryProfile,
-    MemorySnapshot,
-    ScriptedProbe,
-    profile_memory,
-    unified_free_bytes,
-)
+from kvledger.core.memory.profile import MemoryKind, MemoryProfile, MemorySnapshot
 
 GIB = 1 << 30
 
@@ -24,25 +17,6 @@ def snapshot(free: float, *, allocated: float = 0, peak: float = 0, reserved: fl
         torch_reserved_bytes=int(reserved * GIB),
         process_bytes=None if process is None else int(process * GIB),
     )
-
-
-def test_non_torch_memory_is_what_is_used_and_not_reserved_by_torch() -> None:
-    reading = snapshot(60, reserved=16, process=17)
-    assert reading.used_bytes == 20 * GIB
-    assert reading.non_torch_bytes == 4 * GIB
-    assert reading.others_bytes == 3 * GIB
-    assert snapshot(60).others_bytes is None
-
-
-def test_a_profile_reads_the_device_once_after_the_largest_step_with_a_fresh_peak() -> None:
-    probe = ScriptedProbe([snapshot(54, allocated=16, peak=18, reserved=16)])
-    steps: list[int] = []
-    profile = profile_memory(probe, snapshot(70), lambda: steps.append(probe.num_reads), weights_bytes=16 * GIB)
-    assert steps == [0]
-    assert (probe.num_reads, probe.num_peak_resets) == (1, 1)
-    assert profile.total_consumed_bytes == 16 * GIB
-    with pytest.raises(MisuseError, match="1 readings"):
-        probe.read()
 
 
 def test_the_peak_is_of_allocated_memory_not_of_reserved() -> None:
@@ -79,11 +53,6 @@ def test_readings_of_two_devices_are_refused() -> None:
     )
     with pytest.raises(InputError, match="different devices"):
         MemoryProfile(before=snapshot(50), after=other, weights_bytes=None)
-
-
-def test_unified_memory_counts_what_the_host_can_give_up_as_free() -> None:
-    assert unified_free_bytes(driver_free_bytes=3, host_available_bytes=90) == 90
-    assert unified_free_bytes(driver_free_bytes=90, host_available_bytes=3) == 90
 
 
 def test_the_same_profile_governs_host_memory_on_the_cpu_backend() -> None:

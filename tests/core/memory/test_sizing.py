@@ -1,78 +1,28 @@
-"""From a profile to the bytes of the pool, and which size to pin next time."""
+"""Sizes of the pool: what vLLM suggests, what fits in whole blocks, and which size to pin next time."""
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvledger.core.errors import InputError
-from kvledger.core.memory.budget import MemoryCondition, MemoryShortfallError
-from kvledger.core.memory.profile import (
-    MemoryProfile,
-    MemorySnapshot,
-    SizingOptions,
+from kvledger.core.memory.budget import (
     applicable_startup_plan,
-    determine_available_memory,
+    check_explicit_kv_bytes,
     graph_utilizations,
     largest_fitting,
-    suggested_vllm,
 )
+from kvledger.core.memory.ledger import MemoryBudget, MemoryLedger, RowRole, given_row
 
 GIB = 1 << 30
 
 
-def profile(total: int, free_before: int, consumed: int, headroom: int) -> MemoryProfile:
-    def reading(free: int, allocated: int, peak: int) -> MemorySnapshot:
-        return MemorySnapshot(
-            total_bytes=total,
-            free_bytes=free,
-            torch_allocated_bytes=allocated,
-            torch_peak_bytes=peak,
-            torch_reserved_bytes=allocated,
-        )
-
-    return MemoryProfile(
-        before=reading(free_before, 0, 0),
-        after=reading(free_before - consumed, consumed, consumed + headroom),
-        weights_bytes=None,
-        strict_profiling=True,
+def test_pinned_bytes_replace_the_utilization_and_a_frontend_reservation_comes_off_either() -> None:
+    ledger = MemoryLedger(
+        budget=MemoryBudget(total_bytes=24 * GIB, free_bytes=24 * GIB, fraction=0.5),
+        non_kv_rows=(given_row("weights", 5 * GIB, RowRole.RESIDENT),),
+        frontend_reservation_bytes=GIB,
     )
-
-
-def test_pinned_bytes_are_checked_against_the_profile_and_utilization_is_ignored_and_said_so() -> None:
-    reading = profile(24 * GIB, 24 * GIB, 15 * GIB, 2 * GIB)
-    options = SizingOptions(gpu_memory_utilization=0.9, kv_cache_memory_bytes=6 * GIB)
-    sized = determine_available_memory(reading, options, cudagraph_estimate_bytes=GIB)
-    assert sized.available_bytes == 6 * GIB
-    assert any("0.9 is ignored" in warning for warning in sized.warnings)
-    too_large = SizingOptions(gpu_memory_utilization=0.9, kv_cache_memory_bytes=6 * GIB + 1)
-    with pytest.raises(MemoryShortfallError) as refused:
-        determine_available_memory(reading, too_large, cudagraph_estimate_bytes=GIB)
-    assert refused.value.condition is MemoryCondition.EXPLICIT_BYTES_EXCEED_FREE
-    assert refused.value.largest == {"--kv-cache-memory-bytes": 6 * GIB}
-
-
-def test_a_pinned_size_of_zero_is_an_error_unless_validation_is_off() -> None:
-    reading = profile(24 * GIB, 24 * GIB, 15 * GIB, 2 * GIB)
-    with pytest.raises(InputError, match="above 0"):
-        determine_available_memory(
-            reading,
-            SizingOptions(gpu_memory_utilization=0.9, kv_cache_memory_bytes=0),
-            cudagraph_estimate_bytes=0,
-        )
-    sized = determine_available_memory(
-        reading,
-        SizingOptions(gpu_memory_utilization=0.9, kv_cache_memory_bytes=0, validate=False),
-        cudagraph_estimate_bytes=0,
-    )
-    assert sized.available_bytes == sized.profiled_available_bytes
-    assert sized.is_pinned
-
-
-def test_a_frontend_reservation_that_leaves_nothing_is_refused_with_the_largest_that_does() -> None:
-    reading = profile(24 * GIB, 24 * GIB, 15 * GIB, 2 * GIB)
-    options = SizingOptions(gpu_memory_utilization=1.0, frontend_reservation_bytes=7 * GIB)
-    with pytest.raises(MemoryShortfallError) as refused:
-        determine_available_memory(reading, options, cudagraph_estimate_bytes=0, bytes_per_block=GIB)
-    assert refused.value.largest == {"frontend reservation": 6 * GIB}
+    assert ledger.available_bytes == 6 * GIB
+    assert attrs.evolve(ledger, kv_cache_memory_bytes=9 * GIB).available_bytes == 8 * GIB
 
 
 sizes = st.integers(1 << 20, 1 << 38)
@@ -89,22 +39,27 @@ sizes = st.integers(1 << 20, 1 << 38)
 def test_what_vllm_suggests_never_exceeds_the_limit_it_was_derived_from(
     total: int, consumed_share: float, headroom: int, graphs: int, actual_graphs: int, utilization: int
 ) -> None:
-    reading = profile(total, total, int(total * consumed_share), headroom)
-    options = SizingOptions(gpu_memory_utilization=utilization / 1000)
-    sized = determine_available_memory(reading, options, cudagraph_estimate_bytes=graphs)
-    suggestion = suggested_vllm(sized, actual_graphs)
-    needed = sized.total_consumed_bytes + headroom + actual_graphs
+    consumed = int(total * consumed_share)
+    ledger = MemoryLedger(
+        budget=MemoryBudget(total_bytes=total, free_bytes=total, fraction=utilization / 1000),
+        non_kv_rows=(
+            given_row("weights", consumed, RowRole.RESIDENT),
+            given_row("peak activation", headroom, RowRole.TRANSIENT),
+            given_row("CUDA graphs", graphs, RowRole.GRAPHS),
+        ),
+    )
+    suggestion = ledger.suggested_by_vllm(actual_graphs)
+    # The graphs that were really captured are known by the time a suggestion is pinned.
+    needed = consumed + headroom + actual_graphs
     for suggested, limit in (
-        (suggestion.to_requested_limit_bytes, sized.requested_bytes),
-        (suggestion.to_gpu_limit_bytes, sized.free_before_bytes),
+        (suggestion.to_requested_limit_bytes, ledger.budget.requested_bytes),
+        (suggestion.to_gpu_limit_bytes, total),
     ):
-        if suggested <= 0:
-            continue
-        assert needed + suggested <= limit
-        pinned = SizingOptions(gpu_memory_utilization=utilization / 1000, kv_cache_memory_bytes=suggested)
-        # The graphs that were really captured are known by the time a suggestion is fed back.
-        again = determine_available_memory(reading, pinned, cudagraph_estimate_bytes=actual_graphs)
-        assert again.available_bytes == suggested
+        if suggested > 0:
+            assert needed + suggested <= limit
+            check_explicit_kv_bytes(
+                kv_cache_memory_bytes=suggested, free_bytes=total, non_kv_bytes=needed, bytes_per_block=1
+            )
 
 
 @given(limit=sizes, non_kv_share=st.floats(0, 1.5), bytes_per_block=st.integers(1, 1 << 24))

@@ -3,7 +3,6 @@ from kvledger.core.errors import InputError
 from kvledger.core.planner.parallel import (
     kv_heads_per_rank,
     layers_per_stage,
-    stage_layer_names,
     tensor_parallel_layers,
     tensor_parallel_spec,
 )
@@ -46,13 +45,6 @@ def test_left_over_layers_go_to_the_stages_before_the_last(
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(InputError, match="1 to 3"):
         layers_per_stage(3, 4)
-
-
-def test_ranks_of_a_stage_hold_the_same_layers() -> None:
-    ranks = stage_layer_names(["a", "b", "c"], (1, 2), tensor_parallel_size=2)
-    assert ranks == (("a",), ("a",), ("b", "c"), ("b", "c"))
-    with pytest.raises(InputError, match="hold 2 in all; the model has 3"):
-        stage_layer_names(["a", "b", "c"], (1, 1), tensor_parallel_size=1)
 
 
 def test_one_head_is_replicated_over_more_ranks_than_heads() -> None:

@@ -3,7 +3,7 @@ import pytest
 from kvledger.core.errors import InputError
 from kvledger.core.planner.inputs import PlanInputs
 from kvledger.core.planner.plan import plan_kv_cache
-from kvledger.core.planner.report import capacity_mix, explain_plan, node_totals, plan_as_dict
+from kvledger.core.planner.report import capacity_mix, explain_plan, plan_as_dict
 from kvledger.core.planner.specs import (
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -93,7 +93,7 @@ def test_an_override_is_taken_as_given_where_validation_is_off() -> None:
     plan = plan_kv_cache(attrs.evolve(LLAMA, num_gpu_blocks_override=600, validate_override=False))
     assert plan.fits
     assert plan.num_blocks == 600
-    assert plan.bottleneck_ranks == ()
+    assert not any(rank.is_bottleneck for rank in plan.ranks)
 
 
 def test_without_prefix_caching_hashes_stay_as_coarse_as_the_schedule() -> None:
@@ -211,8 +211,3 @@ def test_encoder_tokens_count_in_the_floor_of_cross_attention() -> None:
 def test_inputs_that_make_no_engine_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         attrs.evolve(LLAMA, **changes)
-
-
-def test_totals_of_no_engine_are_refused() -> None:
-    with pytest.raises(InputError, match="at least one engine"):
-        node_totals([])

@@ -140,7 +140,7 @@ def test_decode_context_parallelism_divides_tokens_of_full_layers_only() -> None
 
 def test_decode_context_parallelism_refuses_windows() -> None:
     limits = ServingLimits(max_model_len=1000, max_in_flight_tokens=16, decode_context_parallel_size=2)
-    with pytest.raises(InputError, match="decode context parallelism of 2"):
+    with pytest.raises(InputError, match="decode_context_parallel_size 2"):
         SLIDING.max_blocks_per_request(limits)
 
 
@@ -246,4 +246,4 @@ def test_auto_is_the_dtype_of_the_model() -> None:
 )
 def test_the_worst_case_of_a_request_is_whole_blocks(spec: KVCacheSpec, max_memory_bytes: int) -> None:
     limits = ServingLimits(max_model_len=8192, max_in_flight_tokens=2048)
-    assert spec.max_memory_usage_bytes(limits) == max_memory_bytes
+    assert spec.max_blocks_per_request(limits) * spec.page_size_bytes == max_memory_bytes

@@ -294,4 +294,4 @@ def test_whoever_remembers_refusals_decides_as_one_who_always_looks(
 
 
 def running(scheduler: Scheduler) -> list[Request]:
-    return [scheduler.request_in(row) for row in scheduler.running_rows.tolist()]
+    return [scheduler.request_in(row) for row in scheduler._running.rows.tolist()]

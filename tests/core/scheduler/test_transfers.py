@@ -109,7 +109,7 @@ def test_what_is_there_waits_for_a_place() -> None:
     batch.received("b")
     batch.received("a")
     assert batch.schedule() is not None
-    assert [batch.request_in(row).request_id for row in batch.running_rows.tolist()] == ["b"]
+    assert [batch.request_in(row).request_id for row in batch._running.rows.tolist()] == ["b"]
     assert batch.allocator.pool.num_held_blocks == 4 + 5
 
 
@@ -198,5 +198,5 @@ def test_external_tokens_alone_are_allocated_and_others_are_not() -> None:
 def test_two_sources_of_tokens_exclude_each_other() -> None:
     config = AllocatorConfig(num_blocks=9, groups=[FullAttention(16)], max_model_len=128, max_num_reqs=4)
     other = OtherEngine()
-    with pytest.raises(InputError, match="not from both"):
+    with pytest.raises(InputError, match="not both"):
         Scheduler(SchedulerConfig(max_num_seqs=4), KVCacheAllocator(config), other, other)
