@@ -1,7 +1,7 @@
 """What is remembered of preempted requests: what they lost, where a copy of it is, and who may not lose it again."""
 
 from ..allocator.allocator import KVCacheAllocator
-from ..allocator.prefix_match import PrefixMatch
+from ..allocator.prefix_cache import PrefixMatch
 from ..types import Request
 from .config import SchedulerConfig
 from .stats import SchedulerStats

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..allocator.allocator import KVCacheAllocator
-from ..allocator.taking import Rows
+from ..allocator.checks import Rows
 from ..errors import MisuseError
 from ..types import Request, TokenBatch
 from .config import SchedulerConfig

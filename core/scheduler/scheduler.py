@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..allocator.allocator import KVCacheAllocator
-from ..allocator.taking import Rows
+from ..allocator.checks import Rows
 from ..errors import DoesNotFitError, InputError, MisuseError
 from ..types import ExternalTokens, RemoteTokens, Request, ScheduledStep, TokenBatch, smallest
 from .config import SchedulerConfig

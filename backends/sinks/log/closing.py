@@ -15,6 +15,7 @@ import pyarrow as pa
 from ....core.errors import CorruptLedgerError, KVLedgerError
 from ....core.events import PoolCreated
 from ....core.ledger.event_log import can_be_restored, restore_snapshot, take_snapshot
+from ....core.ledger.replay_checks import CheckedReplay
 from ....core.ledger.state import LedgerState
 from ..errors import LogDamagedError
 from .keys import decode_key, encode_key
@@ -74,6 +75,7 @@ class SnapshotFold:
         """`state` is the fold up to the next segment; None at the start of a log."""
         self.state = state
         self.is_possible = True
+        self._replay: CheckedReplay | None = None
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Apply the commits of a batch."""
@@ -92,7 +94,8 @@ class SnapshotFold:
                 return
             self.state = LedgerState(created)
         if self.is_possible:
-            self.state.apply_commit(record.commit)
+            self._replay = self._replay or CheckedReplay(self.state)
+            self._replay.apply(record.commit)
 
 
 def close_segment(
