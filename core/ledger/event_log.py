@@ -187,26 +187,13 @@ def can_be_restored(created: PoolCreated) -> bool:
 
 
 def take_snapshot(state: LedgerState) -> dict[str, Any]:
-    """Return the whole state as dicts, lists, ints, strings and keys. O(blocks + table entries).
+    """Return `state.snapshot()`, from which `restore_snapshot` can rebuild the state.
 
     Raises:
         MisuseError: the eviction order cannot be restored (see `can_be_restored`).
     """
     _check_restorable(state.created)
-    pool, rows = state.pool, sorted((row, request_id) for request_id, row in state.row_of.items())
-    groups = range(len(state.tables))
-    return {
-        "next_sequence": state.next_sequence,
-        "free_queue": pool.free_queue.order(),
-        "referenced": [[block, count] for block, count in enumerate(pool.ref_cnts()) if count],
-        "copies": [[[key, list(pool.copies(key, group))] for key in pool.index(group)] for group in groups],
-        "rows": [[row, request_id, state.placed[row]] for row, request_id in rows],
-        "free_rows": list(state.free_rows),
-        "tables": [[table.blocks(row) for row, _ in rows] for table in state.tables],
-        "considered": [[considered[row] for row, _ in rows] for considered in state.considered],
-        "skipped": [[skipped[row] for row, _ in rows] for skipped in state.skipped],
-        "guarded": sorted(state.guarded),
-    }
+    return state.snapshot()
 
 
 def restore_snapshot(created: PoolCreated, snapshot: dict[str, Any]) -> LedgerState:

@@ -272,20 +272,22 @@ class LedgerState:
     # -- comparison --------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the whole state in plain Python values: two states are equal if and only if their snapshots are."""
-        pool = self.pool
-        rows = sorted(self.row_of.items(), key=lambda item: item[1])
+        """Return the whole state as dicts, lists, ints, strings and keys. O(blocks + table entries).
+
+        Two states are equal if and only if their snapshots are.
+        """
+        pool, rows = self.pool, sorted((row, request_id) for request_id, row in self.row_of.items())
+        groups = range(len(self.tables))
         return {
             "next_sequence": self.next_sequence,
             "free_queue": pool.free_queue.order(),
-            "ref_cnt": {block: count for block, count in enumerate(pool.ref_cnts()) if count},
-            "index": [{key: pool.copies(key, group) for key in pool.index(group)} for group in range(len(self.tables))],
-            "rows": dict(rows),
+            "referenced": [[block, count] for block, count in enumerate(pool.ref_cnts()) if count],
+            "copies": [[[key, list(pool.copies(key, group))] for key in pool.index(group)] for group in groups],
+            "rows": [[row, request_id, self.placed[row]] for row, request_id in rows],
             "free_rows": list(self.free_rows),
-            "tables": [{name: table.blocks(row) for name, row in rows} for table in self.tables],
-            "num_placed": {name: self.placed[row] for name, row in rows},
-            "considered": [{name: c[row] for name, row in rows} for c in self.considered],
-            "skipped": [{name: s[row] for name, row in rows} for s in self.skipped],
+            "tables": [[table.blocks(row) for row, _ in rows] for table in self.tables],
+            "considered": [[considered[row] for row, _ in rows] for considered in self.considered],
+            "skipped": [[skipped[row] for row, _ in rows] for skipped in self.skipped],
             "guarded": sorted(self.guarded),
         }
 

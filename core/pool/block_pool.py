@@ -5,6 +5,7 @@ It decides which blocks may be read, written and evicted.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 
 from ..cache_kinds import NULL_BLOCK
 from ..errors import MisuseError
@@ -111,8 +112,12 @@ class BlockPool:
 
     def keys_of(self, blocks: Sequence[int]) -> tuple[Key | None, ...]:
         """Return the keys of several blocks; an empty tuple when none of them has one."""
-        key_of = self._key_of
-        keys = tuple([key_of[block] for block in blocks])
+        if len(blocks) == 1:
+            key = self._key_of[blocks[0]]
+            return () if key is None else (key,)
+        if not blocks:
+            return ()
+        keys: tuple[Key | None, ...] = itemgetter(*blocks)(self._key_of)
         for key in keys:
             if key is not None:
                 return keys
