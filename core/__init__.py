@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .allocator.allocator import KVCacheAllocator
     from .allocator.config import AllocatorConfig
-    from .allocator.prefix_match import PrefixMatch
+    from .allocator.prefix_cache import PrefixMatch
     from .cache_kinds import CacheKind, ChunkedLocal, CompressedState, FullAttention, SequenceState, SlidingWindow
     from .deployment.deployment import Deployment
     from .deployment.plan import DeploymentPlan, plan_deployment
@@ -82,7 +82,7 @@ _ON_FIRST_USE = {
     "MultimodalItem": "keys.extra_keys",
     "NULL_BLOCK": "pool.block_pool",
     "PlanInputs": "planner.inputs",
-    "PrefixMatch": "allocator.prefix_match",
+    "PrefixMatch": "allocator.prefix_cache",
     "Request": "types",
     "ScheduledStep": "types",
     "Scheduler": "scheduler.scheduler",

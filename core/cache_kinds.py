@@ -1,78 +1,73 @@
-"""Cache kinds: what one group of layers needs to keep. One small class each, all behind the `CacheKind` protocol.
+"""Cache kinds: what one group of layers must keep. Each kind is a small class behind the `CacheKind` protocol.
 
-The allocator coordinates groups through these few questions and never asks which kind it has. Rules 11 to 13, 16, 17
-and 21 of the recorded op traces (golden/ops) fix the answers; where a rule is vLLM's it is named.
+The allocator coordinates groups through these few questions and never asks which kind a group has. Rules 11 to 13, 16,
+17 and 21 of the recorded op traces (golden/ops) fix the answers; where a rule is vLLM's it is named.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import InputError
+from .errors import InputError, positive
 
-NULL = 0
+# The placeholder in block tables for content that a group skips; never handed out, never counted.
+NULL_BLOCK = 0
 
 
 class CacheKind(Protocol):
     """How one group finds a hit, what it skips, what it releases and what it registers. Immutable."""
 
-    # Whether a hit is an unbroken run from the start, so that losing a block strands all behind it.
+    # Whether a hit is an unbroken run from the start, so that losing a block makes all blocks behind it unreachable.
     needs_whole_prefix: ClassVar[bool]
-    # Whether a block holds one entry a token, which decode context parallelism spreads over ranks; a state is whole.
+    # Whether a block holds one entry per token, which decode context parallelism spreads over ranks; a state is whole.
     holds_tokens: ClassVar[bool]
 
     @property
     def block_size(self) -> int:
-        """Tokens a block."""
+        """Tokens per block."""
         ...
 
     def find_hit(
         self, keys: Sequence[Hashable], indexes: Sequence[Mapping[Hashable, int]], alignment: int, drop_last: bool
     ) -> list[list[int]]:
-        """The longest hit that every index agrees on: for each index, blocks by logical index, 0 where skipped.
+        """Find the longest hit that all indexes share. Returns for each index the blocks by logical index, 0 = skipped.
 
         Args:
-            keys: keys of the candidate blocks 0, 1, 2, ... (complete blocks only).
-            indexes: key -> block, one of each group of this kind; a block counts when all of them have it.
+            keys: block hashes of the candidate blocks 0, 1, 2, ... (complete blocks only).
+            indexes: key -> block, one for each group of this kind; a block counts when all of them have its key.
             alignment: the hit's length in tokens must be a multiple of this.
             drop_last: EAGLE needs the last block's hidden states, so a non-empty hit gives its last block back.
         """
         ...
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """How many tokens at the start no later token attends to, once `num_computed_tokens` are computed."""
+        """Count the tokens at the start that no later token attends to, once `num_computed_tokens` are computed."""
         ...
 
     def computed_tokens_that_skip(self, num_blocks: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """The fewest computed tokens at which the first `num_blocks` blocks are skipped; None where none ever is.
+        """Return the fewest computed tokens at which the first `num_blocks` blocks are skipped; None: never.
 
-        The inverse of `num_skipped_tokens`, for a whole batch: int64 `[num_reqs]` in and out.
+        This is the inverse of `num_skipped_tokens` for a whole batch: int64 `[num_reqs]` in and out.
         """
         ...
 
     def admission_cap_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int | None:
-        """The most blocks that a request of any length holds, or None where that grows with its length."""
+        """Return the most blocks that a request of any length holds, or None where that grows with its length."""
         ...
 
     def retained(self, start: int, stop: int, boundaries: Iterable[int], drop_last: bool) -> Iterable[int]:
-        """Of the complete blocks `start <= index < stop`, those worth a key if hits end at `boundaries`, in tokens."""
+        """Choose which complete blocks `start <= index < stop` get a key if hits end at `boundaries` (in tokens)."""
         ...
 
 
-def _positive(_: object, attribute: "attrs.Attribute[int]", value: int) -> None:
-    if value < 1:
-        raise InputError(f"{attribute.name} must be at least 1, not {value}")
-
-
 def _leading_run(keys: Sequence[Hashable], index: Mapping[Hashable, int]) -> list[int]:
-    if not keys or keys[0] not in index:  # most lookups that miss do so at once
+    if not keys or keys[0] not in index:  # most lookups that miss do so at the first key
         return []
-    found = list(map(index.get, keys))
-    run = found if all(found) else found[: found.index(None)]  # the null block is never indexed
-    return cast("list[int]", run)
+    found: list[Any] = list(map(index.get, keys))
+    return found if all(found) else found[: found.index(None)]  # the null block is never indexed
 
 
 def _found_by_all(key: Hashable, indexes: Sequence[Mapping[Hashable, int]]) -> list[int] | None:
@@ -102,12 +97,12 @@ class FullAttention:
 
     needs_whole_prefix: ClassVar[bool] = True
     holds_tokens: ClassVar[bool] = True
-    block_size: int = attrs.field(validator=_positive)
+    block_size: int = attrs.field(validator=positive)
 
     def find_hit(
         self, keys: Sequence[Hashable], indexes: Sequence[Mapping[Hashable, int]], alignment: int, drop_last: bool
     ) -> list[list[int]]:
-        """An unbroken run from the start, without its last block under EAGLE, rounded down to the alignment."""
+        """Find an unbroken run from the start, without its last block under EAGLE, rounded down to the alignment."""
         if alignment == self.block_size and len(indexes) == 1 and not drop_last:
             return [_leading_run(keys, indexes[0])]
         found = [_leading_run(keys, index) for index in indexes]
@@ -117,31 +112,31 @@ class FullAttention:
         return _cut_to_alignment(_cut(found, length), self.block_size, alignment)
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """None: every token may be read again."""
+        """Skip none: later tokens read every token again."""
         return 0
 
     def computed_tokens_that_skip(self, num_blocks: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Never."""
+        """Return None: no block is ever skipped."""
         return None
 
     def admission_cap_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int | None:
-        """No cap: the blocks grow with the request."""
+        """Return None: the blocks grow with the request."""
         return None
 
     def retained(self, start: int, stop: int, boundaries: Iterable[int], drop_last: bool) -> Iterable[int]:
-        """All of them: each is part of every longer hit."""
+        """Choose all: each block is part of every longer hit."""
         return range(start, stop)
 
 
 @attrs.frozen
 class CompressedState(FullAttention):
-    """One stored state covers `tokens_per_state` tokens; lifetimes and hits are those of full attention.
+    """One stored state covers `tokens_per_state` tokens; blocks live and hit as under full attention.
 
     `block_size` counts tokens, so a block stores `block_size / tokens_per_state` states (DeepSeek V4's compressed
     layers: ratios 4 and 128).
     """
 
-    tokens_per_state: int = attrs.field(validator=_positive)
+    tokens_per_state: int = attrs.field(validator=positive)
 
     def __attrs_post_init__(self) -> None:
         if self.block_size % self.tokens_per_state:
@@ -153,12 +148,12 @@ class CompressedState(FullAttention):
 
 @attrs.frozen
 class SlidingWindow:
-    """A token attends to itself and the `window - 1` before it; what fell out of the window is given back."""
+    """A token attends to itself and the `window - 1` before it; blocks that fall out of the window are freed."""
 
     needs_whole_prefix: ClassVar[bool] = False
     holds_tokens: ClassVar[bool] = True
-    block_size: int = attrs.field(validator=_positive)
-    window: int = attrs.field(validator=_positive)
+    block_size: int = attrs.field(validator=positive)
+    window: int = attrs.field(validator=positive)
 
     def _blocks_of_a_window(self, drop_last: bool) -> int:
         return -(-(self.window - 1) // self.block_size) + drop_last
@@ -166,9 +161,9 @@ class SlidingWindow:
     def find_hit(
         self, keys: Sequence[Hashable], indexes: Sequence[Mapping[Hashable, int]], alignment: int, drop_last: bool
     ) -> list[list[int]]:
-        """The rightmost run that fills a window, everything before it skipped; else the leading run (rule 12)."""
+        """Find the rightmost run that fills a window and skip all before it; else the leading run (rule 12)."""
         need = self._blocks_of_a_window(drop_last)
-        found = [[NULL] * len(keys) for _ in indexes]
+        found = [[NULL_BLOCK] * len(keys) for _ in indexes]
         run = 0
         for i in range(len(keys) - 1, -1, -1):
             blocks = _found_by_all(keys[i], indexes)
@@ -185,19 +180,19 @@ class SlidingWindow:
         return _cut_to_alignment(_cut(found, max(run - drop_last, 0)), self.block_size, alignment)
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """All but the `window - 1` tokens that the next one attends to (rule 17)."""
+        """Skip all but the `window - 1` tokens that the next one attends to (rule 17)."""
         return max(0, num_computed_tokens - self.window + 1)
 
     def computed_tokens_that_skip(self, num_blocks: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Once the window lies wholly behind them."""
+        """Blocks are skipped once the window starts behind them."""
         return num_blocks * self.block_size + self.window - 1
 
     def admission_cap_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int | None:
-        """A window and what is in flight, plus one block: a window need not start at a block's edge (rule 16)."""
+        """Count a window, the tokens in flight, and one more block: a window may start inside a block (rule 16)."""
         return -(-min(self.window - 1 + max_in_flight_tokens, max_model_len) // self.block_size) + 1
 
     def retained(self, start: int, stop: int, boundaries: Iterable[int], drop_last: bool) -> Iterable[int]:
-        """The window of blocks before each boundary (rule 21)."""
+        """Choose the window of blocks before each boundary (rule 21)."""
         need = self._blocks_of_a_window(drop_last)
         wanted = {i for end in boundaries for i in range(end // self.block_size - need, end // self.block_size)}
         return sorted(i for i in wanted if start <= i < stop)
@@ -205,25 +200,25 @@ class SlidingWindow:
 
 @attrs.frozen
 class ChunkedLocal:
-    """A token attends to the tokens of its own chunk; chunks before it are given back (Llama 4's local layers)."""
+    """A token attends to the tokens of its own chunk; earlier chunks are freed (Llama 4's local layers)."""
 
     needs_whole_prefix: ClassVar[bool] = False
     holds_tokens: ClassVar[bool] = True
-    block_size: int = attrs.field(validator=_positive)
-    chunk_size: int = attrs.field(validator=_positive)
+    block_size: int = attrs.field(validator=positive)
+    chunk_size: int = attrs.field(validator=positive)
 
     def find_hit(
         self, keys: Sequence[Hashable], indexes: Sequence[Mapping[Hashable, int]], alignment: int, drop_last: bool
     ) -> list[list[int]]:
-        """Whole chunks before the last count as found, then an unbroken run from there (rule 13).
+        """Count the whole chunks before the last as found, then find an unbroken run from there (rule 13).
 
-        A hit that would end inside a chunk whose start is not among the blocks found is cut to where it is of use.
+        If a hit would end inside a chunk whose start was not found, it is cut to the last length that is usable.
         """
         max_tokens = len(keys) * self.block_size
         start = max_tokens // self.chunk_size * self.chunk_size // self.block_size
         runs = [_leading_run(keys[start:], index) for index in indexes]
         length = min([len(run) for run in runs])
-        found = [[NULL] * start + run[:length] for run in runs]
+        found = [[NULL_BLOCK] * start + run[:length] for run in runs]
         length += start
         if drop_last and length:
             length -= 1
@@ -232,7 +227,7 @@ class ChunkedLocal:
         return _cut(found, length)
 
     def _holds_its_chunk(self, length: int, start: int) -> bool:
-        """Whether a hit of `length` blocks, null before `start`, has all that its next token attends to.
+        """Whether a hit of `length` blocks, null before `start`, has every block that its next token attends to.
 
         Dropping or cutting blocks can end it in a chunk before the one that was looked up.
         """
@@ -240,60 +235,59 @@ class ChunkedLocal:
         return first_attended == length or first_attended >= start
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Every chunk before the one that the next token belongs to (rule 17)."""
+        """Skip every chunk before the one that the next token belongs to (rule 17)."""
         return num_computed_tokens // self.chunk_size * self.chunk_size
 
     def computed_tokens_that_skip(self, num_blocks: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Once the chunk that holds their last token is complete."""
+        """Blocks are skipped once the chunk that holds their last token is complete."""
         return -(-num_blocks * self.block_size // self.chunk_size) * self.chunk_size
 
     def admission_cap_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int | None:
-        """A chunk and what is in flight (rule 16), plus one block where chunks do not start at a block's edge."""
+        """Count a chunk and the tokens in flight (rule 16), plus one block where chunks may start inside a block."""
         straddles = self.chunk_size % self.block_size > 0
         return -(-min(self.chunk_size + max_in_flight_tokens, max_model_len) // self.block_size) + straddles
 
     def retained(self, start: int, stop: int, boundaries: Iterable[int], drop_last: bool) -> Iterable[int]:
-        """All of them: a hit may end anywhere inside a chunk."""
+        """Choose all: a hit may end anywhere inside a chunk."""
         return range(start, stop)
 
 
 @attrs.frozen
 class SequenceState:
-    """A fixed state a sequence (linear attention): the block at a boundary holds the state after all tokens up to it.
+    """One state of fixed size per sequence (linear attention); each block holds the state at its last token.
 
-    Only the latest state is needed to go on, so blocks before it are given back, and a hit needs the one block at
-    its end.
+    Only the latest state is needed to continue, so earlier blocks are freed, and a hit needs only the block at its end.
     """
 
     needs_whole_prefix: ClassVar[bool] = False
     holds_tokens: ClassVar[bool] = False
-    block_size: int = attrs.field(validator=_positive)
+    block_size: int = attrs.field(validator=positive)
 
     def find_hit(
         self, keys: Sequence[Hashable], indexes: Sequence[Mapping[Hashable, int]], alignment: int, drop_last: bool
     ) -> list[list[int]]:
-        """The rightmost aligned boundary whose state is cached."""
+        """Find the rightmost aligned boundary whose state is cached."""
         for i in range(len(keys) - 1 - drop_last, -1, -1):
             if (i + 1) * self.block_size % alignment:
                 continue
             blocks = _found_by_all(keys[i], indexes)
             if blocks is not None:
-                return [[NULL] * i + [block] for block in blocks]
+                return [[NULL_BLOCK] * i + [block] for block in blocks]
         return [[] for _ in indexes]
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """All but the last token, whose state is the one to continue from."""
+        """Skip all but the last token: the request continues from its state."""
         return max(0, num_computed_tokens - 1)
 
     def computed_tokens_that_skip(self, num_blocks: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Once a later block holds the state to continue from."""
+        """Blocks are skipped once a later block holds the state to continue from."""
         return num_blocks * self.block_size + 1
 
     def admission_cap_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int | None:
-        """The state to continue from and the blocks that the tokens in flight pass through."""
+        """Count the state to continue from and the blocks that the tokens in flight fill."""
         return -(-min(max_in_flight_tokens, max_model_len) // self.block_size) + 1
 
     def retained(self, start: int, stop: int, boundaries: Iterable[int], drop_last: bool) -> Iterable[int]:
-        """The state at each boundary."""
+        """Choose the state at each boundary."""
         wanted = {end // self.block_size - 1 for end in boundaries}
         return sorted(i for i in wanted if start <= i < stop)

@@ -1,7 +1,11 @@
-"""Every error that a user can meet. Each message says what was given, where, what was expected, and what to do."""
+"""The errors that users can meet, and validators of attrs fields that raise them.
+
+Each message says what was given, where, what was expected, and what to do.
+"""
 
 from collections.abc import Callable
-from typing import Any
+from numbers import Integral
+from typing import Any, TypeAlias
 
 import attrs
 
@@ -11,11 +15,11 @@ class KVLedgerError(Exception):
 
 
 class InputError(KVLedgerError, ValueError):
-    """What the user gave is wrong (a value, a file, a line). The command line exits with 2."""
+    """The user's input is wrong (a value, a file, a line). The command line exits with 2."""
 
 
 class DoesNotFitError(KVLedgerError):
-    """The question was understood and the answer is no: it does not fit. The command line exits with 1."""
+    """The input is valid and the answer is no: it does not fit. The command line exits with 1."""
 
 
 class MisuseError(KVLedgerError, RuntimeError):
@@ -23,34 +27,35 @@ class MisuseError(KVLedgerError, RuntimeError):
 
 
 class CorruptLedgerError(KVLedgerError):
-    """Events that do not add up: a log that cannot be replayed, or a state that breaks an invariant."""
+    """Events contradict each other: a log cannot be replayed, or a state breaks an invariant."""
 
 
-# Checks of attrs fields that name the class, the field and the value, as `InputError`.
+Validator: TypeAlias = "Callable[[object, attrs.Attribute[Any], Any], None]"
 
 
-def positive(instance: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
-    """An attrs validator: the field is a whole number of at least 1."""
-    _at_least(1, instance, attribute, value)
-
-
-def non_negative(instance: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
-    """An attrs validator: the field is a whole number of at least 0."""
-    _at_least(0, instance, attribute, value)
-
-
-def one_of(*choices: str) -> "Callable[[object, attrs.Attribute[Any], Any], None]":
-    """An attrs validator: the field is one of `choices`."""
+def at_least(lowest: int) -> Validator:
+    """Make an attrs validator: the field is a whole number of at least `lowest`."""
 
     def check(instance: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
-        if value not in choices:
-            known = ", ".join(map(repr, choices))
-            raise InputError(f"{type(instance).__name__}.{attribute.name} is {value!r}; it must be one of {known}")
+        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < lowest:
+            raise _wrong(instance, attribute, value, f"a whole number of at least {lowest}")
 
     return check
 
 
-def _at_least(lowest: int, instance: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
-        expected = f"a whole number of at least {lowest}"
-        raise InputError(f"{type(instance).__name__}.{attribute.name} is {value!r}; it must be {expected}")
+def one_of(*choices: str) -> Validator:
+    """Make an attrs validator: the field is one of `choices`."""
+
+    def check(instance: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
+        if value not in choices:
+            raise _wrong(instance, attribute, value, f"one of {', '.join(map(repr, choices))}")
+
+    return check
+
+
+def _wrong(instance: object, attribute: "attrs.Attribute[Any]", value: object, expected: str) -> InputError:
+    return InputError(f"{attribute.name} is {value!r}; it must be {expected} ({type(instance).__name__})")
+
+
+positive = at_least(1)
+non_negative = at_least(0)

@@ -1,18 +1,22 @@
-"""The vocabulary between the allocator and the world: facts in the past tense, immutable, columnar.
+"""Events: what the allocator tells the world. Facts in the past tense, immutable, stored by column.
 
-State is the fold of the events: replaying them from nothing rebuilds reference counts, the key index, the block
-tables and the order of the free queue exactly. A command produces one `Commit`; invariants hold between commits, and
-a log is never cut inside one.
+State is the fold of the events: replaying them from an empty pool rebuilds the ref counts, the index of block hashes,
+the block tables and the order of the free queue exactly. A command produces one `Commit`. Invariants hold between
+commits, and a log is never cut inside one.
 
-Columns run over requests: `rows` names the row of the block table that a request occupies between its `RowsAssigned`
-and its `RowsReleased`; `counts[i]` says how many entries of the flat columns belong to `rows[i]`. A decode step of
-256 requests is therefore one commit with a handful of events, not 256 of them. Integer columns are tuples where they
-are short and read-only NumPy arrays where a whole batch is written at once; both compare by value.
+Columns run over requests: `rows` holds the block-table row that a request occupies between its `RowsAssigned` and its
+`RowsReleased`; `counts[i]` says how many entries of the flat columns belong to `rows[i]`. A decode step of 256
+requests is therefore one commit with a handful of events, not 256 of them. Integer columns are tuples where they are
+short and read-only NumPy arrays where a whole batch is written at once; both compare by value.
+
+Events are named tuples, because one is made four times as fast as a frozen attrs object: a request's way through the
+ledger makes nine. The `of...` constructors build them without the Python function that calling the class runs.
 """
 
 from collections.abc import Hashable
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
+from functools import partial
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
 
 import attrs
 import numpy as np
@@ -32,6 +36,28 @@ def as_ints(column: IntColumn) -> tuple[int, ...]:
     return column if isinstance(column, tuple) else tuple(column.tolist())
 
 
+class _MakesNamedTuple(Protocol):
+    def __call__(self, cls: type[_T], values: tuple[Any, ...], /) -> _T: ...
+
+
+# Makes an instance of `cls` from all its values, in order and without defaults, in half the time of calling the class.
+named_tuple: _MakesNamedTuple = cast("Any", tuple).__new__
+
+
+class _OneEntryColumns(dict[int, tuple[int]]):
+    """Number -> the column that holds only this number: rows, groups and block counts, so there are not many.
+
+    The garbage collector would look at a new tuple in each event once before it leaves it alone; a log keeps them all.
+    """
+
+    def __missing__(self, number: int) -> tuple[int]:
+        column = self[number] = (number,)
+        return column
+
+
+_column_of = _OneEntryColumns()
+
+
 def _plain(event: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple([tuple(value.tolist()) if isinstance(value, np.ndarray) else value for value in event])
 
@@ -48,20 +74,16 @@ def _hash(self: tuple[Any, ...]) -> int:
     return hash((type(self), _plain(self)))
 
 
-def _compared_by_value(cls: type[_T]) -> type[_T]:
-    """Events are equal when they are of one class and their columns hold the same values, tuple or array.
-
-    They are named tuples because one is made four times as fast as an attrs object that is frozen: a request's way
-    through the ledger makes nine.
-    """
-    cls.__eq__, cls.__ne__, cls.__hash__ = _equals, _differs, _hash  # pyright: ignore[reportAttributeAccessIssue]
+def quickly_made(cls: type[_T]) -> type[_T]:
+    """Replace `_make` of a named tuple, which makes it from all its values in order, by one as fast as `tuple`."""
+    cls._make = staticmethod(partial(named_tuple, cls))  # pyright: ignore[reportAttributeAccessIssue]
     return cls
 
 
-def frozen_column(values: NDArray[np.integer]) -> NDArray[np.integer]:
-    """Mark an array that the caller hands over as read-only, so that an event can hold it without a copy."""
-    values.setflags(write=False)
-    return values
+def _compared_by_value(cls: type[_T]) -> type[_T]:
+    """Make events equal when they have one class and their columns hold the same values, as tuples or arrays."""
+    cls.__eq__, cls.__ne__, cls.__hash__ = _equals, _differs, _hash  # pyright: ignore[reportAttributeAccessIssue]
+    return quickly_made(cls)
 
 
 class FreeReason(StrEnum):
@@ -76,7 +98,7 @@ class FreeReason(StrEnum):
 
 @attrs.frozen
 class PoolCreated:
-    """The first event of every log: everything that a fold needs to know before the second one."""
+    """The first event of every log: everything that a replay needs to know before the second one."""
 
     num_blocks: int
     groups: tuple[CacheKind, ...]
@@ -97,6 +119,11 @@ class RowsAssigned(NamedTuple):
     requests: tuple[str, ...]
     rows: IntColumn
 
+    @classmethod
+    def of(cls, request_id: str, row: int) -> Self:
+        """One request and its row."""
+        return named_tuple(cls, ((request_id,), _column_of[row]))
+
 
 @_compared_by_value
 class RowsReleased(NamedTuple):
@@ -105,12 +132,17 @@ class RowsReleased(NamedTuple):
     requests: tuple[str, ...]
     rows: IntColumn
 
+    @classmethod
+    def of(cls, request_id: str, row: int) -> Self:
+        """One request and the row that it held."""
+        return named_tuple(cls, ((request_id,), _column_of[row]))
+
 
 @_compared_by_value
 class PrefixAdopted(NamedTuple):
     """A request now holds these cached blocks (ref_cnt + 1; those at 0 left the free queue).
 
-    `blocks` fill the start of the request's table; 0 is the null block, standing for content that its group skips.
+    `blocks` fill the start of the request's table; 0 is the null block, in place of content that its group skips.
     """
 
     group: int
@@ -120,10 +152,11 @@ class PrefixAdopted(NamedTuple):
 
 @_compared_by_value
 class BlocksAllocated(NamedTuple):
-    """Blocks taken from the head of the free queue and appended to tables.
+    """Blocks were taken from the head of the free queue and appended to tables.
 
     `lost_keys` and `lost_groups` align with `blocks`: the key that each block lost by being taken (None: it had
-    none) and the group that the key belonged to. Both are empty when no block of this event carried a key.
+    none) and the group of that key. Both are empty when no block of this event had a key; `lost_groups` is also empty
+    where there is one group.
     """
 
     group: int
@@ -132,6 +165,18 @@ class BlocksAllocated(NamedTuple):
     blocks: IntColumn
     lost_keys: tuple[Key | None, ...] = ()
     lost_groups: tuple[int, ...] = ()
+
+    @classmethod
+    def of_row(
+        cls,
+        group: int,
+        row: int,
+        blocks: tuple[int, ...],
+        lost_keys: tuple[Key | None, ...],
+        lost_groups: tuple[int, ...],
+    ) -> Self:
+        """Blocks of one row."""
+        return named_tuple(cls, (group, _column_of[row], _column_of[len(blocks)], blocks, lost_keys, lost_groups))
 
 
 @_compared_by_value
@@ -153,17 +198,54 @@ class BlocksCached(NamedTuple):
     keys: tuple[Key, ...]
     parents: tuple[Key | None, ...]
 
+    @classmethod
+    def of_row(
+        cls,
+        group: int,
+        row: int,
+        start: int,
+        stop: int,
+        blocks: tuple[int, ...],
+        keys: tuple[Key, ...],
+        parent: Key | None,
+    ) -> Self:
+        """All blocks `start <= index < stop` of one row."""
+        columns = (
+            group,
+            _column_of[row],
+            _column_of[start],
+            _column_of[stop],
+            _column_of[stop - start],
+            tuple(range(start, stop)),
+            blocks,
+            keys,
+            (parent,),
+        )
+        return named_tuple(cls, columns)
+
 
 @_compared_by_value
 class TokensPlaced(NamedTuple):
     """In batch order: positions `first_positions[i] <= p < first_positions[i] + counts[i]` have slots from here on.
 
-    A first position below the row's old end is a rollback (rejected drafts, a crop): what lay behind it is gone.
+    A first position below the row's old end is a rollback (rejected drafts, a crop): the tokens behind it are gone.
     """
 
     rows: IntColumn
     first_positions: IntColumn
     counts: IntColumn
+
+    @classmethod
+    def of_row(cls, row: int, first_position: int, count: int) -> Self:
+        """Tokens of one row."""
+        return named_tuple(cls, (_column_of[row], (first_position,), (count,)))
+
+    @classmethod
+    def of_batch(cls, rows: NDArray[np.int64], first_positions: NDArray[np.int64], counts: NDArray[np.int64]) -> Self:
+        """Tokens of a whole batch, from arrays that the caller hands over: they become read-only."""
+        for column in (rows, first_positions, counts):
+            column.setflags(write=False)
+        return named_tuple(cls, (rows, first_positions, counts))
 
 
 @_compared_by_value
@@ -178,7 +260,7 @@ class BlocksShared(NamedTuple):
 
 @attrs.frozen
 class BlockCopied:
-    """Copy on write: `row` wrote into a block that others read, so its table now names `target` at `index`.
+    """Copy on write: `row` was about to write into a block that others read; its table now has `target` at `index`.
 
     `target` came from the head of the free queue and lost `lost_key` of `lost_group`, if any; `source` lost one
     reference. A backend copies the block's bytes before the step runs.
@@ -195,7 +277,7 @@ class BlockCopied:
 
 @_compared_by_value
 class BlocksFreed(NamedTuple):
-    """References given back in the order visited, as one release: segment i is `counts[i]` blocks of `rows[i]`.
+    """References were given back in the order visited, as one release: segment i is `counts[i]` blocks of `rows[i]`.
 
     For FINISHED, PREEMPTED and ABORTED a segment empties the row's table of `groups[i]`. For OUT_OF_WINDOW the table
     slots named in `indices` became the null block; for TRUNCATED they left the table's end.
@@ -207,6 +289,14 @@ class BlocksFreed(NamedTuple):
     counts: IntColumn
     blocks: IntColumn
     indices: IntColumn = ()
+
+    @classmethod
+    def of_row(
+        cls, reason: FreeReason, group: int, row: int, blocks: tuple[int, ...], indices: tuple[int, ...] = ()
+    ) -> Self:
+        """Blocks of one row in one group."""
+        counts = _column_of[len(blocks)]
+        return named_tuple(cls, (reason, _column_of[group], _column_of[row], counts, blocks, indices))
 
 
 @_compared_by_value
@@ -246,41 +336,17 @@ def columns_of(event: Event) -> dict[str, Any]:
 
 @_compared_by_value
 class Commit(NamedTuple):
-    """What one command did: its place in the log (0, 1, 2, ...) and the events it caused, in order."""
+    """The result of one command: its place in the log (0, 1, 2, ...) and the events it caused, in order."""
 
     sequence: int
     events: tuple[Event, ...]
 
 
-# Named tuples at the price of tuples: for those that every request or step makes.
-
-
-class _MakesNamedTuple(Protocol):
-    def __call__(self, cls: type[_T], values: tuple[Any, ...], /) -> _T: ...
-
-
-# An instance of `cls` out of all its values, in order and without defaults. Half of what calling the class takes, whose
-# constructor is a function in Python.
-named_tuple: _MakesNamedTuple = cast("Any", tuple).__new__
-
-# Columns of one entry, made once: most commands are about one request, and a log keeps what it is given.
-
-
-class ShortColumns(dict[int, tuple[int]]):
-    """Number -> the column that holds it alone; of rows, groups and counts of blocks, so there are not many.
-
-    A tuple made for each event would be looked at by the garbage collector before it is left alone.
-    """
-
-    def __missing__(self, number: int) -> tuple[int]:
-        column = self[number] = (number,)
-        return column
-
-
-# What happens behind a pool: blocks that move between tiers. A log of its own, each commit caused by one of the pool.
+# Blocks that move between the pool and the tiers behind it have a log of their own; a commit of the pool causes each
+# commit of that log.
 
 POOL = 0
-"""The tier that the pool itself is; those behind it count from 1."""
+"""The number of the pool itself among the tiers; those behind it count from 1."""
 
 
 class MoveReason(StrEnum):
@@ -304,10 +370,10 @@ class TiersCreated:
 
 @attrs.frozen
 class BlocksMoved:
-    """Content, by its keys in the order of moving, went from one tier to another.
+    """Content went from one tier to another; `keys` name it in the order of moving.
 
-    `from_tier` and `to_tier` count from `POOL` = 0; `to_tier` None: the content is gone. It joins the end of the queue
-    in which its new tier forgets.
+    `from_tier` and `to_tier` count from `POOL` = 0; `to_tier` None: the content is gone. In its new tier it joins the
+    end of the eviction queue.
     """
 
     reason: MoveReason
@@ -321,7 +387,7 @@ TierEvent: TypeAlias = TiersCreated | BlocksMoved
 
 @attrs.frozen
 class TierCommit:
-    """What one commit of the pool (`pool_sequence`) brought about behind it; `sequence` counts 0, 1, 2, ..."""
+    """The moves that one commit of the pool (`pool_sequence`) caused; `sequence` counts 0, 1, 2, ..."""
 
     sequence: int
     pool_sequence: int

@@ -1,4 +1,4 @@
-"""Bytes as people write and read them: GiB figures in, `40.00 GiB (42,949,672,960 B)` out."""
+"""Reads and prints amounts of memory the way people write them: `8GiB` in, `40.00 GiB (42,949,672,960 B)` out."""
 
 import re
 from fractions import Fraction
@@ -25,17 +25,15 @@ _QUANTITY = re.compile(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*\Z")
 
 
 def gib_to_bytes(figure: str | int | float) -> int:
-    """Whole bytes of a GiB figure as printed in a log: `int(Fraction(figure) * 2**30)`, with no detour through
-    binary floats.
-    """
+    """Convert a GiB figure as printed in a log to whole bytes: `int(Fraction(figure) * 2**30)`, without floats."""
     return int(Fraction(str(figure)) * GIB)
 
 
 def parse_bytes(text: str, option: str) -> int:
-    """Whole bytes of `8GiB`, `23.4 GiB`, `512MiB`, `80GB` (decimal, as vendors label) or a bare byte count.
+    """Convert `8GiB`, `23.4 GiB`, `512MiB`, `80GB` (decimal, as vendors label) or a bare byte count to whole bytes.
 
     Raises:
-        InputError: not a number with one of these units; `option` names the place.
+        InputError: `text` is not a number with one of these units; `option` names the place in the message.
     """
     match = _QUANTITY.match(text)
     factor = _UNITS.get(match.group(2).lower()) if match else None
@@ -49,12 +47,12 @@ def parse_bytes(text: str, option: str) -> int:
 
 
 def format_gib(num_bytes: int | float) -> str:
-    """`42949672960` -> `40.00 GiB`."""
+    """Format bytes as GiB: `42949672960` -> `40.00 GiB`."""
     return f"{num_bytes / GIB:,.2f} GiB"
 
 
 def format_bytes(num_bytes: int) -> str:
-    """`42949672960` -> `40.00 GiB (42,949,672,960 B)`; small amounts in the unit that shows three digits."""
+    """Format bytes exactly: `42949672960` -> `40.00 GiB (42,949,672,960 B)`; MiB, KiB or B for small amounts."""
     size = abs(num_bytes)
     if size >= GIB // 100:
         return f"{format_gib(num_bytes)} ({num_bytes:,} B)"

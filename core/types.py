@@ -1,4 +1,4 @@
-"""What crosses the seams: requests, batches, steps, and the protocols that the parts offer each other."""
+"""The types that the rooms exchange: requests, batches and steps, and the protocols that users can implement."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -10,32 +10,32 @@ from numpy.typing import NDArray
 from .errors import InputError
 from .events import Commit, Key
 
-# Sums and extremes of short columns, without the Python layer of ndarray's methods.
+# Sums and extremes of short columns, without the Python code inside the methods of ndarray.
 
 
 def sum_of(column: NDArray[Any]) -> int:
-    """The sum of a column of integers; 0 for an empty one."""
+    """Return the sum of a column of integers; 0 for an empty one."""
     return int(np.add.reduce(column))
 
 
 def smallest(column: NDArray[Any]) -> int:
-    """The smallest entry of a column of integers that is not empty."""
+    """Return the smallest entry of a non-empty column of integers."""
     return column.item(column.argmin())
 
 
 def largest(column: NDArray[Any]) -> int:
-    """The largest entry of a column of integers that is not empty."""
+    """Return the largest entry of a non-empty column of integers."""
     return column.item(column.argmax())
 
 
 class KeySource(Protocol):
-    """Where a request's block keys come from: a content hash over its tokens, or the ids of a trace."""
+    """Gives the keys (block hashes) of a request: hashes of its tokens, or the ids of a trace."""
 
     def keys(self, start: int, stop: int) -> Sequence[Key]:
-        """The keys of the complete hash blocks `start <= i < stop`; block i ends at token `(i + 1) * hash_block_size`.
+        """Return the keys of the complete hash blocks `start <= i < stop`; block i ends at token
+        `(i + 1) * hash_block_size`.
 
-        May return fewer (or none) for a request that must not be cached; the blocks behind the last key then stay
-        without one.
+        May return fewer (or none) for a request that must not be cached; blocks behind the last key then get none.
         """
         ...
 
@@ -44,10 +44,10 @@ class KeySource(Protocol):
 class Request:
     """One request, from submission to its end. The scheduler owns it; the allocator reads it.
 
-    `num_output_tokens` counts the tokens known so far; `max_tokens` bounds them. `keys` is None where nothing may be
-    shared. `cache_boundary` is the last one that a lookup reported (`PrefixMatch.boundary`); sparse retention keeps
-    the window before it. `num_cached_tokens` is what the first admission found in the cache (None before it), and
-    `num_preemptions` how often the request has lost its blocks; both start anew when it is submitted.
+    `num_output_tokens` counts the outputs known so far; `max_tokens` bounds them. `keys` is None if the request must
+    not share blocks. `cache_boundary` is the last boundary that a lookup reported (`PrefixMatch.boundary`); sparse
+    retention keeps the window before it. `num_cached_tokens` counts the tokens that the first admission found in the
+    cache (None before it), and `num_preemptions` how often the request was preempted; submission resets both.
     """
 
     request_id: str
@@ -88,31 +88,27 @@ class TokenBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole batch."""
+        """Count the tokens of the whole batch."""
         return sum_of(self.counts)
 
     def query_start_loc(self) -> NDArray[np.int64]:
-        """Where each request's tokens start in the flat batch, and its end: int64 `[num_reqs + 1]`."""
+        """Return where each request's tokens start in the flat batch, and the batch's end: int64 `[num_reqs + 1]`."""
         return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.counts)])
 
     def positions(self) -> NDArray[np.int64]:
-        """The position of every token in its request: int64 `[num_tokens]`."""
+        """Return the position of every token in its request: int64 `[num_tokens]`."""
         starts = self.query_start_loc()[:-1]
         return np.arange(self.num_tokens, dtype=np.int64) + np.repeat(self.first_positions - starts, self.counts)
 
-    def row_of_token(self) -> NDArray[np.int64]:
-        """The row of every token: int64 `[num_tokens]`."""
-        return np.repeat(self.rows, self.counts)
-
 
 class StepLoad(NamedTuple):
-    """The sums over one engine step that a latency model needs. A token at position p attends to p + 1 tokens.
+    """Sums over one engine step, for latency models. A token at position p attends to p + 1 tokens.
 
     Attributes:
-        num_prefill_tokens: tokens of requests with more than one token still to be computed.
-        num_decode_tokens: tokens of requests that go on producing output, one each and its drafts.
-        prefill_context_tokens: over prefill tokens, the sum of the tokens that they attend to.
-        decode_context_tokens: over decode tokens, the same.
+        num_prefill_tokens: tokens of requests with more than one token left to compute.
+        num_decode_tokens: tokens of decoding requests: one for each, and its drafts.
+        prefill_context_tokens: the sum of the tokens that each prefill token attends to.
+        decode_context_tokens: the same sum over decode tokens.
         num_sampled: requests that produce an output token in this step.
         num_swapped_blocks: blocks copied between device and host memory before the step, in both directions.
     """
@@ -126,24 +122,24 @@ class StepLoad(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole step."""
+        """Count the tokens of the whole step."""
         return self.num_prefill_tokens + self.num_decode_tokens
 
     def one_token_later(self) -> "StepLoad":
-        """The load of the same decode-only step once every request in it has grown by a token."""
+        """Return the load of the same decode-only step after every request in it has grown by one token."""
         context = self.decode_context_tokens + self.num_decode_tokens
         return StepLoad(0, self.num_decode_tokens, 0, context, self.num_sampled)
 
 
 class ScheduledStep(NamedTuple):
-    """What is computed next: one engine step, or a macro-step of several identical decode steps.
+    """The work to compute next: one engine step, or a macro-step of several identical decode steps.
 
     Attributes:
         batch: every token; in a macro-step of n steps each request has n of them.
         load: the sums over the first of the steps.
-        num_steps: how many engine steps this stands for.
-        num_draft_tokens: int64 `[num_reqs]`, how many of each request's tokens are drafts; None: none of any.
-        blocks_taken_at: for each step after the first, how many blocks are first used in it (the allocator takes
+        num_steps: the number of engine steps in this macro-step.
+        num_draft_tokens: int64 `[num_reqs]`, how many of each request's tokens are drafts; None: no drafts at all.
+        blocks_taken_at: for each step after the first, how many blocks it is the first to use (the allocator takes
             them all at once, in the order in which single steps would have).
     """
 
@@ -155,14 +151,14 @@ class ScheduledStep(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a backend reports of a step: how long it took and what it produced.
+    """A backend's report on a step: how long it took and what it produced.
 
     Attributes:
-        nanoseconds: the duration of each engine step, `num_steps` of them. Whole nanoseconds, so that simulated
-            time adds up exactly.
-        outputs: what was produced; None where tokens are only counted (simulation).
-        num_accepted_tokens: int64 `[num_reqs]`, how many drafts of each request were accepted; None: none were there.
-        stopped: rows whose request ends with this step's token although `max_tokens` would allow more.
+        nanoseconds: the duration of each of the `num_steps` engine steps. Whole nanoseconds, so that simulated time
+            adds up exactly.
+        outputs: the produced tokens; None where tokens are only counted (simulation).
+        num_accepted_tokens: int64 `[num_reqs]`, how many drafts of each request were accepted; None: no drafts.
+        stopped: rows whose request ends with this step's token although `max_tokens` allows more.
     """
 
     nanoseconds: tuple[int, ...]
@@ -172,70 +168,65 @@ class StepResult(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The duration of the whole step in seconds."""
+        """Return the duration of the whole step in seconds."""
         return sum(self.nanoseconds) / 1e9
 
 
 class EventSink(Protocol):
-    """Anything that listens to commits: a backend, a log, a publisher, metrics. Called once for each, in order."""
+    """Receives every commit once, in order: a backend, a log, a publisher, metrics."""
 
     def apply(self, commit: Commit) -> None:
-        """Take note of one commit. Raising stops the engine; the commit itself stands."""
+        """Receive one commit. Raising stops the engine but does not undo the commit."""
         ...
 
 
 class LatencyModel(Protocol):
-    """How long an engine step takes.
+    """Says how long an engine step takes.
 
-    A model that looks at neither of the load's sums over contexts may say so by an attribute `ignores_context = True`:
-    the steps of a run of decodes then take the same time, and are not asked for one by one.
+    A model that reads neither of the load's two context sums may declare `ignores_context = True`: the steps of a run
+    of decodes then take the same time, and the engine asks for it once.
     """
 
     def step_seconds(self, load: StepLoad) -> float:
-        """Seconds that one engine step takes on the modelled device; more than 0."""
+        """Return the seconds that one engine step takes on the modelled device; more than 0."""
         ...
 
     def assumptions(self) -> dict[str, Any]:
-        """Every coefficient with its unit and source, for the report."""
+        """Return every coefficient with its unit and source, for the report."""
         ...
 
 
 class DraftModel(Protocol):
-    """How many drafts of speculative decoding turn out right."""
+    """Says how many draft tokens of speculative decoding are accepted."""
 
     def accepted(self, num_draft_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For the drafts of one step, int64 `[num_reqs]`: how many of each request's are accepted, 0 to all."""
+        """Return how many drafts of each request in one step are accepted, 0 to all: int64 `[num_reqs]`, in and out."""
         ...
 
     def assumptions(self) -> dict[str, Any]:
-        """What it rests on, for the report."""
+        """Return the model's parameters with their sources, for the report."""
         ...
 
 
 class ExternalTokens(Protocol):
-    """Keys and values that are kept outside the pool (host memory, disk, another engine) and can be copied in."""
+    """Keys and values outside the pool (host memory, disk, another engine) that can be copied in."""
 
     def num_tokens_after(self, request: Request, num_hit_tokens: int) -> int:
-        """How many tokens behind a hit of `num_hit_tokens` can be copied in; at least one token stays to compute.
+        """Return how many tokens behind a hit of `num_hit_tokens` can be copied in; at least one is left to compute.
 
-        Asked right before the request's allocation is tried; changes nothing.
+        The scheduler asks right before it allocates for the request. Changes nothing.
         """
         ...
 
 
-class RemoteTokens(Protocol):
-    """Keys and values that another engine has computed. They are copied in while the request waits, its blocks held."""
-
-    def num_tokens_after(self, request: Request, num_hit_tokens: int) -> int:
-        """How many tokens behind a hit of `num_hit_tokens` the other engine holds; at least one stays to compute.
-
-        Asked right before the request's allocation is tried; changes nothing.
-        """
-        ...
+class RemoteTokens(ExternalTokens, Protocol):
+    """Keys and values that another engine has computed. They are copied in while the request waits with its blocks."""
 
     def admitted(self, request: Request, num_tokens: int) -> None:
-        """A new request holds blocks for so many of them: copy. At the end, and not before this call has returned, tell
-        the scheduler that they were `received`. 0: the engine itself found all of them, and the request runs.
+        """Start to copy: a new request holds blocks for `num_tokens` remote tokens.
+
+        Call the scheduler's `received` when the copy has ended, and not before this call has returned. With 0 tokens
+        there is nothing to copy (the engine itself found all of them), and the request runs.
         """
         ...
 
@@ -247,7 +238,7 @@ class Backend(EventSink, Protocol):
     """
 
     def submit(self, step: ScheduledStep) -> None:
-        """Start the step's work; never waits for a device."""
+        """Start the step's work; never wait for a device."""
         ...
 
     def collect(self) -> StepResult:

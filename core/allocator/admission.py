@@ -1,4 +1,4 @@
-"""How many blocks a request needs, whether they are there, and whether they ever could be."""
+"""Counts the blocks that a request needs, and refuses a request that the pool can never serve."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,11 @@ from ..errors import DoesNotFitError
 from ..ledger.state import LedgerState
 from ..types import Request
 from .config import AllocatorConfig
-from .prefix_match import PrefixMatch
-
-Hits = tuple[tuple[int, ...], ...] | None
+from .prefix_cache import Hits, PrefixMatch
 
 
 class Admission:
-    """The counting half of `allocate`: rules 16 and 18 of golden/ops, and field report D01."""
+    """Counts blocks for `allocate`: rules 16 and 18 of golden/ops, and field report D01."""
 
     def __init__(self, config: AllocatorConfig, state: LedgerState) -> None:
         self._config = config
@@ -21,13 +19,14 @@ class Admission:
             kind.admission_cap_blocks(config.max_in_flight_tokens, config.max_model_len) for kind in config.groups
         ]
 
-    def blocks_needed(self, row: int | None, hits: Hits, wanted: Sequence[int], total: int) -> int:
-        """Blocks that must be free for a request that wants so many of each group; unreferenced hit blocks count too
-        (rule 18).
+    def blocks_needed(self, row: int | None, hits: Hits | None, wanted: Sequence[int], total: int) -> int:
+        """Count the blocks that must be free for a request to have `wanted` blocks of each group.
+
+        Unreferenced hit blocks count too (rule 18).
         """
         return sum([self._needed_of(group, row, hits, count, total) for group, count in enumerate(wanted)])
 
-    def _needed_of(self, group: int, row: int | None, hits: Hits, wanted: int, total: int) -> int:
+    def _needed_of(self, group: int, row: int | None, hits: Hits | None, wanted: int, total: int) -> int:
         held = 0 if row is None else self._state.tables[group].count(row)
         if row is not None and self._state.considered[group][row] >= 0:
             return max(wanted - held, 0)
@@ -39,7 +38,7 @@ class Admission:
         return max(wanted - max(skipped, len(hits[group]) + held), 0) + adopted_free
 
     def blocks_needed_for_all(self, request: Request, match: PrefixMatch | None) -> int:
-        """Blocks that must be free for every known token of a request, capped for windowed groups (rule 16)."""
+        """Count the blocks to be free for all known tokens of a request; windowed groups are capped (rule 16)."""
         row = self._state.row_of.get(request.request_id)
         hits = match.blocks if match else None
         total = (match.num_hit_tokens if match else 0) + (0 if row is None else self._state.placed[row])
@@ -50,7 +49,7 @@ class Admission:
         return need
 
     def blocks_held_at_most(self, num_tokens: int) -> int:
-        """Blocks that a request of this length holds at once, over all groups, when nothing is shared."""
+        """Count the blocks that a request of this length holds at once, over all groups, when it shares none."""
         return sum(
             [self._capped(group, -(-num_tokens // kind.block_size)) for group, kind in enumerate(self._config.groups)]
         )
@@ -71,7 +70,7 @@ class Admission:
             )
 
     def check_can_ever_hold(self, request: Request, row: int | None, needed: int) -> None:
-        """Raise `DoesNotFitError` if what a request holds and needs exceeds the whole pool."""
+        """Raise `DoesNotFitError` if the blocks that a request holds and needs exceed the whole pool."""
         usable = self._state.pool.num_usable_blocks
         held = 0
         if row is not None:
@@ -88,7 +87,7 @@ class Admission:
             )
 
     def max_fitting_tokens(self) -> int:
-        """The longest request that an empty pool serves, by bisection (blocks held grow with the length)."""
+        """Find the longest request that an empty pool serves, by bisection (the blocks held grow with the length)."""
         usable = self._state.pool.num_usable_blocks
         low, high = 0, self._config.max_model_len
         while low < high:

@@ -1,34 +1,14 @@
-"""What an allocator is built from, checked once."""
+"""The configuration of an allocator, checked once."""
 
 import math
 
 import attrs
 
 from ..cache_kinds import CacheKind, FullAttention
-from ..errors import InputError
+from ..errors import InputError, at_least, non_negative, one_of, positive
 
-# Under this retention every complete block gets a key.
+# The retention under which every complete block gets a key.
 DENSE = None
-
-
-def _at_least(minimum: int):
-    def check(_: object, attribute: "attrs.Attribute[int]", value: int) -> None:
-        if value < minimum:
-            raise InputError(f"{attribute.name} must be at least {minimum}, not {value}")
-
-    return check
-
-
-def _one_of(*choices: str):
-    def check(_: object, attribute: "attrs.Attribute[str]", value: str) -> None:
-        if value not in choices:
-            raise InputError(f"{attribute.name} must be one of {', '.join(choices)}, not {value!r}")
-
-    return check
-
-
-def _groups(value: "tuple[CacheKind, ...] | list[CacheKind]") -> tuple[CacheKind, ...]:
-    return tuple(value)
 
 
 @attrs.frozen
@@ -37,41 +17,42 @@ class AllocatorConfig:
 
     Attributes:
         num_blocks: blocks of the pool, the null block included.
-        groups: one cache kind a group of layers; they share the pool.
+        groups: one cache kind per group of layers; all groups share the pool.
         max_model_len: tokens of the longest request; no row holds more.
         max_num_reqs: rows of the block tables: requests that hold blocks at the same time.
         enable_caching: whether complete blocks are registered and found (prefix caching).
         retention_interval: which blocks of windowed groups get a key. None: all (dense). 0: only the window before a
             request's replay boundaries (vLLM's engine default). N: those, and the window before every multiple of N
-            tokens. Without meaning for full attention; with any other kind it must be given.
+            tokens. It has no effect on full attention; with any other kind it must be given.
         max_in_flight_tokens: the most tokens that one request may have scheduled at once; bounds what windowed
             groups hold. 0: `max_model_len`.
-        watermark_blocks: blocks that an admission leaves free.
+        watermark_blocks: blocks that an admission must leave free.
         use_eagle: whether the last block of a hit is recomputed for EAGLE drafts.
-        hash_block_size: tokens between two keys of a chain; 0: the greatest common divisor of the block sizes.
+        hash_block_size: tokens per key of a chain; 0: the greatest common divisor of the block sizes.
         scheduler_block_size: hits and registrations are multiples of it; 0: the least common multiple.
         eviction: the name of the eviction order.
-        key_algorithm: what the keys are, as recorded in the log ("sha256", "trace ids").
-        release: order in which a request of several groups gives its blocks back: "immediate" (group 0 first, each
+        key_algorithm: how the keys are made, as recorded in the log ("sha256", "trace ids").
+        release: the order in which a request of several groups frees its blocks: "immediate" (group 0 first, each
             group as a release of its own) or "deferred" (one release of the reversed concatenation).
-        orphans: what `evict` does with keyed descendants that no lookup can reach any more: "keep" (vLLM) or "drop".
+        orphans: whether `evict` keeps the keys of later blocks that no lookup can reach any more: "keep" (vLLM) or
+            "drop".
     """
 
-    num_blocks: int = attrs.field(validator=_at_least(2))
-    groups: tuple[CacheKind, ...] = attrs.field(converter=_groups)
-    max_model_len: int = attrs.field(validator=_at_least(1))
-    max_num_reqs: int = attrs.field(default=256, validator=_at_least(1))
+    num_blocks: int = attrs.field(validator=at_least(2))
+    groups: tuple[CacheKind, ...] = attrs.field(converter=tuple[CacheKind, ...])
+    max_model_len: int = attrs.field(validator=positive)
+    max_num_reqs: int = attrs.field(default=256, validator=positive)
     enable_caching: bool = True
     retention_interval: int | None = attrs.field(default=-1)
-    max_in_flight_tokens: int = attrs.field(default=0, validator=_at_least(0))
-    watermark_blocks: int = attrs.field(default=0, validator=_at_least(0))
+    max_in_flight_tokens: int = attrs.field(default=0, validator=non_negative)
+    watermark_blocks: int = attrs.field(default=0, validator=non_negative)
     use_eagle: bool = False
-    hash_block_size: int = attrs.field(default=0, validator=_at_least(0))
-    scheduler_block_size: int = attrs.field(default=0, validator=_at_least(0))
+    hash_block_size: int = attrs.field(default=0, validator=non_negative)
+    scheduler_block_size: int = attrs.field(default=0, validator=non_negative)
     eviction: str = "lru"
     key_algorithm: str = "given"
-    release: str = attrs.field(default="immediate", validator=_one_of("immediate", "deferred"))
-    orphans: str = attrs.field(default="keep", validator=_one_of("keep", "drop"))
+    release: str = attrs.field(default="immediate", validator=one_of("immediate", "deferred"))
+    orphans: str = attrs.field(default="keep", validator=one_of("keep", "drop"))
 
     def __attrs_post_init__(self) -> None:
         if not self.groups:

@@ -1,4 +1,4 @@
-"""Which cached blocks no lookup can reach once a block before them has lost its key (`orphans="drop"`)."""
+"""Finds the cached blocks that no lookup can reach once a block before them has lost its key (`orphans="drop"`)."""
 
 from collections.abc import Iterable
 
@@ -8,18 +8,18 @@ from ..pool.block_pool import BlockPool
 
 
 class ChainLinks:
-    """Remembers, from `BlocksCached` events, which key follows which in groups whose hits are unbroken runs.
+    """Remembers from `BlocksCached` events which key follows which, in groups whose hits are unbroken runs.
 
-    The key of a chain follows one other, or none. One that names content alone may follow several, itself among them;
-    where such keys follow each other in a circle, each counts as a way to the next. The memory is in proportion to the
-    cache, not to its history.
+    A chained hash follows one other key or none. A key that names content alone may follow several keys, itself among
+    them; where such keys follow each other in a circle, each counts as a way to reach the next. The memory grows with
+    the cache, not with its history.
     """
 
     def __init__(self, groups: tuple[CacheKind, ...]) -> None:
         self._links = [_Links() if kind.needs_whole_prefix else None for kind in groups]
 
     def note(self, event: BlocksCached, pool: BlockPool) -> None:
-        """Learn the links of newly registered blocks."""
+        """Add the links of newly registered blocks."""
         links = self._links[event.group]
         if links is None:
             return
@@ -33,10 +33,10 @@ class ChainLinks:
         links.forget_dead(pool, event.group)
 
     def descendants(self, blocks: Iterable[int], pool: BlockPool) -> list[int]:
-        """Keyed blocks that become unreachable when `blocks` lose their keys; none of `blocks` among them.
+        """Return the keyed blocks, beyond `blocks`, that become unreachable when `blocks` lose their keys.
 
-        A key that another block still carries stays reachable, and so does what follows it; so does a key that begins
-        a prompt, or that follows another one that stays.
+        A key stays reachable, with all that follows it, if another block still has it, if it begins a prompt, or if it
+        also follows a key that stays.
         """
         losing = set(blocks)
         orphans: list[int] = []
@@ -55,14 +55,14 @@ class ChainLinks:
 
 
 def _is_reached(key: Key, parents: Iterable[Key | None], group: int, losing: set[int], pool: BlockPool) -> bool:
-    """Whether a lookup still comes to a key: at a prompt's beginning, or behind another key that is still carried."""
+    """Whether a lookup still reaches a key: at the start of a prompt, or behind another key that a block still has."""
     return any(
         parent is None or (parent != key and not losing.issuperset(pool.copies(parent, group))) for parent in parents
     )
 
 
 class _Links:
-    """Which key follows which, in one group. Before the first block of a prompt stands None."""
+    """The links of one group: which key follows which. None precedes the first block of a prompt."""
 
     def __init__(self) -> None:
         self._children: dict[Key | None, set[Key]] = {}
@@ -85,9 +85,9 @@ class _Links:
         return self._parents.get(key, ())
 
     def forget_dead(self, pool: BlockPool, group: int) -> None:
-        """Forget the links to keys that no block carries any more, once there are twice as many as there were left.
+        """Forget the links to keys that no block has any more, once the links have doubled since the last time.
 
-        And those from such keys, where a key has others: its only one may come back before it.
+        Also forget the links from such keys to a key that has other parents. An only parent is kept: it may come back.
         """
         if self._num_links <= self._capacity:
             return

@@ -1,7 +1,7 @@
 """Block hashes: the key of a block is a digest of its tokens, its extra keys and the key of the block before it.
 
-`block_hasher(algorithm)` gives one of `ALGORITHMS`. docs/block_hashes.md documents the byte encoding and its
-reference vector. Importing this module does not load hashlib, and OpenSSL with it: a trace's ids are never hashed.
+`block_hasher(algorithm)` makes the hasher for one of `ALGORITHMS`. docs/block_hashes.md documents the byte encoding
+and its reference vector. Importing this module loads neither hashlib nor OpenSSL: the ids of a trace are not hashed.
 """
 
 import pickle
@@ -42,7 +42,7 @@ class BlockHasher(Protocol):
 
     @property
     def root(self) -> bytes:
-        """The key that stands before a first block."""
+        """The key that precedes a first block."""
         ...
 
     def chain(
@@ -52,7 +52,7 @@ class BlockHasher(Protocol):
         parent: bytes | None = None,
         extra_keys: Sequence[BlockExtraKeys] | None = None,
     ) -> list[bytes]:
-        """The keys of the complete blocks of `token_ids`, in order; tokens of a partial last block are left out.
+        """Return the keys of the complete blocks of `token_ids`, in order; a partial last block gets none.
 
         `parent` is the key of the block before the first one (None: there is none). `extra_keys` holds one value per
         complete block; None means that no block has any. Raises InputError for a block size below 1, for token ids that
@@ -96,7 +96,7 @@ class EncodedBlockHasher:
 class VllmBlockHasher:
     """vLLM's chain: SHA-256 over the serialized tuple (parent, tokens, extra keys), as golden/hashing.jsonl records it.
 
-    `serialize` is canonical CBOR (portable) or pickle (tied to Python's pickle format: texts that are one object in
+    `serialize` is canonical CBOR (portable) or pickle (tied to Python's pickle format: strings that are one object in
     vLLM's process and two here pickle to different bytes).
     """
 
@@ -131,15 +131,15 @@ class VllmBlockHasher:
 
 
 def block_hasher(algorithm: str = "sha256", *, vllm_seed: str | None = None) -> BlockHasher:
-    """The hasher named `algorithm`.
+    """Make the hasher named `algorithm`.
 
     * `sha256`: the default; cryptographic, and identical in every process, Python version and byte order.
     * `sha256_cbor`: vLLM's portable chain; imports cbor2.
     * `sha256_pickle`: what vLLM calls `sha256`; tied to Python's pickle.
-    * `xxh3`: fast, 128 bits, not cryptographic: whoever may choose token ids can make keys collide, so it is for
+    * `xxh3`: fast, 128 bits, not cryptographic: a user who chooses token ids can make keys collide, so it is for
       single-tenant use only; imports xxhash.
 
-    `vllm_seed` is the PYTHONHASHSEED of the vLLM server whose keys are to be met, if it had one.
+    `vllm_seed` is the PYTHONHASHSEED of the vLLM server whose keys must be reproduced, if it had one.
 
     Raises InputError for another name, for a `vllm_seed` that the algorithm would ignore, and where the package that
     the choice needs is not installed.
@@ -162,18 +162,13 @@ def block_hasher(algorithm: str = "sha256", *, vllm_seed: str | None = None) -> 
     raise InputError(f"unknown block hash algorithm {algorithm!r}: choose one of {', '.join(ALGORITHMS)}")
 
 
-def key_with_group(key: bytes, group_id: int) -> bytes:
-    """The key of a block within a KV-cache group: the group's id as big-endian uint32 behind the key, as vLLM does."""
-    return key + group_id.to_bytes(4, "big")
-
-
 def key_low64(key: bytes) -> int:
-    """The last 64 bits of a key as an unsigned number: the form that vLLM's KV events carry when so configured."""
+    """Return the last 64 bits of a key as an unsigned number, which vLLM's KV events can be configured to carry."""
     return int.from_bytes(key[-8:], "big")
 
 
 def token_array(token_ids: TokenIds) -> NDArray[np.signedinteger[Any]]:
-    """The token ids as a little-endian array: int32 where all fit, int64 otherwise. May share memory with the input.
+    """Return the token ids as a little-endian array: int32 if all fit, else int64. May share memory with the input.
 
     Raises InputError for anything but whole numbers of 64 bits in one dimension.
     """
@@ -208,7 +203,7 @@ def _narrowed(token_ids: NDArray[np.integer[Any]]) -> NDArray[np.signedinteger[A
 def encode_blocks(
     token_ids: TokenIds, block_size: int, extra_keys: Sequence[BlockExtraKeys] | None = None
 ) -> list[bytes]:
-    """What is hashed for each complete block, behind the key of the block before it (see docs/block_hashes.md)."""
+    """Return the bytes to hash for each complete block, after the previous block's key (see docs/block_hashes.md)."""
     tokens = token_array(token_ids)
     blocks = _complete_blocks(tokens, block_size)
     if extra_keys is not None:
@@ -237,7 +232,7 @@ def _per_block(extra_keys: Sequence[BlockExtraKeys] | None, num_blocks: int) -> 
 
 def _payloads(blocks: NDArray[np.signedinteger[Any]], domain: int) -> list[bytes]:
     num_blocks, block_size = blocks.shape
-    if num_blocks == 1:  # a decode step completes one block at a time, for which the buffer costs more than the hash
+    if num_blocks == 1:  # a decode step completes one block at a time; for it the buffer costs more than the hash
         return [_HEADER.pack(domain, block_size) + blocks.tobytes()]
     # One buffer holds every header in front of its tokens, and one call cuts it into the loop's byte strings.
     rows = np.empty((num_blocks, _HEADER.size + block_size * blocks.itemsize), np.uint8)
@@ -247,7 +242,7 @@ def _payloads(blocks: NDArray[np.signedinteger[Any]], domain: int) -> list[bytes
 
 
 def _payloads_by_width(blocks: NDArray[np.signedinteger[Any]]) -> list[bytes]:
-    """Each block at its own width, so that a wide token elsewhere in the request does not change a block's key."""
+    """Encode each block at its own width, so that a wide token elsewhere does not change the block's key."""
     as_int32 = blocks.astype("<i4")
     fits: NDArray[np.bool_] = np.logical_and.reduce(as_int32 == blocks, axis=1)
     narrow = iter(_payloads(as_int32[fits], INT32_TOKENS))

@@ -1,8 +1,8 @@
-"""Extra keys: what a block's key must bind beside its tokens, so that equal tokens of unequal content never meet.
+"""Extra keys: content that a block's key covers besides its tokens, so that equal tokens never share unequal content.
 
-A request states its `ExtraKeys` once. `for_blocks` turns them into one value per hash block, and `encode_extra_keys`
-turns such a value into bytes. What cannot be bound faithfully is never bound loosely: `reason_not_cacheable` says why
-such a request must not be cached at all (field reports B03 and B04).
+A request gives its `ExtraKeys` once. `for_blocks` turns them into one value per hash block, and `encode_extra_keys`
+turns such a value into bytes. A request whose extra keys cannot identify its content is not cached at all:
+`reason_not_cacheable` says why (field reports B03 and B04).
 """
 
 import struct
@@ -42,7 +42,7 @@ def _is_content_id(value: object) -> bool:
 class LoraIdentity:
     """A LoRA adapter by name *and* content: a reloaded adapter keeps its name but not its fingerprint (B03).
 
-    `fingerprint` is any stable digest or version of the weights. It is checked by `ExtraKeys.reason_not_cacheable`.
+    `fingerprint` is any stable digest or version of the weights. `ExtraKeys.reason_not_cacheable` checks it.
     """
 
     name: str
@@ -53,8 +53,8 @@ class LoraIdentity:
 class MultimodalItem:
     """An image, a clip or another item whose placeholders occupy `num_tokens` tokens of the prompt from `offset` on.
 
-    `content_id` identifies the content itself (a digest of the pixels, say) and is bound in full, however long.
-    It is checked by `ExtraKeys.reason_not_cacheable`.
+    `content_id` identifies the content itself (for example a digest of the pixels); the key covers all of it, however
+    long. `ExtraKeys.reason_not_cacheable` checks it.
     """
 
     content_id: str | bytes | int
@@ -63,12 +63,12 @@ class MultimodalItem:
 
     @property
     def stop(self) -> int:
-        """The position just behind the item's last token."""
+        """Return the position after the item's last token."""
         return self.offset + self.num_tokens
 
 
 def _items(value: object) -> tuple[Any, ...]:
-    """None means no items; anything that cannot be listed is kept as one item, which is then found to be malformed."""
+    """Return a tuple of items. A value that is not iterable becomes one item, which is then reported as malformed."""
     if value is None:
         return ()
     return tuple(cast("Iterable[Any]", value)) if isinstance(value, Iterable) else (value,)
@@ -87,7 +87,7 @@ class ExtraKeys:
     """The extra keys of one request.
 
     `cache_salt` isolates a tenant: only requests with the same salt share blocks. An empty one is refused
-    (InputError), since it isolates nobody. `multimodal` lists the items in any order.
+    (InputError), because it would isolate no one. `multimodal` lists the items in any order.
     `placeholder_token_ids` are the token ids that stand for multimodal content in this model's vocabulary: a
     placeholder that no item covers makes the request uncacheable, because its true content is unknown.
     """
@@ -98,7 +98,7 @@ class ExtraKeys:
     placeholder_token_ids: Sequence[int] = attrs.field(default=(), converter=_items)
 
     def reason_not_cacheable(self, num_tokens: int) -> str | None:
-        """Why a request of `num_tokens` tokens with these extra keys must not be cached, or None where it may be."""
+        """Return why a request of `num_tokens` tokens with these extra keys must not be cached; None: it may be."""
         lora = self.lora
         if lora is not None and not (isinstance(_opaque(lora), LoraIdentity) and _is_name(lora.name)):
             return f"lora is {lora!r}: a LoraIdentity with a non-empty name is needed"
@@ -113,10 +113,10 @@ class ExtraKeys:
         return None
 
     def for_blocks(self, start: int, stop: int, block_size: int) -> list[BlockExtraKeys] | None:
-        """The extra keys of blocks [start, stop) of `block_size` tokens; None where no block of this request has any.
+        """Return the extra keys of blocks [start, stop) of `block_size` tokens; None if the request has none at all.
 
         The salt enters block 0 only, because the chain carries it into every later block. The adapter enters every
-        block, a multimodal item the blocks that it overlaps, with its place in them.
+        block. A multimodal item enters the blocks that it overlaps, with its position in them.
         """
         if self.cache_salt is None and self.lora is None and not self.multimodal:
             return None
@@ -131,22 +131,22 @@ class ExtraKeys:
         return blocks
 
     def _multimodal_keys(self, start: int, stop: int, block_size: int) -> dict[int, tuple[ExtraKeyValue, ...]]:
-        """Block index -> ("multimodal", content id, first token relative to the block, tokens inside the block)."""
+        """Map block index -> ("multimodal", content id, first token relative to the block, tokens inside the block)."""
         keys: dict[int, tuple[ExtraKeyValue, ...]] = {}
         for item in sorted(self.multimodal, key=_place):
             first = max(start, item.offset // block_size)
             last = min(stop, -(-item.stop // block_size))
             for index in range(first, last):
                 block_start = index * block_size
-                # Counting the tokens inside the block as well tells an item apart from the same item cut short
-                # and continued with bare placeholder tokens.
+                # The number of tokens inside the block tells an item from the same item cut short and continued with
+                # bare placeholder tokens.
                 inside = min(item.stop, block_start + block_size) - max(item.offset, block_start)
                 entry = ("multimodal", item.content_id, item.offset - block_start, inside)
                 keys[index] = (*keys.get(index, ()), entry)
         return keys
 
     def truncated(self, num_tokens: int) -> "ExtraKeys":
-        """The extra keys of the first `num_tokens` tokens: items behind them are dropped, one across the end is cut."""
+        """Return the extra keys of the first `num_tokens` tokens: drop later items, cut one across the end."""
         if all(item.stop <= num_tokens for item in self.multimodal):
             return self
         kept = [
@@ -158,7 +158,7 @@ class ExtraKeys:
 
 
 def _opaque(value: object) -> object:
-    """The value without its declared type: callers from untyped code may have passed anything."""
+    """Return the value without its declared type: callers from untyped code may have passed anything."""
     return value
 
 
@@ -181,7 +181,7 @@ def _reason_item_is_malformed(item: object, num_tokens: int) -> str | None:
 
 
 def encode_extra_keys(value: ExtraKeyValue) -> bytes:
-    """The canonical bytes of an extra key: a tag, a length and the content, so that no two values share an encoding.
+    """Encode an extra key as a tag, a length and the content, so that no two values share an encoding.
 
     Tags: `n` None, `i` whole number (decimal digits), `s` text (UTF-8), `b` bytes, `t` tuple. Behind every tag but `n`
     stands a little-endian uint32: the length of the content in bytes, for a tuple the number of its items.

@@ -1,4 +1,4 @@
-"""A key source over tokens: the block hashes of one request, computed once, as they are asked for."""
+"""Computes the block hashes of one request from its tokens, each once, when it is first asked for."""
 
 from typing import Any
 
@@ -6,25 +6,20 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import InputError, MisuseError
+from ..errors import MisuseError, positive
 from .block_hash import BlockHasher, TokenIds, token_array
 from .extra_keys import ExtraKeys
 
 
-def _check_block_size(_instance: object, _field: object, value: int) -> None:
-    if value < 1:
-        raise InputError(f"hash_block_size is {value}: it must be at least 1 token")
-
-
 @attrs.define(eq=False)
 class TokenKeySource:
-    """The keys of one request's complete hash blocks, from its tokens and its extra keys.
+    """A `KeySource` that hashes one request's tokens and extra keys.
 
-    Tokens are copied in, appended as they are decoded and truncated when drafts are rejected; block i covers tokens
+    Tokens are copied in, appended as they are decoded and truncated when drafts are rejected. Block i covers tokens
     [i * hash_block_size, (i + 1) * hash_block_size). A block is hashed when its key is first asked for.
 
-    A request whose extra keys are malformed fails closed (field report B04): `reason` says why, and `keys` returns
-    nothing, so that its blocks are neither found nor registered. `reason` is None for a request that may be cached.
+    If the extra keys are malformed, the request is not cached (field report B04): `reason` says why, and `keys`
+    returns nothing, so that its blocks are neither found nor registered. `reason` is None if the request may be cached.
 
     Example::
 
@@ -38,7 +33,7 @@ class TokenKeySource:
         alias="token_ids", converter=token_array, on_setattr=attrs.setters.NO_OP, repr=False
     )
     hasher: BlockHasher = attrs.field(repr=lambda hasher: hasher.name)
-    hash_block_size: int = attrs.field(validator=_check_block_size)
+    hash_block_size: int = attrs.field(validator=positive)
     extra_keys: ExtraKeys = attrs.field(factory=ExtraKeys)
     num_tokens: int = attrs.field(init=False)
     reason: str | None = attrs.field(init=False)
@@ -53,11 +48,11 @@ class TokenKeySource:
 
     @property
     def num_blocks(self) -> int:
-        """Complete hash blocks so far."""
+        """Count the complete hash blocks so far."""
         return self.num_tokens // self.hash_block_size
 
     def keys(self, start: int, stop: int) -> list[bytes]:
-        """The keys of complete blocks [start, stop); nothing for a request that is not cached (see `reason`).
+        """Return the keys of complete blocks [start, stop); nothing for a request that is not cached (see `reason`).
 
         Raises MisuseError for a range that is not within the complete blocks.
         """
@@ -87,7 +82,7 @@ class TokenKeySource:
             self._look_for_bare_placeholders(old)
 
     def truncate(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens; the keys of blocks that lose a token go.
+        """Keep the first `num_tokens` tokens; blocks that lose a token lose their keys.
 
         Raises MisuseError for more tokens than there are.
         """
@@ -99,9 +94,9 @@ class TokenKeySource:
             self.extra_keys = self.extra_keys.truncated(num_tokens)
 
     def take_over(self, other: "TokenKeySource") -> None:
-        """Have the keys that another source has hashed already, as far as both begin with the same tokens.
+        """Copy the keys that another source has hashed already, as far as both begin with the same tokens.
 
-        Raises MisuseError for a source with another hasher, block size or extra keys, whose keys are others.
+        Raises MisuseError if the other source has another hasher, block size or extra keys: its keys would differ.
         """
         if (other.hasher, other.hash_block_size, other.extra_keys) != (
             self.hasher,
@@ -128,7 +123,7 @@ class TokenKeySource:
         )
 
     def _look_for_bare_placeholders(self, first: int) -> None:
-        """A placeholder token that no item covers stands for unknown content, which plain tokens must not stand for."""
+        """Set `reason` if a placeholder token is covered by no item: it stands for content that is unknown."""
         placeholders = self.extra_keys.placeholder_token_ids
         if not placeholders:
             return

@@ -1,14 +1,15 @@
-"""Where every block is: held + evictable + clean + null == num_blocks after every commit, and who broke it first.
+"""Audits the block balance: held + evictable + clean + null == num_blocks after every commit.
 
-The audit folds events into counts of its own and trusts none of them, so that it can go on where a strict replay
-stops, and say whether blocks were lost (a leak) or are there twice (a double free).
+The audit keeps counts of its own and trusts no event, so that it can continue where a checked replay stops, and can say
+whether blocks were lost (a leak) or counted twice (a double free).
 """
 
 from collections.abc import Iterable
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import attrs
 
+from ..cache_kinds import NULL_BLOCK
 from ..errors import CorruptLedgerError
 from ..events import (
     BlockCopied,
@@ -27,21 +28,18 @@ from ..events import (
     as_ints,
 )
 
-ImbalanceKind: TypeAlias = Literal["leak", "double free"]
-_NULL_BLOCK = 0
-
 
 @attrs.frozen
 class Balance:
-    """The sum that must come out, in blocks or in tokens (field report C02).
+    """A count of the pool's blocks or tokens by their use, which must add up to the total (field report C02).
 
     Attributes:
-        total: what the pool has.
-        held: referenced by some request.
+        total: the size of the pool.
+        held: referenced by a request.
         evictable: unreferenced, with reusable content.
-        clean: unreferenced, without.
+        clean: unreferenced, without content.
         null: reserved, never handed out.
-        unit: what all of these count.
+        unit: what these numbers count.
     """
 
     total: int
@@ -53,18 +51,18 @@ class Balance:
 
     @property
     def difference(self) -> int:
-        """What is counted too often (above 0) or missing (below 0)."""
+        """Return how many are counted twice (above 0) or missing (below 0)."""
         return self.held + self.evictable + self.clean + self.null - self.total
 
     @property
-    def kind(self) -> ImbalanceKind | None:
-        """What the sign means; None where the sum comes out."""
+    def kind(self) -> Literal["leak", "double free"] | None:
+        """Name the fault by the sign of the difference; None if the sum is right."""
         if not self.difference:
             return None
         return "double free" if self.difference > 0 else "leak"
 
     def describe(self, tokens_per_block: int | None = None) -> str:
-        """The sum and its verdict in one line; `tokens_per_block` also gives an amount of tokens in blocks."""
+        """Return the sum and the verdict in one line; `tokens_per_block` adds an amount of tokens in blocks."""
         parts = f"held {self.held:,} + evictable {self.evictable:,} + clean {self.clean:,} + null {self.null:,}"
         total = f"{self.total:,} {self.unit}"
         if not self.difference:
@@ -78,14 +76,14 @@ class Balance:
 
 @attrs.frozen
 class ConservationFault:
-    """The first commit after which the sum broke, and the blocks that are counted twice or not at all."""
+    """The first commit after which the sum is wrong, and the blocks that are counted twice or not at all."""
 
     sequence: int
     balance: Balance
     blocks: tuple[int, ...]
 
     def describe(self) -> str:
-        """One line that names the commit, the sign, the amount and the blocks."""
+        """Return one line with the commit, the sign, the amount and the blocks."""
         shown = ", ".join(map(str, self.blocks[:8])) + (", ..." if len(self.blocks) > 8 else "")
         return f"commit {self.sequence}: {self.balance.describe()} (block {shown})"
 
@@ -93,8 +91,8 @@ class ConservationFault:
 class ConservationAudit:
     """Counts blocks commit by commit. O(blocks named by the events), whatever the size of the pool.
 
-    `held` is what the block tables name, not what the reference counts say: a block whose count is off is then either
-    in a table and in the free queue (counted twice) or in neither (missing).
+    `held` counts the blocks that the block tables name and ignores the ref counts. A block with a wrong ref count is
+    then either in a table and in the free queue (counted twice) or in neither (missing).
     """
 
     def __init__(self, created: PoolCreated) -> None:
@@ -110,11 +108,11 @@ class ConservationAudit:
 
     @property
     def balance(self) -> Balance:
-        """The sum after the events so far."""
+        """Return the sum after the events so far."""
         return Balance(self._num_blocks, self._num_held, self._num_evictable, self._num_clean, null=1)
 
     def miscounted_blocks(self) -> tuple[int, ...]:
-        """Blocks that are not in exactly one place. O(num_blocks)."""
+        """Return the blocks that are not in exactly one place. O(num_blocks)."""
         places = zip(self._queued[1:], self._uses[1:], strict=True)
         return tuple([block for block, (queued, uses) in enumerate(places, 1) if queued + (uses > 0) != 1])
 
@@ -171,7 +169,7 @@ class ConservationAudit:
 
     def _adopted(self, group: int, row: int, blocks: Iterable[int]) -> None:
         for block in blocks:
-            if block != _NULL_BLOCK:
+            if block != NULL_BLOCK:
                 if self._refs[self._checked(block)] <= 0:
                     self._queue(block, -1)
                 self._refs[block] += 1
@@ -185,7 +183,7 @@ class ConservationAudit:
         for group, row, count in zip(as_ints(event.groups), as_ints(event.rows), as_ints(event.counts), strict=True):
             if event.reason is FreeReason.OUT_OF_WINDOW:
                 for index in indices[start : start + count]:
-                    self._replace(group, row, index, _NULL_BLOCK)
+                    self._replace(group, row, index, NULL_BLOCK)
             elif event.reason is FreeReason.TRUNCATED:
                 self._shrink(group, row, min(indices[start : start + count], default=0))
             else:
@@ -244,17 +242,7 @@ class ConservationAudit:
         del table[length:]
 
     def _use(self, block: int, uses: int) -> None:
-        if self._checked(block) != _NULL_BLOCK:
+        if self._checked(block) != NULL_BLOCK:
             self._num_held -= self._uses[block] > 0
             self._uses[block] += uses
             self._num_held += self._uses[block] > 0
-
-
-def first_conservation_fault(created: PoolCreated, commits: Iterable[Commit]) -> ConservationFault | None:
-    """The first commit after which held + evictable + clean + null != num_blocks, or None."""
-    audit = ConservationAudit(created)
-    for commit in commits:
-        audit.apply(commit)
-        if audit.balance.difference:
-            return ConservationFault(commit.sequence, audit.balance, audit.miscounted_blocks())
-    return None

@@ -1,8 +1,12 @@
-"""The log in memory: append commits, rebuild the state from them, find the first commit that does not add up."""
+"""The log in memory, and snapshots of the state that it leads to.
 
-from collections.abc import Iterable, Iterator, Sequence
+The log keeps commits, rebuilds the state from them, and finds the first commit that breaks the block balance. A replay
+may start from a snapshot instead of the first commit.
+"""
+
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import attrs
 
@@ -11,23 +15,25 @@ from ..events import BlocksFreed, Commit, Event, FreeReason, Key, PoolCreated, n
 from ..pool.block_pool import BlockPool
 from ..pool.free_queue import FreeQueue
 from ..pool.policies.registry import EvictionOrder
-from .audit import ConservationFault, first_conservation_fault
+from .audit import ConservationAudit, ConservationFault
+from .replay_checks import CheckedReplay
 from .state import LedgerState
 
-# (sequence, the number of the commit's shape, the columns of every event, one after the other)
+# (sequence, number of the commit's shape, then the columns of all events in order)
 _Kept: TypeAlias = tuple[Any, ...]
 
 
 @attrs.frozen
 class _Shape:
-    """The classes of a commit's events, which most commits share with many others.
+    """The sequence of event classes in a commit; most commits of a log share a few of them.
 
     Attributes:
-        number: its place among the shapes of one log.
-        classes: of the events, in order.
-        widths: how many columns each of them has; 0 for an event that is not a tuple and is kept as it is (rare).
-        reasons: where in the kept tuple the reasons of `BlocksFreed` are, objects that the collector would follow.
-        is_bare: whether the columns are kept as they are.
+        number: index among the shapes of one log.
+        classes: the classes of the events, in order.
+        widths: how many columns each event has; 0 for an event that is not a tuple and is kept as an object (rare).
+        reasons: indices in the kept tuple of the reasons of `BlocksFreed`. They are kept as plain strings, because the
+            garbage collector would follow the enum objects.
+        is_bare: whether all columns are kept unchanged.
     """
 
     number: int
@@ -40,15 +46,15 @@ class _Shape:
 class EventLog:
     """A sink that keeps every commit.
 
-    A commit is kept as one bare tuple of bare values, which the garbage collector stops following after its first
-    look; as objects, a long log would be walked through again and again.
+    A commit is kept as one flat tuple of plain values, which the garbage collector stops tracking once it has looked
+    at it; it would walk through a long log of event objects again and again.
 
         log = EventLog()
         allocator = KVCacheAllocator(config, sinks=[log])
         ...
         assert log.replay().snapshot() == allocator.state.snapshot()
 
-    A log that is not wanted costs nothing: give the allocator no sink.
+    Without a log there is no cost: give the allocator no sink.
     """
 
     def __init__(self, commits: Sequence[Commit] = ()) -> None:
@@ -56,29 +62,16 @@ class EventLog:
         self._shape_of: dict[tuple[type[Event], ...], _Shape] = {}
         self._kept: list[_Kept] = []
         for commit in commits:
-            self._keep(*commit)
+            self.apply(commit)
 
     def apply(self, commit: Commit) -> None:
         """Append one commit; its sequence number must be the next one."""
         sequence, events = commit
-        kept = self._kept
-        if kept and sequence != kept[-1][0] + 1:
-            raise CorruptLedgerError(f"commit {sequence} follows commit {kept[-1][0]}")
-        self._keep(sequence, events)
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def __iter__(self) -> Iterator[Commit]:
-        return map(self._unkept, self._kept)
-
-    def __getitem__(self, sequence: int) -> Commit:
-        return self._unkept(self._kept[sequence])
-
-    def _keep(self, sequence: int, events: tuple[Event, ...]) -> None:
+        if self._kept and sequence != self._kept[-1][0] + 1:
+            raise CorruptLedgerError(f"commit {sequence} follows commit {self._kept[-1][0]}")
         classes = tuple(map(type, events))
         shape = self._shape_of.get(classes) or self._new_shape(classes)
-        columns: Iterable[Iterable[Any]] = cast("tuple[tuple[Any, ...], ...]", events)
+        columns: Any = events
         if shape.is_bare:
             self._kept.append((sequence, shape.number, *chain.from_iterable(columns)))
             return
@@ -88,6 +81,15 @@ class EventLog:
         for place in shape.reasons:
             kept[place] = str(kept[place])
         self._kept.append(tuple(kept))
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __iter__(self) -> Iterator[Commit]:
+        return map(self._unkept, self._kept)
+
+    def __getitem__(self, sequence: int) -> Commit:
+        return self._unkept(self._kept[sequence])
 
     def _unkept(self, kept: _Kept) -> Commit:
         number: int = kept[1]
@@ -116,98 +118,96 @@ class EventLog:
 
     @property
     def created(self) -> PoolCreated:
-        """The first event of the log."""
+        """Return the first event of the log.
+
+        Raises:
+            CorruptLedgerError: the log does not begin with `PoolCreated`.
+        """
         first = self[0].events[0] if self._kept and self[0].events else None
         if not isinstance(first, PoolCreated):
             raise CorruptLedgerError("the log does not begin with PoolCreated, so there is no pool to rebuild")
         return first
 
     def replay(self, stop: int | None = None, eviction: EvictionOrder | None = None) -> LedgerState:
-        """The state after commits `0 .. stop - 1` (all by default), rebuilt from nothing.
+        """Rebuild the state after commits `0 .. stop - 1` (default: all) from an empty pool, each event checked.
 
         Args:
             stop: how many commits to replay.
-            eviction: an empty order like the live one, where its name does not suffice to make it (Belady).
+            eviction: an empty order like the live one, where its name is not enough to make it (Belady).
+
+        Raises:
+            CorruptLedgerError, MisuseError: an event could not follow the ones before it; see `CheckedReplay.apply`.
         """
-        state = LedgerState(self.created, eviction)
+        replay = CheckedReplay(LedgerState(self.created, eviction))
         for commit in islice(self, stop):
-            state.apply_commit(commit)
-        return state
+            replay.apply(commit)
+        return replay.state
 
     def conservation(self) -> ConservationFault | None:
-        """The first commit after which held + evictable + clean + null != num_blocks, or None (field report C02).
+        """Find the first commit after which held + evictable + clean + null != num_blocks; None: it always adds up.
 
-        Works on logs that do not replay, too: it counts on its own, see `ConservationAudit`.
+        This also works on logs that do not replay, because `ConservationAudit` counts on its own (field report C02).
 
         Raises:
             CorruptLedgerError: an event names a block that the pool does not have, or its columns differ in length.
         """
-        return first_conservation_fault(self.created, self)
+        audit = ConservationAudit(self.created)
+        for commit in self:
+            audit.apply(commit)
+            if audit.balance.difference:
+                return ConservationFault(commit.sequence, audit.balance, audit.miscounted_blocks())
+        return None
 
     def verify(self, eviction: EvictionOrder | None = None) -> LedgerState:
-        """The state after the last commit, if every commit adds up and can be applied to what came before.
+        """Check the balance and every event of every commit. Returns the state after the last commit.
 
         Raises:
-            CorruptLedgerError: names the first commit that does not, with sign and amount where blocks were lost or
-                are there twice.
+            CorruptLedgerError: names the first bad commit, with sign and amount where blocks leaked or were freed
+                twice.
         """
         fault = self.conservation()
         if fault is not None:
             raise CorruptLedgerError(fault.describe())
-        state = LedgerState(self.created, eviction)
+        replay = CheckedReplay(LedgerState(self.created, eviction))
         for commit in self:
             try:
-                state.apply_commit(commit)
+                replay.apply(commit)
             except (KVLedgerError, LookupError, ValueError) as error:
                 raise CorruptLedgerError(f"commit {commit.sequence} cannot be applied: {error}") from error
-        return state
-
-
-# The state of a ledger as plain data, and back: where a replay may start instead of at the first commit.
+        return replay.state
 
 
 def can_be_restored(created: PoolCreated) -> bool:
-    """Whether a snapshot says everything: an order that remembers more than its queue shows (lfu, sieve) must be
-    replayed from the first commit.
+    """Whether a snapshot holds the whole state.
+
+    Under an eviction order that remembers more than its queue shows (lfu, sieve), a replay must start at the first
+    commit.
     """
     return created.eviction == FreeQueue.name
 
 
 def take_snapshot(state: LedgerState) -> dict[str, Any]:
-    """Everything that a fold has become, in dicts, lists, ints, strings and keys. O(blocks + table entries).
+    """Return `state.snapshot()`, from which `restore_snapshot` can rebuild the state.
 
     Raises:
         MisuseError: the eviction order cannot be restored (see `can_be_restored`).
     """
-    _check(state.created)
-    pool, rows = state.pool, sorted((row, request_id) for request_id, row in state.row_of.items())
-    groups = range(len(state.tables))
-    return {
-        "next_sequence": state.next_sequence,
-        "free_queue": pool.free_queue.order(),
-        "referenced": [[block, count] for block, count in enumerate(pool.ref_cnts()) if count],
-        "copies": [[[key, list(pool.copies(key, group))] for key in pool.index(group)] for group in groups],
-        "rows": [[row, request_id, state.placed[row]] for row, request_id in rows],
-        "free_rows": list(state.free_rows),
-        "tables": [[table.blocks(row) for row, _ in rows] for table in state.tables],
-        "considered": [[considered[row] for row, _ in rows] for considered in state.considered],
-        "skipped": [[skipped[row] for row, _ in rows] for skipped in state.skipped],
-        "guarded": sorted(state.guarded),
-    }
+    _check_restorable(state.created)
+    return state.snapshot()
 
 
 def restore_snapshot(created: PoolCreated, snapshot: dict[str, Any]) -> LedgerState:
-    """The state that `take_snapshot` described.
+    """Rebuild the state from what `take_snapshot` returned.
 
     Raises:
         CorruptLedgerError: the snapshot contradicts itself or the pool.
         MisuseError: the eviction order cannot be restored (see `can_be_restored`).
     """
-    _check(created)
+    _check_restorable(created)
     state = LedgerState(created)
     try:
         if not len(snapshot["copies"]) == len(snapshot["tables"]) == len(created.groups):
-            raise CorruptLedgerError(f"it is of another pool than one of {len(created.groups)} groups")
+            raise CorruptLedgerError(f"it belongs to a pool with another number of groups than {len(created.groups)}")
         _restore_pool(state.pool, snapshot)
         _restore_rows(state, snapshot)
         state.next_sequence = snapshot["next_sequence"]
@@ -218,7 +218,7 @@ def restore_snapshot(created: PoolCreated, snapshot: dict[str, Any]) -> LedgerSt
     return state
 
 
-def _check(created: PoolCreated) -> None:
+def _check_restorable(created: PoolCreated) -> None:
     if not can_be_restored(created):
         raise MisuseError(
             f"eviction order {created.eviction!r} remembers more than a snapshot shows; replay from the first commit"

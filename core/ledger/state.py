@@ -1,12 +1,17 @@
-"""State as the fold of events: the one code path that changes anything, shared by live operation and replay."""
+"""The state of a ledger: the fold of its events.
+
+`LedgerState.apply` is the only code that changes the state. The allocator calls it with the events that it decides;
+a replay calls it with the events of a log, checked or not (see `replay_checks`).
+"""
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cache_kinds import NULL_BLOCK
 from ..errors import CorruptLedgerError
 from ..events import (
     SCHEMA_VERSION,
@@ -17,7 +22,6 @@ from ..events import (
     BlocksShared,
     BlocksUncached,
     CacheReset,
-    Commit,
     Event,
     FreeReason,
     PoolCreated,
@@ -30,7 +34,6 @@ from ..events import (
 from ..pool.block_pool import BlockPool
 from ..pool.block_table import BlockTable
 from ..pool.policies.registry import EvictionOrder, make_eviction_order
-from .replay_checks import EventChecks
 
 E = TypeVar("E", bound=Event)
 
@@ -38,15 +41,27 @@ E = TypeVar("E", bound=Event)
 class LedgerState:
     """Pool, block tables and rows, as the events so far leave them.
 
+    Where a column has two names, the first is an `array` and the second a NumPy view of the same memory: single
+    entries are read and written faster in an `array`, batches faster in NumPy.
+
     Attributes:
-        pool: reference counts, key index, free queue.
-        tables: one `BlockTable` a group.
-        num_placed: int64 `[max_num_reqs]`, tokens of each row that have slots.
+        created: the first event of the log.
+        pool: ref counts, index of block hashes, free queue.
+        tables: one `BlockTable` per group.
+        placed, num_placed: int64 `[max_num_reqs]`, the tokens of each row that have slots.
+        considered, num_considered: for each group int64 `[max_num_reqs]`, how many logical blocks of each row
+            registration has considered (vLLM: num_cached_block). -1 until the row's first hit or registration, which
+            fixes how vLLM counts the blocks that it still needs.
+        skipped, num_skipped: for each group int32 `[max_num_reqs]`, how many null blocks each row begins with: those
+            that went out of window or that a hit skipped.
+        guarded: rows that may write into a block that is shared or findable (after a fork or a rollback).
         row_of: request id -> row, for requests that hold one.
         request_of: row -> request id or None.
         row_is_held: bool `[max_num_reqs]`, which rows a request holds.
+        free_rows: rows that no request holds; the last one is assigned next.
         next_sequence: the sequence number of the next commit.
-        num_gains: references given back and keys dropped so far: what can end a lack of blocks (`RefusedAdmission`).
+        num_gains: how many references were given back and keys dropped so far; only these events can end a lack of
+            blocks (`RefusedAdmission`).
     """
 
     def __init__(self, created: PoolCreated, eviction: EvictionOrder | None = None) -> None:
@@ -66,21 +81,16 @@ class LedgerState:
         self.num_placed: NDArray[np.int64] = np.frombuffer(self.placed, dtype=np.int64)
         self._held = bytearray(rows)
         self.row_is_held: NDArray[np.bool_] = np.frombuffer(self._held, dtype=np.bool_)
-        # Logical blocks of each row that registration has considered, by group; -1 while the row is not tracked (a
-        # row is tracked from its first hit or registration on, which fixes how vLLM counts what it still needs).
         self.considered = [array("q", [-1]) * rows for _ in created.groups]
         self.num_considered: list[NDArray[np.int64]] = [np.frombuffer(c, dtype=np.int64) for c in self.considered]
-        # Leading null blocks of each row, by group: what went out of window or was skipped by a hit.
         self.skipped = [array("i", bytes(4 * rows)) for _ in created.groups]
         self.num_skipped: list[NDArray[np.int32]] = [np.frombuffer(s, dtype=np.int32) for s in self.skipped]
-        # Rows that may write into a block that is shared or findable (after a fork or a rollback).
         self.guarded: set[int] = set()
         self.row_of: dict[str, int] = {}
         self.request_of: list[str | None] = [None] * rows
         self.free_rows = list(range(rows - 1, -1, -1))
         self.next_sequence = 0
         self.num_gains = 0
-        self._checks = EventChecks(self)
         self._handlers: dict[type, Callable[[Any], None]] = {
             PoolCreated: self._pool_created,
             RowsAssigned: self._rows_assigned,
@@ -97,27 +107,14 @@ class LedgerState:
         }
 
     def apply(self, event: E) -> E:
-        """Change the state by one event; hands it back. Trusts it: it was decided here, or `EventChecks` passed it."""
+        """Change the state by one event and return the event.
+
+        The event is trusted: the allocator has decided it, or the replay of a log answers for it.
+        """
         self._handlers[type(event)](event)
         return event
 
-    def apply_commit(self, commit: Commit) -> None:
-        """Replay one commit; its sequence number must be the next one.
-
-        Raises:
-            CorruptLedgerError: a commit is missing before this one, or an event contradicts the state before it.
-            MisuseError: an event takes, adopts, frees or registers a block that it cannot be about.
-        """
-        if commit.sequence != self.next_sequence:
-            raise CorruptLedgerError(
-                f"commit {commit.sequence} follows commit {self.next_sequence - 1}: one is missing"
-            )
-        for event in commit.events:
-            self._checks.check(event)
-            self.apply(event)
-        self.next_sequence += 1
-
-    # -- one handler an event ----------------------------------------------------------------------------------------
+    # -- one handler per event ---------------------------------------------------------------------------------------
 
     def _pool_created(self, event: PoolCreated) -> None:
         if event != self.created or self.next_sequence:
@@ -179,7 +176,7 @@ class LedgerState:
     def _blocks_cached(self, event: BlocksCached) -> None:
         group, rows, _, stops, _, indices, blocks, keys, _ = event
         if keys:
-            self.pool.apply_cache(group, as_ints(blocks), keys, indices)
+            self.pool.apply_cache(group, blocks if isinstance(blocks, tuple) else as_ints(blocks), keys, indices)
         considered = self.considered[group]
         if len(rows) == 1:
             considered[rows[0]] = stops[0]
@@ -207,7 +204,7 @@ class LedgerState:
     def _place(self, row: int, first: int, count: int) -> None:
         end = first + count
         if end < self.placed[row]:
-            # The row keeps blocks behind its new end, and they may be shared or findable.
+            # The row keeps its blocks behind the new end, and these may be shared or findable.
             self.guarded.add(row)
             if not count:
                 for table, considered in zip(self.tables, self.considered, strict=True):
@@ -217,7 +214,7 @@ class LedgerState:
         self.placed[row] = end
 
     def _is_private_behind(self, row: int, end: int) -> bool:
-        """Whether nobody else reads, and no lookup finds, any block that the row's next tokens are written into."""
+        """Whether the blocks that the row's next tokens go into are neither shared nor findable."""
         for table in self.tables:
             index = end // table.block_size
             held = table.count(row) - index
@@ -249,7 +246,7 @@ class LedgerState:
             blocks = as_ints(blocks)
         self.num_gains += len(blocks)
         self.pool.apply_release(blocks)
-        if len(rows) == 1 and not len(indices):  # all that a request holds in one group
+        if len(rows) == 1 and not len(indices):  # all blocks of a request in one group
             self.tables[groups[0]].clear(rows[0])
             return
         start = 0
@@ -257,7 +254,7 @@ class LedgerState:
             table = self.tables[group]
             if reason is FreeReason.OUT_OF_WINDOW:
                 out = as_ints(indices)[start : start + count]
-                table.replace(row, out, 0)
+                table.replace(row, out, NULL_BLOCK)
                 self.skipped[group][row] = max(out) + 1
             elif reason is FreeReason.TRUNCATED:
                 table.shrink(row, min(as_ints(indices)[start : start + count]))
@@ -275,28 +272,25 @@ class LedgerState:
     # -- comparison --------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything that must be equal when two folds are equal, in plain Python values."""
-        pool = self.pool
-        rows = sorted(self.row_of.items(), key=lambda item: item[1])
+        """Return the whole state as dicts, lists, ints, strings and keys. O(blocks + table entries).
+
+        Two states are equal if and only if their snapshots are.
+        """
+        pool, rows = self.pool, sorted((row, request_id) for request_id, row in self.row_of.items())
+        groups = range(len(self.tables))
         return {
             "next_sequence": self.next_sequence,
             "free_queue": pool.free_queue.order(),
-            "ref_cnt": {block: count for block, count in enumerate(pool.ref_cnts()) if count},
-            "index": [{key: pool.copies(key, group) for key in pool.index(group)} for group in range(len(self.tables))],
-            "rows": dict(rows),
+            "referenced": [[block, count] for block, count in enumerate(pool.ref_cnts()) if count],
+            "copies": [[[key, list(pool.copies(key, group))] for key in pool.index(group)] for group in groups],
+            "rows": [[row, request_id, self.placed[row]] for row, request_id in rows],
             "free_rows": list(self.free_rows),
-            "tables": [{name: table.blocks(row) for name, row in rows} for table in self.tables],
-            "num_placed": {name: self.placed[row] for name, row in rows},
-            "considered": [{name: c[row] for name, row in rows} for c in self.considered],
-            "skipped": [{name: s[row] for name, row in rows} for s in self.skipped],
+            "tables": [[table.blocks(row) for row, _ in rows] for table in self.tables],
+            "considered": [[considered[row] for row, _ in rows] for considered in self.considered],
+            "skipped": [[skipped[row] for row, _ in rows] for skipped in self.skipped],
             "guarded": sorted(self.guarded),
         }
 
 
-def _num_leading_nulls(blocks: Iterable[int]) -> int:
-    count = 0
-    for block in blocks:
-        if block:
-            break
-        count += 1
-    return count
+def _num_leading_nulls(blocks: Sequence[int]) -> int:
+    return next((place for place, block in enumerate(blocks) if block != NULL_BLOCK), len(blocks))

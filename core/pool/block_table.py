@@ -1,4 +1,4 @@
-"""Which block holds which part of a request: one int32 row a request and group, rows reused."""
+"""The block table of one group: which block holds which part of a request. One row per request; rows are reused."""
 
 from array import array
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ _NO_BLOCKS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
 class BlockTable:
-    """The block tables of one group: rows of at most `max_num_blocks_per_req` entries.
+    """Rows of at most `max_num_blocks_per_req` blocks each.
 
-    Row r holds `num_blocks_per_row[r]` entries (int32 `[max_num_reqs]`). Tables only grow, except at their end
-    (truncation); an entry changes only to the null block (out of window) or to a private copy (copy on write). Rows
-    are lists, into which and out of which block ids move as they are; backends hold the arrays that kernels read.
+    A row only grows, except at its end (truncation); an entry changes only to the null block (out of window) or to a
+    private copy (copy on write). Rows are lists, so that block ids move in and out without conversion; backends hold
+    the arrays that kernels read.
 
     Attributes:
-        block_size: tokens a block.
-        rows: the blocks of each row by logical index, null blocks included; to be read.
-        num_blocks_per_row: int32 `[max_num_reqs]`.
+        block_size: tokens per block.
+        rows: the blocks of each row by logical index, null blocks included; read-only for callers.
+        num_blocks_per_row: int32 `[max_num_reqs]`, how many entries each row has.
     """
 
     def __init__(self, max_num_reqs: int, max_num_blocks_per_req: int, block_size: int) -> None:
@@ -30,38 +30,30 @@ class BlockTable:
         self._block_size: NDArray[np.int64] = np.array(block_size, dtype=np.int64)
         self._width = max_num_blocks_per_req
         self.rows: list[list[int]] = [[] for _ in range(max_num_reqs)]
-        # One buffer, two faces: array.array reads and writes a single count faster, NumPy those of a batch.
+        # Two views of one buffer: array.array reads and writes a single count faster, NumPy those of a batch.
         self._counts = array("i", bytes(4 * max_num_reqs))
         self.num_blocks_per_row: NDArray[np.int32] = np.frombuffer(self._counts, dtype=np.int32)
 
-    @property
-    def table(self) -> NDArray[np.int32]:
-        """All rows: int32 `[max_num_reqs, max_num_blocks_per_req]`, a copy; 0, the null block, behind their ends."""
-        table = np.zeros((len(self.rows), self._width), dtype=np.int32)
-        for row, blocks in enumerate(self.rows):
-            table[row, : len(blocks)] = blocks
-        return table
-
     def count(self, row: int) -> int:
-        """How many blocks the row holds, null blocks included."""
+        """Count the blocks of the row, null blocks included."""
         return len(self.rows[row])
 
     def blocks(self, row: int, start: int = 0, stop: int | None = None) -> list[int]:
-        """The row's blocks with logical index `start <= index < stop` (all by default), null blocks included."""
+        """Return the row's blocks with logical index `start <= index < stop` (default: all), null blocks included."""
         return self.rows[row][start:stop]
 
     def block(self, row: int, index: int) -> int:
-        """The block at one logical index."""
+        """Return the block at one logical index."""
         return self.rows[row][index]
 
     def block_of_each(self, rows: Sequence[int], indices: Sequence[int]) -> list[int]:
-        """One block of each of several rows."""
+        """Return one block from each of several rows."""
         return [self.rows[row][index] for row, index in zip(rows, indices, strict=True)]
 
     def shortfall(
         self, rows: NDArray[np.int64], num_slots: NDArray[np.int64]
     ) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-        """Which places of a batch need more blocks for `num_slots` slots, and how many each."""
+        """Return which places of a batch need more blocks for `num_slots` slots, and how many each of them needs."""
         short = num_slots - self.num_blocks_per_row[rows] * self._block_size
         which = (short > 0).nonzero()[0]
         if not len(which):

@@ -1,11 +1,11 @@
 """The free queue: unreferenced blocks in the order in which they will be taken, with O(1) removal from the middle.
 
-Keyed blocks join a line at its back, unkeyed ones a stack in front of it. A prefix hit takes a block out of the middle
-by noting that one more of its entries in the line is out of date; a block's entries stand in the order in which it
-was queued, so it is the oldest ones that are, and whoever meets one at the head skips it. When the line has grown to
-twice the pool its outdated entries are dropped, which happens after at least a pool of insertions and so costs a few
-nanoseconds each. Whole batches come and go as slices of a list. A linked list of objects, the usual structure, costs
-100 bytes a block and a pointer chase per step.
+Blocks with a key join a line at its back; blocks without one go onto a stack in front of the line. A prefix hit removes
+a block from the middle by counting one more of its entries in the line as outdated. The line holds a block's entries in
+the order in which it was queued, so the outdated ones are the oldest, and they are skipped when they reach the head.
+When the line has grown to twice the pool, its outdated entries are dropped; at least a pool of insertions lies between
+two such clean-ups, so they cost a few nanoseconds per insertion. Whole batches enter and leave as slices of a list. A
+linked list of objects, the usual structure, costs 100 bytes a block and follows a pointer per step.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from ..events import Key
 
 
 class FreeQueue:
-    """Unreferenced blocks, head first. The LRU order of vLLM's pool: see `BlockPool.release` for who goes where.
+    """Unreferenced blocks, head first, in the LRU order of vLLM's pool (`BlockPool.release` says who goes where).
 
-    Blocks are ids `1 .. num_blocks - 1` (0 is the null block and never queued); each is queued at most once, which
-    the pool guarantees. 16 bytes a block and the 32 of its id; up to 8 more for each outdated entry.
+    Blocks are ids `1 .. num_blocks - 1` (0 is the null block and never queued). The pool guarantees that each is
+    queued at most once. The queue takes 16 bytes a block and 32 for its id, and up to 8 for each outdated entry.
     """
 
     name = "lru"
@@ -26,27 +26,27 @@ class FreeQueue:
 
     def __init__(self, num_blocks: int) -> None:
         self._line = list(range(1, num_blocks))
-        self._head = 0  # of the line: what stands before it has been taken
+        self._head = 0  # index into the line: entries before it have been taken
         self._capacity = 2 * num_blocks + 64
-        # How many entries of a block in the line are out of date.
+        # How many entries of each block in the line are outdated.
         self._num_outdated = [0] * num_blocks
-        self._front: list[int] = []  # the next one to be taken stands last
+        self._front: list[int] = []  # the last one will be taken next
         self._num_queued = num_blocks - 1
-        # What stands at the head, settled, as the last `peek` saw it; None: something has changed since.
+        # The blocks at the head that the last `peek` returned; None: the queue has changed since.
         self._peeked: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return self._num_queued
 
     def order(self) -> list[int]:
-        """Every queued block, head first. O(length)."""
+        """Return every queued block, head first. O(length)."""
         return self._front[::-1] + self._settle(self._num_queued - len(self._front))
 
     def peek(self, count: int) -> tuple[int, ...]:
-        """The `count` blocks that will be taken next, in order; the order stays as it is.
+        """Return the `count` blocks that will be taken next, in order. The order stays as it is.
 
         Raises:
-            MisuseError: fewer are queued.
+            MisuseError: fewer blocks are queued.
         """
         if count > self._num_queued:
             raise MisuseError(f"{count} blocks are asked for, but {self._num_queued} are queued")
@@ -61,7 +61,7 @@ class FreeQueue:
         return blocks
 
     def take(self, blocks: tuple[int, ...]) -> None:
-        """Remove blocks that a decision took from the head (`peek` said which; a replay reads them from the event)."""
+        """Remove blocks that were taken from the head: those of `peek`, or in a replay those of the event."""
         if blocks is not self._peeked and blocks != self.peek(len(blocks)):
             self.remove(self._taken_behind_front(blocks))
             return
@@ -75,7 +75,7 @@ class FreeQueue:
         self._peeked = None
 
     def remove(self, blocks: Sequence[int]) -> None:
-        """Remove blocks from wherever they stand in the line (a prefix hit adopts them)."""
+        """Remove blocks from any place in the line (a prefix hit adopts them)."""
         num_outdated = self._num_outdated
         for block in blocks:
             num_outdated[block] += 1
@@ -91,13 +91,13 @@ class FreeQueue:
         self._peeked = None
 
     def prepend(self, blocks: Sequence[int]) -> None:
-        """Queue blocks at the front, the first one given becoming the head."""
+        """Queue blocks at the front; the first one given becomes the head."""
         self._front += blocks[::-1]
         self._num_queued += len(blocks)
         self._peeked = None
 
     def on_cached(self, group: int, blocks: Sequence[int], indices: Sequence[int], keys: Sequence[Key]) -> None:
-        """Not called: LRU needs to know when blocks are released, not what they hold."""
+        """Not called: LRU depends on when blocks are released, not on their content."""
 
     def on_adopted(self, blocks: Sequence[int]) -> None:
         """Not called, see `on_cached`."""
@@ -106,7 +106,7 @@ class FreeQueue:
         """Not called, see `on_cached`."""
 
     def _settle(self, count: int) -> list[int]:
-        """The next `count` live entries of the line, from whose head the outdated ones between them are dropped."""
+        """Return the next `count` live entries of the line, and drop the outdated ones between them."""
         line, num_outdated = self._line, self._num_outdated
         at = self._head
         chunk = line[at : at + count]
@@ -130,8 +130,9 @@ class FreeQueue:
         return settled
 
     def _taken_behind_front(self, blocks: Sequence[int]) -> list[int]:
-        """Take what stands in front of blocks that are not the head as it is, but one group's share of it, between
-        those of others. Hands back the ones in the line.
+        """Take one group's share of the head, which other groups' blocks separate, out of the front stack.
+
+        Returns the blocks of the share that are in the line instead.
         """
         missing = set(blocks)
         front = self._front

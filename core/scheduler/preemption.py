@@ -1,7 +1,7 @@
 """What the scheduler remembers of preempted requests: what they lost, where a copy is, which are protected."""
 
 from ..allocator.allocator import KVCacheAllocator
-from ..allocator.prefix_match import PrefixMatch
+from ..allocator.prefix_cache import PrefixMatch
 from ..types import Request
 from .config import SchedulerConfig
 from .stats import SchedulerStats

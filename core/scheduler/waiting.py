@@ -4,7 +4,7 @@ import attrs
 import numpy as np
 
 from ..allocator.allocator import KVCacheAllocator
-from ..allocator.prefix_match import PrefixMatch
+from ..allocator.prefix_cache import PrefixMatch
 from ..errors import InputError
 from ..events import Key
 from ..types import ExternalTokens, RemoteTokens, Request, TokenBatch, sum_of

@@ -15,6 +15,7 @@ from ...core.errors import CorruptLedgerError, KVLedgerError
 from ...core.events import Commit, PoolCreated
 from ...core.ledger.audit import ConservationAudit, ConservationFault
 from ...core.ledger.event_log import can_be_restored, restore_snapshot, take_snapshot
+from ...core.ledger.replay_checks import CheckedReplay
 from ...core.ledger.state import LedgerState
 from ..figures import Document
 from .text import blocks_of, described, occupancy, plain_record, rows_of
@@ -107,7 +108,7 @@ class LogVerifier:
         self._wanted_every = checked_every
         self._on_progress = on_progress
         self._found = Verification()
-        self._state: LedgerState | None = None
+        self._replay: CheckedReplay | None = None
         self._audit: ConservationAudit | None = None
         self._good: Document | None = None
         self._since_good: list[Commit] = []
@@ -125,7 +126,7 @@ class LogVerifier:
                 if self._on_progress and not found.commits % 256:
                     self._on_progress(found.commits)
             self._check_invariants()
-            if self._state is None and not found.fault:
+            if self._replay is None and not found.fault:
                 self._fail("replay", 0, "the log has no commits, so there is no pool to rebuild")
         except LogDamagedError as error:
             found.fault = Fault("damage", error.commit, str(error), error.path.name, error.offset)
@@ -139,7 +140,7 @@ class LogVerifier:
 
     def _commit(self, record: LoggedCommit) -> None:
         commit = record.commit
-        state, audit = self._fold(commit)
+        replay, audit = self._fold(commit)
         try:
             audit.apply(commit)
         except CorruptLedgerError as error:
@@ -148,7 +149,7 @@ class LogVerifier:
             fault = ConservationFault(commit.sequence, audit.balance, audit.miscounted_blocks())
             self._fail("conservation", commit.sequence, fault.describe())
         try:
-            state.apply_commit(commit)
+            replay.apply(commit)
         except (KVLedgerError, LookupError, ValueError) as error:
             self._fail("replay", commit.sequence, f"commit {commit.sequence} cannot be applied: {error}")
         self._found.commits += 1
@@ -158,21 +159,21 @@ class LogVerifier:
             self._check_invariants()
         self._check_snapshot()
 
-    def _fold(self, commit: Commit) -> tuple[LedgerState, ConservationAudit]:
-        if self._state is None or self._audit is None:
+    def _fold(self, commit: Commit) -> tuple[CheckedReplay, ConservationAudit]:
+        if self._replay is None or self._audit is None:
             created = commit.events[0] if commit.events else None
             if not isinstance(created, PoolCreated):
                 self._fail("replay", 0, "the log does not begin with PoolCreated, so there is no pool to rebuild")
-            self._state, self._audit = LedgerState(created), ConservationAudit(created)
+            self._replay, self._audit = CheckedReplay(LedgerState(created)), ConservationAudit(created)
             self._found.checked_every = self._wanted_every or max(1, created.num_blocks // BLOCKS_PER_COMMIT)
-        return self._state, self._audit
+        return self._replay, self._audit
 
     # -- invariants --------------------------------------------------------------------------------------------------
 
     def _check_invariants(self) -> None:
-        state = self._state
-        if state is None or not self._since_good:
+        if self._replay is None or not self._since_good:
             return
+        state = self._replay.state
         for violation in _violations(state):
             last = self._since_good[-1].sequence
             self._fail("invariant", last, f"after commit {last}: {violation}")
@@ -182,30 +183,30 @@ class LogVerifier:
 
     def _first_violation_since_good(self) -> Fault | None:
         """Go through the commits since the last good check one by one."""
-        for state, commit in self._steps_since_good() if self._since_good else ():
-            state.apply_commit(commit)
-            for violation in _violations(state):
+        for replay, commit in self._steps_since_good() if self._since_good else ():
+            replay.apply(commit)
+            for violation in _violations(replay.state):
                 return Fault("invariant", commit.sequence, f"after commit {commit.sequence}: {violation}")
         return None
 
-    def _steps_since_good(self) -> Iterator[tuple[LedgerState, Commit]]:
-        assert self._state is not None
-        created = self._state.created
+    def _steps_since_good(self) -> Iterator[tuple[CheckedReplay, Commit]]:
+        assert self._replay is not None
+        created = self._replay.state.created
         if self._good is not None:
-            state = restore_snapshot(created, self._good)
+            replay = CheckedReplay(restore_snapshot(created, self._good))
         else:
             # No check has been good yet, or the eviction order cannot be restored: from the first commit on.
-            state = LedgerState(created)
+            replay = CheckedReplay(LedgerState(created))
             for commit in self._reader.commits(stop=self._since_good[0].sequence):
-                state.apply_commit(commit)
+                replay.apply(commit)
         for commit in self._since_good:
-            yield state, commit
+            yield replay, commit
 
     def _check_snapshot(self) -> None:
-        state = self._state
         path = self._snapshots.get(self._found.commits)
-        if path is None or state is None:
+        if path is None or self._replay is None:
             return
+        state = self._replay.state
         if load_snapshot(path, state.created).snapshot() != state.snapshot():
             before = self._found.commits
             self._fail("snapshot", before, f"{path.name} is not the state before commit {before}")

@@ -6,7 +6,17 @@ from pathlib import Path
 from types import FrameType
 
 import kvledger.core
-from kvledger.core import AllocatorConfig, FullAttention, KVCacheAllocator, Request, Scheduler, SchedulerConfig
+import pytest
+from kvledger.core import (
+    AllocatorConfig,
+    FullAttention,
+    KVCacheAllocator,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    TokenKeySource,
+    block_hasher,
+)
 
 CORE = Path(kvledger.core.__path__[0])
 BLOCK_SIZE = 16
@@ -20,6 +30,10 @@ class Ids:
 
     def keys(self, start: int, stop: int) -> tuple[int, ...]:
         return tuple(self.ids[start:stop])
+
+
+def hashed(num_tokens: int) -> TokenKeySource:
+    return TokenKeySource(range(num_tokens), block_hasher("sha256"), BLOCK_SIZE)
 
 
 def files_opened(command: Callable[[], object]) -> set[str]:
@@ -54,3 +68,38 @@ def test_one_schedule_with_an_admission_opens_at_most_18_files() -> None:
     files = files_opened(scheduler.schedule)
     assert (scheduler.num_running, new.num_cached_tokens) == (2, 96)
     assert len(files) <= 18, sorted(files)
+
+
+def match_and_allocate(keys_of: Callable[[int], object], num_blocks: int) -> Callable[[], object]:
+    """A lookup that hits six blocks, and the allocation of three more."""
+    config = AllocatorConfig(
+        num_blocks=num_blocks, groups=[FullAttention(BLOCK_SIZE)], max_model_len=512, max_num_reqs=4
+    )
+    allocator = KVCacheAllocator(config)
+    first = Request("first", 100, keys=keys_of(100))
+    assert allocator.allocate(first, 100)
+    second = Request("second", 150, keys=keys_of(150))
+
+    def command() -> None:
+        match = allocator.match_prefix(second)
+        assert match.num_hit_tokens == 96
+        assert allocator.allocate(second, 150 - 96, match) is not None
+
+    return command
+
+
+def ids(num_tokens: int) -> Ids:
+    return Ids(num_tokens // BLOCK_SIZE)
+
+
+COMMANDS = [
+    pytest.param(lambda: match_and_allocate(ids, num_blocks=64), 9, id="match and allocate"),
+    pytest.param(lambda: match_and_allocate(ids, num_blocks=12), 9, id="match and allocate, few blocks free"),
+    pytest.param(lambda: match_and_allocate(hashed, num_blocks=64), 11, id="match and allocate, tokens hashed"),
+]
+
+
+@pytest.mark.parametrize(("prepare", "most"), COMMANDS)
+def test_a_command_opens_few_files(prepare: Callable[[], Callable[[], object]], most: int) -> None:
+    files = files_opened(prepare())
+    assert len(files) <= most, sorted(files)

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import attrs
 import numpy as np
 from kvledger.core import CorruptLedgerError, EventLog, KVCacheAllocator, LedgerState
+from kvledger.core.ledger.replay_checks import CheckedReplay
 from kvledger.core.pool.policies.registry import EvictionOrder
 from kvledger.testing.view import AllocatorView, view_of
 
@@ -202,12 +203,12 @@ def check_log(
     Raises:
         CorruptLedgerError: names the commit after which a promise is broken.
     """
-    state = LedgerState(log.created, eviction)
+    replay = CheckedReplay(LedgerState(log.created, eviction))
     last = len(log) - 1
     for number, commit in enumerate(log):
-        state.apply_commit(commit)
+        replay.apply(commit)
         if number % every and number != last:
             continue
-        for violation in violations(state, invariants):
+        for violation in violations(replay.state, invariants):
             raise CorruptLedgerError(f"after commit {commit.sequence}: {violation}") from violation
-    return state
+    return replay.state

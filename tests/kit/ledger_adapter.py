@@ -177,8 +177,8 @@ class LedgerAdapter:
     def rebuild(self) -> tuple[Any, Any]:
         order = None if self._eviction is None else self._eviction(self.allocator.config.num_blocks)
         live, rebuilt = self.allocator.state.snapshot(), self.log.replay(eviction=order).snapshot()
-        index = enumerate(live["index"])
-        live |= {"told": {(group, key): len(found) for group, keys in index for key, found in keys.items()}}
+        index = enumerate(live["copies"])
+        live |= {"told": {(group, key): len(found) for group, keys in index for key, found in keys}}
         live |= {"wrong parents": []}
         return live, rebuilt | {"told": self._told.findable(), "wrong parents": self._told.wrong_parents}
 

@@ -70,7 +70,7 @@ FIELD_MUTANTS = (
     # Content from elsewhere
     Mutant(
         "content from elsewhere may be the whole prompt",
-        "core/allocator/taking.py",
+        "core/allocator/checks.py",
         "num_hit_tokens + num_external_tokens >= request.num_tokens",
         "num_hit_tokens + num_external_tokens > request.num_tokens",
         ("B11",),
@@ -78,8 +78,8 @@ FIELD_MUTANTS = (
     Mutant(
         "content from elsewhere is written over the hit",
         "core/allocator/allocator.py",
-        "written_from = total - num_external_tokens",
-        "written_from = start",
+        "span = start, total - num_external_tokens, total, end",
+        "span = start, start, total, end",
         ("B11",),
     ),
     # Counting

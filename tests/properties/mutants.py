@@ -122,20 +122,20 @@ MUTANTS = (
     # Lookup
     Mutant(
         "a whole prompt may hit",
-        "core/allocator/prefix_match.py",
-        "        max_length = request.num_prompt_tokens + request.num_output_tokens - 1",
-        "        max_length = request.num_prompt_tokens + request.num_output_tokens",
+        "core/allocator/prefix_cache.py",
+        "request.num_output_tokens - 1\n        kind = self._groups[0]",
+        "request.num_output_tokens\n        kind = self._groups[0]",
         ("B01", "B03"),
     ),
     Mutant(
         "a stale match is trusted",
-        "core/allocator/prefix_match.py",
+        "core/allocator/prefix_cache.py",
         "if block and (pool.key_of(block) != key or pool.group_of(block) != group):",
         "if False:",
     ),
     Mutant(
         "a group looks beyond what the others found",
-        "core/allocator/prefix_match.py",
+        "core/allocator/prefix_cache.py",
         "hits = kind.find_hit(keys[: room // block_size], indexes",
         "hits = kind.find_hit(keys, indexes",
     ),
@@ -217,18 +217,14 @@ MUTANTS = (
     Mutant(
         "an exact fit is refused",
         "core/allocator/allocator.py",
-        "        if row is not None or sum(wanted) > spare:\n"
-        "            needed = self._admission.blocks_needed(row, hits, wanted, total)\n"
-        "            if needed + num_copies > spare:",
-        "        if True:\n"
-        "            needed = self._admission.blocks_needed(row, hits, wanted, total)\n"
-        "            if needed + num_copies >= spare:",
+        "        fits = row is None and sum(wanted) <= spare\n",
+        "        fits = False\n        spare -= 1\n",
         ("B07", "B08", "B09", "C03", "C04"),
     ),
     Mutant(
         "what never fits waits for ever",
         "core/allocator/allocator.py",
-        "                self._admission.check_can_ever_hold(request, row, needed)\n",
+        "        self._admission.check_can_ever_hold(request, row, needed)\n",
         "",
         ("B09", "C03"),
     ),
@@ -309,20 +305,20 @@ MUTANTS = (
     # Registration
     Mutant(
         "the last complete block is not registered",
-        "core/allocator/registration.py",
+        "core/allocator/prefix_cache.py",
         "sure = (end if end < known else known) // unit * unit",
         "sure = ((end if end < known else known) - 1) // unit * unit",
         ("B01", "B08", "B09", "C04"),
     ),
     Mutant(
         "what others share is registered again",
-        "core/allocator/registration.py",
-        "return block in seen or self._state.pool.key_of(block) is not None",
+        "core/allocator/prefix_cache.py",
+        "return block in seen or self._pool.key_of(block) is not None",
         "return False",
     ),
     Mutant(
         "a block is registered behind an evicted one although orphans are dropped",
-        "core/allocator/registration.py",
+        "core/allocator/prefix_cache.py",
         'self._config.orphans == "drop"',
         'self._config.orphans == "drop it"',
     ),
@@ -342,8 +338,8 @@ MUTANTS = (
     ),
     Mutant(
         "an event leaves out the keys that taken blocks lose",
-        "core/allocator/taking.py",
-        "lost_keys = pool.keys_of(blocks)",
+        "core/allocator/allocator.py",
+        "lost_keys = state.pool.keys_of(blocks)",
         "lost_keys = ()",
     ),
     Mutant(
@@ -354,7 +350,7 @@ MUTANTS = (
     ),
     Mutant(
         "the first block of a request is every block's parent",
-        "core/allocator/registration.py",
+        "core/allocator/prefix_cache.py",
         "parent = range_keys[start - 1 - offset] if start else None",
         "parent = range_keys[0] if start else None",
     ),
@@ -391,7 +387,7 @@ MUTANTS = (
     ),
     Mutant(
         "a request may go back behind its window",
-        "core/allocator/taking.py",
+        "core/allocator/checks.py",
         "if kind.num_skipped_tokens(start) < gone:",
         "if False:",
     ),
@@ -434,9 +430,8 @@ MUTANTS = (
     Mutant(
         "a hit is adopted where the next token does not attend to it",
         "core/allocator/allocator.py",
-        "skipped = kind.num_skipped_tokens(total) // kind.block_size\n                    blocks",
-        "skipped = kind.num_skipped_tokens(total) // kind.block_size if num_external_tokens else 0\n"
-        "                    blocks",
+        "skipped = kind.num_skipped_tokens(total) // kind.block_size\n                blocks",
+        "skipped = kind.num_skipped_tokens(total) // kind.block_size if hits is None else 0\n                blocks",
     ),
     # What no history met, or no promise was about, when these were tried first
     Mutant(
@@ -447,13 +442,13 @@ MUTANTS = (
     ),
     Mutant(
         "a match is trusted for one command more",
-        "core/allocator/taking.py",
-        "if match.sequence != self._state.next_sequence:",
-        "if match.sequence < self._state.next_sequence - 1:",
+        "core/allocator/prefix_cache.py",
+        "if self.sequence != state.next_sequence:",
+        "if self.sequence < state.next_sequence - 1:",
     ),
     Mutant(
         "a request may be named twice in one step",
-        "core/allocator/taking.py",
+        "core/allocator/checks.py",
         "if len(rows) and not (held.item(held.argmin()) and times.item(times.argmax()) == 1):",
         "if len(rows) and not held.item(held.argmin()):",
     ),
@@ -489,7 +484,7 @@ MUTANTS = (
     ),
     Mutant(
         "one block is registered for two requests of a step",
-        "core/allocator/registration.py",
+        "core/allocator/prefix_cache.py",
         " or len(set(blocks)) < len(blocks)",
         "",
     ),

@@ -295,7 +295,8 @@ class SameSlots:
         for group, shape in enumerate(self.groups):
             table = self.sim.block_tables[group]
             slots = self.sim.slot_mapping(batch, group)
-            is_held = (table[batch.row_of_token(), batch.positions() // shape.block_size] != 0) & (slots >= 0)
+            row_of_token = np.repeat(batch.rows, batch.counts)
+            is_held = (table[row_of_token, batch.positions() // shape.block_size] != 0) & (slots >= 0)
             self.num_read += int(is_held.sum())
             for memory in self.memories:
                 self._compare_markers(memory, group, batch, tokens, slots, is_held)
@@ -307,10 +308,11 @@ class SameSlots:
         size, context = self.groups[group].block_size, self.context
         ranks = context.size if self.groups[group].kind != "state" else 1
         rank = context.rank if ranks > 1 else 0
-        tables = {row: state.tables[group].table[row].tolist() for row in set(batch.rows.tolist())}
+        tables = {row: state.tables[group].blocks(row) for row in set(batch.rows.tolist())}
+        row_of_token: list[int] = np.repeat(batch.rows, batch.counts).tolist()
         expected = [
             slot_of(tables[row], size, position, rank, ranks, context.interleave_tokens)
-            for row, position in zip(batch.row_of_token().tolist(), batch.positions().tolist(), strict=True)
+            for row, position in zip(row_of_token, batch.positions().tolist(), strict=True)
         ]
         expected += [-1] * (num_padded - len(expected))
         simulated = self.sim.slot_mapping(batch, group, num_padded)

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
-from kvledger.core.ledger.audit import first_conservation_fault
 from kvledger.testing import Scenario, Trial, check_log
 from kvledger.testing.choices import RandomChooser, choose_scenario, pick
 from kvledger.testing.rules import RULES
@@ -47,7 +46,7 @@ def test_every_promise_holds_and_the_log_is_sound(kit_histories: Scale) -> None:
         trial.finish()
         log = trial.manager.log
         assert check_log(log).snapshot() == trial.manager.allocator.state.snapshot()
-        assert first_conservation_fault(log.created, log) is None
+        assert log.conservation() is None
     for command in ("Allocate", "Append", "Fork", "Truncate", "Preempt", "Evict"):
         assert seen[command] >= 3, f"only {seen[command]} times {command} while a request holds a block twice: {seen}"
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 from ....core.errors import CorruptLedgerError, KVLedgerError
 from ....core.events import PoolCreated
 from ....core.ledger.event_log import can_be_restored, restore_snapshot, take_snapshot
+from ....core.ledger.replay_checks import CheckedReplay
 from ....core.ledger.state import LedgerState
 from ..errors import LogDamagedError
 from .keys import decode_key, encode_key
@@ -71,22 +72,27 @@ class SnapshotFold:
         """Start from `state`, the fold of all earlier segments; None at the start of a log."""
         self.state = state
         self.is_possible = True
+        self._replay: CheckedReplay | None = None
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Apply the commits of a batch."""
         try:
             for record in records([batch]) if self.is_possible else ():
-                if not isinstance(record, LoggedCommit):
-                    continue
-                if self.state is None:
-                    created = record.commit.events[0]
-                    if not isinstance(created, PoolCreated) or not can_be_restored(created):
-                        self.is_possible = False
-                        return
-                    self.state = LedgerState(created)
-                self.state.apply_commit(record.commit)
+                if isinstance(record, LoggedCommit):
+                    self._apply(record)
         except (KVLedgerError, LookupError, ValueError):
             self.is_possible = False
+
+    def _apply(self, record: LoggedCommit) -> None:
+        if self.state is None:
+            created = record.commit.events[0]
+            self.is_possible = isinstance(created, PoolCreated) and can_be_restored(created)
+            if not isinstance(created, PoolCreated) or not self.is_possible:
+                return
+            self.state = LedgerState(created)
+        if self.is_possible:
+            self._replay = self._replay or CheckedReplay(self.state)
+            self._replay.apply(record.commit)
 
 
 def close_segment(

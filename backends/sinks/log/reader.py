@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 from ....core.errors import CorruptLedgerError, InputError
 from ....core.events import Commit, PoolCreated
 from ....core.ledger.event_log import can_be_restored
+from ....core.ledger.replay_checks import CheckedReplay
 from ....core.ledger.state import LedgerState
 from ....core.pool.policies.registry import EvictionOrder
 from ..errors import LogDamagedError
@@ -143,8 +144,9 @@ class LogReader:
         state = self._nearest_snapshot(stop) if eviction is None else None
         if state is None:
             state = LedgerState(self.created, eviction)
+        replay = CheckedReplay(state)
         for commit in self.commits(state.next_sequence, stop):
-            state.apply_commit(commit)
+            replay.apply(commit)
         if stop is not None and state.next_sequence < stop:
             raise InputError(
                 f"{self.directory} has {state.next_sequence} commits, so there is no state after commit {stop - 1}"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from kvledger.core import AllocatorConfig, EventLog, FreeReason, FullAttention, KVCacheAllocator, MisuseError, Request
-from kvledger.core.allocator.taking import Rows
+from kvledger.core.allocator.checks import Rows
 from kvledger.testing import check_log
 
 BLOCK_SIZE = 16

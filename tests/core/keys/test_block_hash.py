@@ -17,7 +17,6 @@ from kvledger.core.keys.block_hash import (
     block_hasher,
     encode_blocks,
     key_low64,
-    key_with_group,
     token_array,
 )
 from kvledger.core.keys.extra_keys import ExtraKeys, LoraIdentity, MultimodalItem, encode_extra_keys
@@ -163,10 +162,6 @@ def test_a_vllm_seed_moves_vllms_root_and_is_refused_where_it_would_be_ignored()
     assert block_hasher("sha256_cbor", vllm_seed="0").root != block_hasher("sha256_cbor").root
     with pytest.raises(InputError, match="no effect on 'sha256'"):
         block_hasher("sha256", vllm_seed="0")
-
-
-def test_a_key_within_a_group_ends_in_the_groups_id() -> None:
-    assert key_with_group(b"\xab" * 32, 258) == b"\xab" * 32 + b"\0\0\1\2"
 
 
 def test_low64_is_the_end_of_the_key() -> None:

@@ -9,6 +9,7 @@ from kvledger.core import AllocatorConfig, EventLog, FullAttention, KVCacheAlloc
 from kvledger.core.cache_kinds import SlidingWindow
 from kvledger.core.errors import CorruptLedgerError, MisuseError
 from kvledger.core.ledger.event_log import can_be_restored, restore_snapshot, take_snapshot
+from kvledger.core.ledger.replay_checks import CheckedReplay
 
 
 class OneChain:
@@ -45,18 +46,20 @@ def log() -> EventLog:
 
 def test_every_state_of_a_history_is_restored(log: EventLog) -> None:
     state = log.replay(1)
+    replay = CheckedReplay(state)
     for commit in list(log)[1:]:
         restored = restore_snapshot(state.created, take_snapshot(state))
         assert restored.snapshot() == state.snapshot()
-        state.apply_commit(commit)
+        replay.apply(commit)
 
 
 def test_a_restored_state_goes_on_as_the_original_does(log: EventLog) -> None:
     for stop in range(1, len(log), 37):
         original = log.replay(stop)
         restored = restore_snapshot(original.created, take_snapshot(original))
+        replay = CheckedReplay(restored)
         for commit in list(log)[stop:]:
-            restored.apply_commit(commit)
+            replay.apply(commit)
         assert restored.snapshot() == log.replay().snapshot()
 
 

@@ -231,7 +231,7 @@ def test_unkeyed_blocks_go_first_as_a_stack(name):
 def test_a_queued_block_that_loses_its_key_goes_behind_the_other_unkeyed_ones(name):
     server = Server(5, name)
     server.serve("a", "b", "c")
-    server.pool.uncache((server.pool.find("b"),))
+    server.pool.apply_uncache((server.pool.find("b"),))
     assert server.order() == [None, None, None, "a", "c"]
     assert server.pool.free_queue.order() == [4, 5, 2, 1, 3]
 
@@ -241,7 +241,7 @@ def test_a_reset_leaves_the_order_as_it_was(name):
     server = Server(6, name)
     server.serve("ab", "cd", "ab", "e")
     before = server.pool.free_queue.order()
-    server.pool.reset()
+    server.pool.apply_reset()
     assert server.pool.free_queue.order() == before
     assert server.keyed() == []
 

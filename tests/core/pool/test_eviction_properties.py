@@ -22,6 +22,7 @@ from kvledger.core import (
     SlidingWindow,
 )
 from kvledger.core.events import BlockCopied, BlocksAllocated
+from kvledger.core.ledger.replay_checks import CheckedReplay
 from kvledger.core.pool.policies.belady import BeladyOrder
 from kvledger.core.pool.policies.registry import make_eviction_order
 
@@ -342,7 +343,7 @@ class Witness:
         self.history = history
         self.replayed = LedgerState(history.log.created, order)
         self.slow = slow
-        self.slowly_replayed = LedgerState(history.log.created, slow)
+        self.slowly_replayed = CheckedReplay(LedgerState(history.log.created, slow))
 
     def follow(self) -> None:
         for commit in list(self.history.log)[self.replayed.next_sequence :]:
@@ -352,7 +353,7 @@ class Witness:
                     assert not any(self.replayed.pool.ref_cnt(block) for block in taken)
                 self.replayed.apply(event)
             self.replayed.next_sequence += 1
-            self.slowly_replayed.apply_commit(commit)
+            self.slowly_replayed.apply(commit)
 
     def check(self) -> None:
         state = self.history.allocator.state

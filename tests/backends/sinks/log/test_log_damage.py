@@ -14,6 +14,7 @@ from kvledger.backends.sinks.log.reader import LogReader
 from kvledger.core import EventLog
 from kvledger.core.errors import KVLedgerError
 from kvledger.core.events import Commit
+from kvledger.core.ledger.replay_checks import CheckedReplay
 from kvledger.core.ledger.state import LedgerState
 
 EVERY_COMMIT = FlushPolicy(every_commits=1)
@@ -90,8 +91,9 @@ def check_outcome(directory: Path, truth: EventLog) -> str:
     reader = LogReader(directory)
     assert list(reader.commits()) == commits
     state = LedgerState(truth.created)
+    replay = CheckedReplay(state)
     for commit in commits:
-        state.apply_commit(commit)
+        replay.apply(commit)
     try:
         assert not commits or reader.state().snapshot() == state.snapshot()
     except LogDamagedError as refusal:
