@@ -3,7 +3,6 @@
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -61,15 +60,19 @@ class Registry(Generic[T]):
         self._read_additions()
         return iter(tuple(self._entries.values()))
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is an entry called `name`."""
+        if name not in self._entries:
+            self._read_additions()
+        return name in self._entries
+
     def get(self, name: str) -> T:
         """The entry called `name`.
 
         Raises:
             InputError: there is none; the message lists the names.
         """
-        if name not in self._entries:
-            self._read_additions()
-        if name not in self._entries:
+        if name not in self:
             raise InputError(f"unknown {self.kind} {name!r}; known: {', '.join(self._entries)}")
         return self._entries[name]
 
@@ -78,6 +81,8 @@ class Registry(Generic[T]):
         if self._has_read_entry_points:
             return
         self._has_read_entry_points = True
+        from importlib import metadata  # takes time that most commands need not spend
+
         for point in metadata.entry_points(group=self.group):
             entry = point.load()
             if point.name not in self._entries:  # an entry point may name a module whose decorators registered it

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..errors import MisuseError
 from ..events import IntColumn, Key, as_ints
+from .eviction_order import EvictionOrder
 from .free_queue import FreeQueue
-from .policies.registry import EvictionOrder
 
 # What each block is doing: reference counts, keys and the free queue, and the transitions that events make of them.
 
@@ -64,8 +64,6 @@ class PoolState:
         """
         ref_cnt = self._ref_cnt
         live = blocks if all(blocks) else list(filter(None, blocks))
-        if self.free_queue.observes_keys:
-            self.free_queue.on_adopted(live)
         queued: list[int] = []
         for block in live:
             count = ref_cnt[block]
@@ -74,6 +72,8 @@ class PoolState:
             ref_cnt[block] = count + 1
         if queued:
             self.free_queue.remove(queued)
+        if self.free_queue.observes_keys:
+            self.free_queue.on_adopted(live)
 
     def apply_release(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each block, in the order given.

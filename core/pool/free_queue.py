@@ -8,10 +8,9 @@ nanoseconds each. Whole batches come and go as slices of a list. A linked list o
 100 bytes a block and a pointer chase per step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from ..errors import MisuseError
-from ..events import Key
 
 
 class FreeQueue:
@@ -96,7 +95,7 @@ class FreeQueue:
         self._num_queued += len(blocks)
         self._peeked = None
 
-    def on_cached(self, group: int, blocks: Sequence[int], indices: Sequence[int], keys: Sequence[Key]) -> None:
+    def on_cached(self, group: int, blocks: Sequence[int], indices: Sequence[int], keys: Sequence[Hashable]) -> None:
         """Not called: LRU needs to know when blocks are released, not what they hold."""
 
     def on_adopted(self, blocks: Sequence[int]) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from kvledger.core import AllocatorConfig, EventLog, FullAttention, KVCacheAllocator, Request
+from kvledger.core.pool.eviction_order import EvictionOrder, make_eviction_order
 from kvledger.core.pool.policies.belady import BeladyOrder, FutureUses
-from kvledger.core.pool.policies.registry import EvictionOrder, make_eviction_order
 from kvledger.sim.cache.policies import replay_policy
 from kvledger.sim.cache.prompt_blocks import read_prompt_blocks
 from kvledger.sim.engine.trace_keys import TraceKeySource
