@@ -66,8 +66,9 @@ def cached_prefixes(
     prompts: Iterable[list[int]], num_keys: int, policy: EvictionPolicy, num_blocks: int
 ) -> Iterator[int]:
     """Serve prompts of block keys `0 .. num_keys - 1` from `num_blocks` blocks; yield how many blocks each one hits."""
-    block_of = [0] * num_keys  # the block that a lookup finds; 0: none
-    key_of = [0] * (num_blocks + 1)
+    no_key = num_keys
+    block_of = [0] * (num_keys + 1)  # the block that a lookup finds; 0: none
+    key_of = [no_key] * (num_blocks + 1)
     copies: dict[int, list[int]] = {}  # further blocks of a key, the oldest first
     unused = list(range(num_blocks, 0, -1))
     is_held = policy.is_held
@@ -80,37 +81,32 @@ def cached_prefixes(
         policy.hold(blocks)
         policy.use(blocks)
         new_keys = keys[num_hits:num_blocks]
+        new: list[int] = []
         if new_keys:
-            new = unused[-len(new_keys) :]
+            new, victims = unused[-len(new_keys) :], new
             del unused[-len(new_keys) :]
             if len(new) < len(new_keys):
                 victims = policy.victims(len(new_keys) - len(new))
                 policy.evict(victims)
                 new += victims
-                if copies:
-                    _drop_keys(victims, key_of, block_of, copies)
-                else:
-                    for block in victims:
-                        block_of[key_of[block]] = 0
-            if any(found[num_hits:]):
-                _add_copies(new, new_keys, key_of, block_of, copies)
+            if copies or any(found[num_hits:]):
+                _drop_keys(victims, key_of, block_of, copies)
+                _add_keys(new, new_keys, key_of, block_of, copies)
             else:
                 for block, key in zip(new, new_keys, strict=True):
+                    block_of[key_of[block]] = 0
                     key_of[block] = key
                     block_of[key] = block
             policy.admit(0, new, range(num_hits, num_hits + len(new)), new_keys)
-            for block in blocks:
-                is_held[block] = 0
-            blocks += new
-        else:
-            for block in blocks:
-                is_held[block] = 0
+        for block in blocks:
+            is_held[block] = 0
+        blocks += new
         blocks.reverse()
         policy.release(blocks)
         yield num_hits
 
 
-def _add_copies(
+def _add_keys(
     blocks: list[int], keys: list[int], key_of: list[int], block_of: list[int], copies: dict[int, list[int]]
 ) -> None:
     """Give new blocks their keys, some of which older blocks have, which a lookup goes on to find."""
