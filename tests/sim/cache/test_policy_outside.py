@@ -2,20 +2,21 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-POLICY = '''
+POLICY = """
 from collections import OrderedDict
 from itertools import chain, islice
 
 from kvledger.core import EvictionPolicy, eviction_policies
 
 
-@eviction_policies.register("two-queues")
+@eviction_policies.register("2q")
 class TwoQueues(EvictionPolicy):
     def __init__(self, num_blocks):
         super().__init__(num_blocks)
@@ -45,7 +46,7 @@ class TwoQueues(EvictionPolicy):
     def forget(self, blocks):
         for block in blocks:
             (self.new if block in self.new else self.hot).pop(block)
-'''
+"""
 EXAMPLE = Path(__file__).parents[3] / "examples/two_queues.py"
 TRAFFIC = ("--workload", "conversation", "--limit", "300")
 POOL = ("--num-gpu-blocks-override", "8000", "--base-ms", "8", "--us-per-prefill-token", "30")
@@ -79,37 +80,35 @@ def test_the_policies_here_and_in_the_examples_take_45_lines_at_most():
 
 @pytest.mark.parametrize("command", ["curve", "replay", "block-size", "optimum"])
 def test_help_lists_the_policy(kvledger, command):
-    assert "length-aware, two-queues" in " ".join(kvledger(command, "--help").split())
+    assert "2q" in re.split(r"[\s,.;]+", kvledger(command, "--help"))
 
 
 def test_curve_replays_the_policy(kvledger):
-    options = ("--capacities", "300,2000", "--policy", "lru,two-queues,optimum")
+    options = ("--capacities", "300,2000", "--policy", "lru,2q,optimum")
     policies = json.loads(kvledger("curve", *TRAFFIC, *options, "--json"))["policies"]
-    for point, best in zip(policies["two-queues"], policies["optimum"], strict=True):
+    for point, best in zip(policies["2q"], policies["optimum"], strict=True):
         assert 0 < point["hit_blocks"] <= best["hit_blocks"]
 
 
 def test_replay_runs_an_engine_under_the_policy(kvledger):
-    replayed = kvledger("replay", *TRAFFIC, *POOL, "--block-size", "64", "--eviction", "two-queues", "--json")
+    replayed = kvledger("replay", *TRAFFIC, *POOL, "--block-size", "64", "--eviction", "2q", "--json")
     document = json.loads(replayed)
-    assert document["assumptions"]["eviction"] == "two-queues"
+    assert document["assumptions"]["eviction"] == "2q"
     assert document["requests"]["finished"] == 300
 
 
 def test_block_size_compares_sizes_under_the_policy(kvledger):
-    options = ("--block-sizes", "64,128", "--eviction", "two-queues")
+    options = ("--block-sizes", "64,128", "--eviction", "2q")
     document = json.loads(kvledger("block-size", *TRAFFIC, *POOL, *options, "--json"))
-    assert document["assumptions"]["eviction"] == "two-queues"
+    assert document["assumptions"]["eviction"] == "2q"
     assert not any("error" in row for row in document["rows"])
 
 
 def test_optimum_sets_the_policy_beside_the_best_possible_one(kvledger):
     document = json.loads(kvledger("optimum", *TRAFFIC, *POOL, "--block-size", "64", "--json"))
-    assert [row["policy"] for row in document["policies"]][-2:] == ["two-queues", "optimum"]
-    named = json.loads(
-        kvledger("optimum", *TRAFFIC, *POOL, "--block-size", "64", "--policy", "two-queues,lfu", "--json")
-    )
-    assert [row["policy"] for row in named["policies"]] == ["lru", "two-queues", "lfu", "optimum"]
+    assert [row["policy"] for row in document["policies"]][-2:] == ["2q", "optimum"]
+    named = json.loads(kvledger("optimum", *TRAFFIC, *POOL, "--block-size", "64", "--policy", "2q,lfu", "--json"))
+    assert [row["policy"] for row in named["policies"]] == ["lru", "2q", "lfu", "optimum"]
     assert document["policies"][-2] == named["policies"][1]
 
 
@@ -122,8 +121,8 @@ from tests.sim.cache.test_ledger_agreement import ledger_hits
 
 prompts = read_prompt_blocks(open_workload("conversation", limit=2_000))
 for num_blocks in (1_000, 3_000, 10_000):
-    hits = replay_policy(prompts, "two-queues", num_blocks).hit_blocks
-    assert hits == ledger_hits(prompts, "two-queues", num_blocks) > 0
+    hits = replay_policy(prompts, "2q", num_blocks).hit_blocks
+    assert hits == ledger_hits(prompts, "2q", num_blocks) > 0
 print("equal")
 """
     assert run("-c", program) == "equal\n"
