@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from .planner.inputs import PlanInputs
     from .planner.plan import KVCachePlan, plan_kv_cache
     from .pool.block_pool import NULL_BLOCK, BlockPool
+    from .pool.eviction_order import EvictionOrder, make_eviction_order
     from .pool.policies.belady import BeladyOrder, FutureUses
-    from .pool.policies.registry import EvictionOrder, make_eviction_order
+    from .pool.policies.policy import EvictionPolicy, eviction_policies
     from .scheduler.config import SchedulerConfig
     from .scheduler.engine import Wait, engine_loop
     from .scheduler.scheduler import Scheduler, StepOutcome
@@ -63,7 +64,8 @@ _ON_FIRST_USE = {
     "Event": "events",
     "EventLog": "ledger.event_log",
     "EventSink": "types",
-    "EvictionOrder": "pool.policies.registry",
+    "EvictionOrder": "pool.eviction_order",
+    "EvictionPolicy": "pool.policies.policy",
     "ExtraKeys": "keys.extra_keys",
     "FreeReason": "events",
     "FullAttention": "cache_kinds",
@@ -100,9 +102,10 @@ _ON_FIRST_USE = {
     "block_hasher": "keys.block_hash",
     "builtin_geometry": "models.geometry",
     "engine_loop": "scheduler.engine",
+    "eviction_policies": "pool.policies.policy",
     "geometry_from_config": "models.geometry",
     "load_geometry": "models.geometry",
-    "make_eviction_order": "pool.policies.registry",
+    "make_eviction_order": "pool.eviction_order",
     "plan_deployment": "deployment.plan",
     "plan_kv_cache": "planner.plan",
 }
@@ -126,6 +129,7 @@ __all__ = [
     "EventLog",
     "EventSink",
     "EvictionOrder",
+    "EvictionPolicy",
     "ExtraKeys",
     "FreeReason",
     "FullAttention",
@@ -161,6 +165,7 @@ __all__ = [
     "block_hasher",
     "builtin_geometry",
     "engine_loop",
+    "eviction_policies",
     "geometry_from_config",
     "load_geometry",
     "make_eviction_order",

@@ -62,15 +62,19 @@ class Registry(Generic[T]):
         self._read_additions()
         return iter(tuple(self._entries.values()))
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is an entry called `name`."""
+        if name not in self._entries:
+            self._read_additions()
+        return name in self._entries
+
     def get(self, name: str) -> T:
         """The entry called `name`.
 
         Raises:
             InputError: there is none; the message lists the names.
         """
-        if name not in self._entries:
-            self._read_additions()
-        if name not in self._entries:
+        if name not in self:
             raise InputError(f"unknown {self.kind} {name!r}; known: {', '.join(self._entries)}")
         return self._entries[name]
 

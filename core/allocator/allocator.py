@@ -25,7 +25,7 @@ from ..events import (
 )
 from ..ledger.state import LedgerState
 from ..pool.block_pool import BlockPool
-from ..pool.policies.registry import EvictionOrder
+from ..pool.eviction_order import EvictionOrder
 from ..types import EventSink, Request, sum_of
 from .admission import Admission
 from .checks import REASONS_TO_FREE_ALL, CommandChecks, IntOrEach, Rows

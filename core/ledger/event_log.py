@@ -13,8 +13,8 @@ import attrs
 from ..errors import CorruptLedgerError, KVLedgerError, MisuseError
 from ..events import BlocksFreed, Commit, Event, FreeReason, Key, PoolCreated, named_tuple
 from ..pool.block_pool import BlockPool
+from ..pool.eviction_order import EvictionOrder
 from ..pool.free_queue import FreeQueue
-from ..pool.policies.registry import EvictionOrder
 from .audit import ConservationAudit, ConservationFault
 from .replay_checks import CheckedReplay
 from .state import LedgerState

@@ -33,7 +33,7 @@ from ..events import (
 )
 from ..pool.block_pool import BlockPool
 from ..pool.block_table import BlockTable
-from ..pool.policies.registry import EvictionOrder, make_eviction_order
+from ..pool.eviction_order import EvictionOrder, make_eviction_order
 
 E = TypeVar("E", bound=Event)
 

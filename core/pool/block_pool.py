@@ -10,8 +10,8 @@ from operator import itemgetter
 from ..cache_kinds import NULL_BLOCK
 from ..errors import MisuseError
 from ..events import IntColumn, Key, as_ints
+from .eviction_order import EvictionOrder
 from .free_queue import FreeQueue
-from .policies.registry import EvictionOrder
 
 __all__ = ["NULL_BLOCK", "BlockPool"]
 
@@ -275,8 +275,6 @@ class BlockPool:
         """`adopt` without checks. A block may be named several times: a request whose keys repeat finds it twice."""
         ref_cnt = self._ref_cnt
         live = blocks if all(blocks) else list(filter(None, blocks))
-        if self.free_queue.observes_keys:
-            self.free_queue.on_adopted(live)
         queued: list[int] = []
         for block in live:
             count = ref_cnt[block]
@@ -285,6 +283,8 @@ class BlockPool:
             ref_cnt[block] = count + 1
         if queued:
             self.free_queue.remove(queued)
+        if self.free_queue.observes_keys:
+            self.free_queue.on_adopted(live)
 
     def apply_release(self, blocks: Sequence[int]) -> None:
         """`release` without checks."""

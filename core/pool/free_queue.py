@@ -8,10 +8,9 @@ two such clean-ups, so they cost a few nanoseconds per insertion. Whole batches 
 linked list of objects, the usual structure, costs 100 bytes a block and follows a pointer per step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from ..errors import MisuseError
-from ..events import Key
 
 
 class FreeQueue:
@@ -96,7 +95,7 @@ class FreeQueue:
         self._num_queued += len(blocks)
         self._peeked = None
 
-    def on_cached(self, group: int, blocks: Sequence[int], indices: Sequence[int], keys: Sequence[Key]) -> None:
+    def on_cached(self, group: int, blocks: Sequence[int], indices: Sequence[int], keys: Sequence[Hashable]) -> None:
         """Not called: LRU depends on when blocks are released, not on their content."""
 
     def on_adopted(self, blocks: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ import attrs
 from ...core.errors import InputError
 from ..traces import Trace, TraceInfo
 from .lru_curve import CachePoint, LruCurve, lru_curve
-from .policies import POLICIES, replay_policy
+from .policies import check_policies, replay_policy
 from .prompt_blocks import PromptBlocks, at_block_size, read_prompt_blocks
 from .reuse import BLOCK_SIZES, SharedTokens, reuse_as_dict, shared_tokens
 
@@ -193,9 +193,7 @@ def _replayed(
 
 
 def _check(capacities: Sequence[int] | None, policies: Sequence[str], block_size: int | None) -> None:
-    unknown = [policy for policy in policies if policy not in POLICIES]
-    if unknown or not policies:
-        raise InputError(f"--policy {', '.join(unknown) or 'is empty'}: the policies are {', '.join(POLICIES)}")
+    check_policies(policies)
     if block_size is not None and block_size < 1:
         raise InputError(f"--block-size is {block_size}; it must be 1 token or more")
     if capacities is not None:

@@ -137,15 +137,15 @@ def with_names(text: str) -> str:
 
 
 def _eviction_policies() -> Iterable[str]:
-    from ...core.pool.policies.registry import eviction_order_names
+    from ...core.pool.policies.policy import eviction_policies
 
-    return eviction_order_names()
+    return eviction_policies.names()
 
 
 def _curve_policies() -> Iterable[str]:
-    from ..cache.policies import POLICIES
+    from ..cache.policies import policy_names
 
-    return POLICIES
+    return policy_names()
 
 
 def _trace_formats() -> Iterable[str]:

@@ -163,17 +163,21 @@ class _Server:
     @property
     def block_size(self) -> int:
         """Tokens per block."""
-        return self.scenario.block_size or DEFAULT_BLOCK_SIZE
+        return DEFAULT_BLOCK_SIZE if self.scenario.block_size is None else self.scenario.block_size
 
     @property
     def max_num_seqs(self) -> int:
         """Requests that run at the same time."""
-        return self.scenario.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+        return DEFAULT_MAX_NUM_SEQS if self.scenario.max_num_seqs is None else self.scenario.max_num_seqs
 
     @property
     def max_num_batched_tokens(self) -> int:
         """Tokens that one step computes at most."""
-        return self.scenario.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
+        return (
+            DEFAULT_MAX_NUM_BATCHED_TOKENS
+            if self.scenario.max_num_batched_tokens is None
+            else self.scenario.max_num_batched_tokens
+        )
 
     def run(self) -> bool:
         """Serve until told to end; False if the engine failed.

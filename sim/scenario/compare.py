@@ -63,7 +63,7 @@ def compare_scenario(
         DoesNotFitError: no allocator serves a single request.
     """
     asked = asked or CompareOptions()
-    block_size = scenario.block_size or DEFAULT_BLOCK_SIZE
+    block_size = DEFAULT_BLOCK_SIZE if scenario.block_size is None else scenario.block_size
     tokens = token_bytes(scenario.model, None if scenario.kv_cache_dtype == "auto" else scenario.kv_cache_dtype)
     memory = kv_memory(
         tokens, asked.kv_cache_tokens, scenario.num_gpu_blocks_override, scenario.kv_cache_memory_bytes, block_size

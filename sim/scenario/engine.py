@@ -82,8 +82,8 @@ def engine_of(scenario: Scenario) -> Engine:
 def scheduler_of(scenario: Scenario) -> SchedulerConfig:
     """The scheduler's limits and policies."""
     return SchedulerConfig(
-        max_num_seqs=scenario.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
-        max_num_batched_tokens=scenario.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS,
+        max_num_seqs=_given(scenario.max_num_seqs, DEFAULT_MAX_NUM_SEQS),
+        max_num_batched_tokens=_given(scenario.max_num_batched_tokens, DEFAULT_MAX_NUM_BATCHED_TOKENS),
         enable_chunked_prefill=scenario.enable_chunked_prefill,
         long_prefill_token_threshold=scenario.long_prefill_token_threshold,
         policy=scenario.scheduling_policy,
@@ -92,6 +92,10 @@ def scheduler_of(scenario: Scenario) -> SchedulerConfig:
         swap_space_blocks=scenario.swap_space_blocks,
         num_speculative_tokens=scenario.num_speculative_tokens,
     )
+
+
+def _given(value: int | None, default: int) -> int:
+    return default if value is None else value
 
 
 def pool_of(scenario: Scenario) -> Pool:
@@ -232,13 +236,14 @@ def _pool_of_given_size(scenario: Scenario) -> Pool:
         raise InputError(
             "--kv-cache-dtype, --quantization and the parallel sizes have no effect without --model; leave them out"
         )
-    block_size = scenario.block_size or DEFAULT_BLOCK_SIZE
+    block_size = _given(scenario.block_size, DEFAULT_BLOCK_SIZE)
+    limit = None if scenario.max_model_len == -1 else scenario.max_model_len  # -1: the longest that fits
     held_tokens = (scenario.num_gpu_blocks_override - 1) * block_size
     allocator = AllocatorConfig(
         num_blocks=scenario.num_gpu_blocks_override,
         groups=[FullAttention(block_size)],
-        max_model_len=scenario.max_model_len or max(1, min(held_tokens, LONGEST_CONTEXT_TOKENS)),
-        max_num_reqs=scenario.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
+        max_model_len=_given(limit, max(1, min(held_tokens, LONGEST_CONTEXT_TOKENS))),
+        max_num_reqs=_given(scenario.max_num_seqs, DEFAULT_MAX_NUM_SEQS),
         enable_caching=scenario.enable_prefix_caching,
         watermark_blocks=scenario.watermark_blocks,
         eviction=scenario.eviction,

@@ -88,7 +88,11 @@ def sample_scenario(
     Raises:
         InputError: an option is missing or wrong, or the trace is.
     """
-    kind, seed, block_size = asked.kind(), scenario.seed or 0, scenario.block_size or DEFAULT_BLOCK_SIZE
+    kind, seed, block_size = (
+        asked.kind(),
+        scenario.seed or 0,
+        DEFAULT_BLOCK_SIZE if scenario.block_size is None else scenario.block_size,
+    )
     # The seed has an effect on what is drawn here, whatever the trace.
     source = open_traffic(scenario.evolve(seed=None) if scenario.trace else scenario)
     report = run_sampling(source, kind, block_size=block_size, seed=seed, on_progress=on_progress)

@@ -6,6 +6,7 @@ from typing import Any
 import attrs
 
 from ...core.errors import InputError
+from ...core.pool.policies.policy import eviction_policies
 from ...core.types import LatencyModel, StepLoad
 from ..cache.capacity_curve import ASSUMPTIONS, CapacityCurve, capacity_curve
 from ..figures import Document, duration, millions, percent
@@ -15,16 +16,23 @@ from ..scenario.results import Table
 from ..scenario.scenario import Scenario
 from ..scenario.traffic import open_traffic
 
-POLICIES = ("lru", "fifo", "s3fifo", "sieve", "optimum")
+NOT_COMPARED = ("lfu", "length-aware")  # unless named
 HOURS_A_MONTH = 730
 HOUR_S = 3_600
 
 
 @options
 class OptimumOptions:
-    """What else the answer is given in."""
+    """Which policies are compared, and what else the answer is given in."""
 
     price_per_gpu_hour: float | None = option(None, SEARCH, "Price of a GPU hour: gives the answer in money.")
+    policy: str | None = option(
+        None,
+        SEARCH,
+        "Eviction policies to show between LRU and the optimum: any of {eviction policies}. Unless given: all of them "
+        f"but {' and '.join(NOT_COMPARED)}.",
+        metavar="POLICY,...",
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -173,7 +181,12 @@ def optimum_worth(scenario: Scenario, asked: OptimumOptions | None = None) -> Wo
     capacity = (config.num_blocks - 1) * groups[0].block_size // trace_block_size
     if capacity < 1:
         raise InputError(f"the pool holds less than one block of the trace ({trace_block_size} tokens)")
-    curve = capacity_curve(trace, capacities=[capacity], policies=POLICIES)
+    if asked is not None and asked.policy is not None:
+        named = [name.strip() for name in asked.policy.split(",")]
+    else:
+        named = [name for name in eviction_policies.names() if name not in NOT_COMPARED]
+    policies = ("lru", *(name for name in named if name not in ("lru", "optimum")), "optimum")
+    curve = capacity_curve(trace, capacities=[capacity], policies=policies)
     if not curve.info.claims_reuse:
         raise InputError(f"{curve.info.name} does not say which prompts share blocks: no eviction order can be told")
     mean_context = curve.input_tokens / curve.prompts.num_requests / 2

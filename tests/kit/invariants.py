@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 from kvledger.core import CorruptLedgerError, EventLog, KVCacheAllocator, LedgerState
 from kvledger.core.ledger.replay_checks import CheckedReplay
-from kvledger.core.pool.policies.registry import EvictionOrder
+from kvledger.core.pool.eviction_order import EvictionOrder
 from kvledger.testing.view import AllocatorView, view_of
 
 Subject: TypeAlias = AllocatorView | LedgerState | KVCacheAllocator

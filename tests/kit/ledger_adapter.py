@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import kvledger.core
-import kvledger.core.pool.policies.registry
+import kvledger.core.pool.eviction_order
 import numpy as np
 from kvledger.testing.key_fold import KeyFold
 from kvledger.testing.protocol import FoundPrefix, Limits, NeverFitsError, Placement, RefusedError, Supports, supporting

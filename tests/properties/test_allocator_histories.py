@@ -3,8 +3,8 @@
 from collections.abc import Callable, Hashable
 
 import pytest
+from kvledger.core.pool.eviction_order import eviction_order_names
 from kvledger.core.pool.policies.belady import BeladyOrder
-from kvledger.core.pool.policies.registry import eviction_order_names
 from kvledger.testing import (
     Allocate,
     GroupShape,

@@ -12,7 +12,7 @@ from ....core.events import Commit, PoolCreated
 from ....core.ledger.event_log import can_be_restored
 from ....core.ledger.replay_checks import CheckedReplay
 from ....core.ledger.state import LedgerState
-from ....core.pool.policies.registry import EvictionOrder
+from ....core.pool.eviction_order import EvictionOrder
 from ..errors import LogDamagedError
 from .closing import load_snapshot
 from .manifest import Manifest, snapshot_name, stream_name

@@ -23,8 +23,8 @@ from kvledger.core import (
 )
 from kvledger.core.events import BlockCopied, BlocksAllocated
 from kvledger.core.ledger.replay_checks import CheckedReplay
+from kvledger.core.pool.eviction_order import make_eviction_order
 from kvledger.core.pool.policies.belady import BeladyOrder
-from kvledger.core.pool.policies.registry import make_eviction_order
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 14
@@ -114,7 +114,7 @@ class SlowOrder:
             for place, (index, key) in enumerate(zip(indices, keys, strict=True))
         ]
         for fact in facts:
-            self.next_use[fact.name[1]] = self.future(fact.name[1])
+            self.learn(fact.name[1])
         for fact, block in sorted(zip(facts, blocks, strict=True), key=lambda pair: (-pair[0].index, pair[0].place)):
             self.cached[block] = fact
             remembered = fact.name in self.ghosts
@@ -126,8 +126,13 @@ class SlowOrder:
         for block in blocks:
             if block in self.cached:
                 self.cached[block].uses += 1
-                key = self.cached[block].name[1]
-                self.next_use[key] = self.future(key)
+                self.learn(self.cached[block].name[1])
+
+    def learn(self, key) -> None:
+        """Ask for the next use of a key. Free blocks of the key count as released now."""
+        self.next_use[key] = self.future(key)
+        if self.name == "belady":
+            self.append([block for block, fact in self.cached.items() if fact.name[1] == key and fact.is_queued])
 
     def on_uncached(self, blocks) -> None:
         self.unkeyed += [block for block in self.order()[len(self.unkeyed) :] if block in blocks]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from kvledger.core import AllocatorConfig, EventLog, FullAttention, KVCacheAllocator, Request
+from kvledger.core.pool.eviction_order import EvictionOrder, make_eviction_order
 from kvledger.core.pool.policies.belady import BeladyOrder, FutureUses
-from kvledger.core.pool.policies.registry import EvictionOrder, make_eviction_order
 from kvledger.sim.cache.policies import replay_policy
 from kvledger.sim.cache.prompt_blocks import read_prompt_blocks
 from kvledger.sim.engine.trace_keys import TraceKeySource
@@ -75,8 +75,8 @@ def test_every_order_finds_what_its_study_finds_and_belady_the_most(conversation
     """The two differ by the partial last block of a prompt, which the study keeps like any other block.
 
     In the pool it has no key, so it can never hit and is the first to be reused: a little more room for full blocks,
-    most of it felt by the orders that would have kept partial blocks long (fifo and length-aware). The rule of the
-    study's S3-FIFO differs besides: there a block keeps its uses on the way to the main queue.
+    most of it felt by the orders that would have kept partial blocks long (fifo and length-aware). Prompts of whole
+    blocks find exactly the same (tests/sim/cache/test_ledger_agreement.py).
     """
     found = {order: hit_blocks(prompts[:limit], order, num_blocks) for order in ORDERS}
     blocks = read_prompt_blocks(open_trace(conversation, limit=limit))

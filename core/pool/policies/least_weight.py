@@ -1,0 +1,51 @@
+"""What LFU and length-aware eviction share: the lightest block goes first, ties by LRU."""
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import islice
+
+from .policy import EvictionPolicy
+
+
+class LeastWeight(EvictionPolicy):
+    """Evicts the block of least `weight`; among equals the one released longest ago, which is vLLM's LRU.
+
+    Free blocks are queued by weight, one queue for each weight there is. All calls are O(1) per block, and O(weights)
+    where the first block of a weight comes or the last one goes. A subclass changes the weight of held blocks only.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.weight = [0] * num_blocks
+        self._queues: dict[int, OrderedDict[int, None]] = {}
+        self._weights: list[int] = []  # of the queues, sorted
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        weight, queues = self.weight, self._queues
+        for block in blocks:
+            queue = queues[weight[block]]
+            del queue[block]
+            if not queue:
+                del queues[weight[block]]
+                del self._weights[bisect_left(self._weights, weight[block])]
+
+    def release(self, blocks: Sequence[int]) -> None:
+        weight, queues = self.weight, self._queues
+        for block in blocks:
+            queue = queues.get(weight[block])
+            if queue is None:
+                queue = queues[weight[block]] = OrderedDict()
+                insort(self._weights, weight[block])
+            queue[block] = None
+
+    def victims(self, count: int) -> list[int]:
+        found: list[int] = []
+        for weight in self._weights:
+            found += islice(self._queues[weight], count - len(found))
+            if len(found) == count:
+                break
+        return found
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        self.hold([*self.free_among(blocks)])
