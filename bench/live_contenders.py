@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from kvledger.backends.serving import EngineOptions, LiveEngine, SamplingSettings, SizedEngine, size_engine
 from kvledger.core.types import ScheduledStep, StepResult
-from kvledger.sim.latency.measured_steps import MeasuredSteps
+from kvledger.sim.latency.fitted import MeasuredSteps
 
 BLOCK_SIZE = 16
 TRANSFORMERS_PAGE_SIZE = 256

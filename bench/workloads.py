@@ -17,7 +17,7 @@ from kvledger.backends import SimBackend
 from kvledger.core import AllocatorConfig, BlockPool, EventLog, FullAttention, KVCacheAllocator, Request, TokenBatch
 from kvledger.core.events import BlocksAllocated, BlocksFreed, FreeReason, as_ints
 from kvledger.core.keys.block_hash import block_hasher
-from kvledger.sim.engine.trace_keys import TraceKeySource
+from kvledger.sim.engine.arrivals import TraceKeySource
 
 clock = time.perf_counter
 # How often a process of the side-by-side comparison does its work; the median counts.

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .baselines.baselines import compare_allocators
     from .cache.capacity_curve import CapacityCurve, capacity_curve
-    from .engine.drafts import DraftAcceptance
     from .engine.replay import ReplayReport, replay
-    from .engine.sampling import BeamSearch, DraftTree, ParallelSampling, run_sampling
+    from .engine.sampling import BeamSearch, DraftAcceptance, DraftTree, ParallelSampling, run_sampling
     from .latency.linear import LinearLatency, SwapLatency
     from .latency.roofline import RooflineLatency
     from .latency.table import TableLatency
@@ -36,9 +35,9 @@ if TYPE_CHECKING:
     from .search.sweep import Sweep, SweepQuestion
     from .study.study import Study
     from .traces import TraceRequest, Turn, open_trace
-    from .traces.reblocking import ReblockedTrace
+    from .traces.derived import ReblockedTrace
     from .workloads.builtin import open_workload
-    from .workloads.fitting import fit_workload
+    from .workloads.fitted import fit_workload
     from .workloads.mix import MixPart, mix_workloads
 
 # Name -> the module that it is imported from when it is first used.
@@ -49,7 +48,7 @@ _ON_FIRST_USE = {
     "CompareOptions": "scenario.compare",
     "CompareResult": "scenario.compare",
     "CurveResult": "scenario.curve",
-    "DraftAcceptance": "engine.drafts",
+    "DraftAcceptance": "engine.sampling",
     "DraftTree": "engine.sampling",
     "FleetOptions": "scenario.fleet",
     "LinearLatency": "latency.linear",
@@ -57,7 +56,7 @@ _ON_FIRST_USE = {
     "ParallelSampling": "engine.sampling",
     "PlanOptions": "scenario.plan",
     "PlanResult": "scenario.plan",
-    "ReblockedTrace": "traces.reblocking",
+    "ReblockedTrace": "traces.derived",
     "ReplayReport": "engine.replay",
     "ReplayResult": "scenario.replay",
     "RooflineLatency": "latency.roofline",
@@ -77,7 +76,7 @@ _ON_FIRST_USE = {
     "capacity_curve": "cache.capacity_curve",
     "compare_allocators": "baselines.baselines",
     "compare_scenario": "scenario.compare",
-    "fit_workload": "workloads.fitting",
+    "fit_workload": "workloads.fitted",
     "mix_workloads": "workloads.mix",
     "open_trace": "traces",
     "open_workload": "workloads.builtin",

@@ -15,12 +15,20 @@ from typing import Any
 
 import attrs
 from kvledger.core.errors import KVLedgerError
-from kvledger.sim.fidelity.fidelity import FIGURES, GOALS_PCT, ComparedRun, mape_over_runs
-from kvledger.sim.fidelity.measured_serving import MeasuredServer, read_measured_serving
-from kvledger.sim.fidelity.served_run import ClientTerms, measured_steps, simulate_server
 from kvledger.sim.latency.calibration import Calibration, MeasuredStep, fit_factors, leave_one_out
 from kvledger.sim.latency.devices import DeviceFactors, expected_factors
 from kvledger.sim.workloads.multi_turn import ARRIVALS, TURNS
+
+from bench.fidelity.measured_serving import MeasuredServer, read_measured_serving
+from bench.fidelity.served_run import (
+    FIGURES,
+    GOALS_PCT,
+    ClientTerms,
+    ComparedRun,
+    mape_over_runs,
+    measured_steps,
+    simulate_server,
+)
 
 DEFAULT_FILE = Path(__file__).parents[2] / "tests" / "golden" / "measured_serving.jsonl"
 # Assumptions that differ from run to run; the others are printed once.

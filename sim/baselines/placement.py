@@ -1,13 +1,174 @@
-"""Where a sequence's KV memory goes: the five placements that `kvledger compare` measures against each other."""
+"""The five placements of a sequence's KV memory that `kvledger compare` compares, and the heaps that they use."""
 
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import attrs
 
-from .heaps import BuddyAllocator, ContiguousHeap
+from ...core.errors import InputError, MisuseError
 
 GROWTH_FACTOR = 2
+
+
+class ContiguousHeap:
+    """A first-fit heap of `num_slots` token slots: regions of any size that grow in place if the slots behind are free.
+
+    Holes are kept by address; neighbours are merged when freed. Raises InputError for a heap or a region below one
+    slot.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        if num_slots < 1:
+            raise InputError(f"a heap of {num_slots} slots: at least 1 is needed")
+        self.num_slots = num_slots
+        self.num_free = num_slots
+        self._holes = [0]  # addresses, ascending
+        self._sizes = [num_slots]  # sizes of the same holes
+        self._live: dict[int, int] = {}  # address -> size
+
+    @property
+    def largest_hole(self) -> int:
+        """Slots of the largest hole; 0 if nothing is free."""
+        return max(self._sizes, default=0)
+
+    @property
+    def fragmentation(self) -> float:
+        """1 - largest hole / free slots: the share of the free memory that one large region cannot use."""
+        return 1 - self.largest_hole / self.num_free if self.num_free else 0.0
+
+    def allocate(self, num_slots: int) -> int | None:
+        """The address of a region in the first hole that is large enough, or None if there is none."""
+        if num_slots < 1:
+            raise InputError(f"a region of {num_slots} slots was asked for: at least 1 is needed")
+        for at, size in enumerate(self._sizes):
+            if size >= num_slots:
+                address = self._holes[at]
+                self._take_from_hole(at, num_slots)
+                self._live[address] = num_slots
+                return address
+        return None
+
+    def extend(self, address: int, num_slots: int) -> bool:
+        """Grow a region in place to `num_slots`; return False without a change if the slots behind it are not free."""
+        size = self._size_of(address)
+        at = bisect_left(self._holes, address)
+        missing = num_slots - size
+        if at == len(self._holes) or self._holes[at] != address + size or self._sizes[at] < missing:
+            return False
+        self._take_from_hole(at, missing)
+        self._live[address] = num_slots
+        return True
+
+    def release(self, address: int) -> None:
+        """Free a region. Raises MisuseError if no region begins at `address`."""
+        size = self._size_of(address)
+        del self._live[address]
+        self.num_free += size
+        at = bisect_left(self._holes, address)
+        if at < len(self._holes) and self._holes[at] == address + size:
+            size += self._sizes[at]
+            del self._holes[at], self._sizes[at]
+        if at and self._holes[at - 1] + self._sizes[at - 1] == address:
+            self._sizes[at - 1] += size
+        else:
+            self._holes.insert(at, address)
+            self._sizes.insert(at, size)
+
+    def holes(self) -> list[tuple[int, int]]:
+        """(address, size) of every hole, by address."""
+        return list(zip(self._holes, self._sizes, strict=True))
+
+    def _size_of(self, address: int) -> int:
+        if address not in self._live:
+            raise MisuseError(f"no region begins at slot {address}")
+        return self._live[address]
+
+    def _take_from_hole(self, at: int, num_slots: int) -> None:
+        self.num_free -= num_slots
+        if self._sizes[at] == num_slots:
+            del self._holes[at], self._sizes[at]
+        else:
+            self._holes[at] += num_slots
+            self._sizes[at] -= num_slots
+
+
+@attrs.frozen
+class Chunk:
+    """`size` slots from `address` on; the address is a multiple of the size, and the size a power of two."""
+
+    address: int
+    size: int
+
+
+class BuddyAllocator:
+    """A buddy allocator of `num_slots` token slots: chunks of power-of-two sizes, split on demand, merged when freed.
+
+    A pool whose size is not a power of two starts as one chunk per binary digit, the largest first: 15,700 slots are
+    8,192 + 4,096 + 2,048 + 1,024 + 256 + 64 + 16 + 4. Of the chunks that fit, the smallest is used, and of those the
+    one with the lowest address. Raises InputError for a pool below one slot.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        if num_slots < 1:
+            raise InputError(f"a buddy allocator over {num_slots} slots: at least 1 is needed")
+        self.num_slots = num_slots
+        self.num_free = num_slots
+        self._free: list[list[int]] = [[] for _ in range(num_slots.bit_length())]  # by order: addresses, ascending
+        self._order_of_live: dict[int, int] = {}
+        address = 0
+        for order in reversed(range(num_slots.bit_length())):
+            if num_slots >> order & 1:
+                self._free[order].append(address)
+                address += 1 << order
+
+    @property
+    def largest_possible(self) -> int:
+        """The size of the largest chunk of an empty pool."""
+        return 1 << (self.num_slots.bit_length() - 1)
+
+    def allocate(self, num_slots: int) -> Chunk | None:
+        """The smallest chunk of at least `num_slots`, or None if there is none. Raises InputError below 1 slot."""
+        if num_slots < 1:
+            raise InputError(f"a chunk of {num_slots} slots was asked for: at least 1 is needed")
+        wanted = (num_slots - 1).bit_length()
+        order = next((order for order in range(wanted, len(self._free)) if self._free[order]), None)
+        if order is None:
+            return None
+        address = self._free[order].pop(0)
+        while order > wanted:  # keep the lower half, free the upper one
+            order -= 1
+            insort(self._free[order], address + (1 << order))
+        self._order_of_live[address] = order
+        self.num_free -= 1 << order
+        return Chunk(address, 1 << order)
+
+    def release(self, chunk: Chunk) -> None:
+        """Free a chunk; merge it with its buddy as long as that is free too. Raises MisuseError if it is not live."""
+        order = self._order_of_live.get(chunk.address)
+        if order is None or chunk.size != 1 << order:
+            raise MisuseError(f"{chunk} is not allocated")
+        del self._order_of_live[chunk.address]
+        self.num_free += chunk.size
+        address = chunk.address
+        while self._take_free(order, address ^ (1 << order)):
+            address &= ~(1 << order)
+            order += 1
+        insort(self._free[order], address)
+
+    def free_chunks(self) -> list[Chunk]:
+        """The free chunks by address."""
+        chunks = [Chunk(address, 1 << order) for order, free in enumerate(self._free) for address in free]
+        return sorted(chunks, key=lambda chunk: chunk.address)
+
+    def _take_free(self, order: int, address: int) -> bool:
+        """Remove a chunk from the free chunks; return False if it is not free."""
+        free = self._free[order]
+        at = bisect_left(free, address)
+        if at == len(free) or free[at] != address:
+            return False
+        del free[at]
+        return True
 
 
 @attrs.define(eq=False)
@@ -15,7 +176,7 @@ class Sequence:
     """A running request. `start_tokens` are computed when it is admitted; each iteration then adds one token.
 
     `preemptions` counts how often it was preempted, `order` is its number among all admissions, `started` its first
-    iteration, `capacity` the slots asked for (before an allocator rounds them), `place` the placement's own note.
+    iteration, `capacity` the slots requested (before an allocator rounds them), `place` belongs to the placement.
     """
 
     start_tokens: int
@@ -28,38 +189,38 @@ class Sequence:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens that it holds in its last iteration."""
+        """Tokens in its last iteration."""
         return self.start_tokens + self.output_tokens
 
     def tokens_at(self, iteration: int) -> int:
-        """Tokens that it holds in an iteration; in the first one, what it started with and one more."""
+        """Tokens in an iteration; in the first one, the tokens it started with and one more."""
         return self.start_tokens + iteration - self.started + 1
 
 
 class Placement(Protocol):
-    """Gives a sequence its memory. `capacity` of a sequence is set by `admit` and `grow`."""
+    """Allocates memory for sequences; `admit` and `grow` set a sequence's `capacity`."""
 
     name: str
 
     def can_ever_hold(self, sequence: Sequence) -> bool:
-        """Whether the sequence fits into an empty memory, up to its last token."""
+        """Whether the whole sequence fits into an empty memory."""
         ...
 
     def admit(self, sequence: Sequence, is_alone: bool) -> bool:
-        """Place a sequence and its first new token; False, and no change, where it does not fit now."""
+        """Place a sequence and its first new token; return False without a change if it does not fit now."""
         ...
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Make room for `num_tokens` in all; False, and no change, where that does not fit now."""
+        """Make room for `num_tokens` in total; return False without a change if they do not fit now."""
         ...
 
     def release(self, sequence: Sequence) -> None:
-        """Take the sequence's memory back."""
+        """Free the sequence's memory."""
         ...
 
 
 class ReservedPlacement:
-    """One contiguous chunk of a buddy allocator per sequence, as large as `slots_to_reserve` says, until it ends."""
+    """Reserves one contiguous chunk of a buddy allocator per sequence, with `slots_to_reserve` slots, until it ends."""
 
     def __init__(self, name: str, num_slots: int, slots_to_reserve: Callable[[Sequence], int]) -> None:
         self.name = name
@@ -86,12 +247,12 @@ class ReservedPlacement:
 
 
 def static_placement(num_slots: int, max_model_len: int) -> ReservedPlacement:
-    """Every sequence reserves the maximum length ("Orca (Max)")."""
+    """Reserves the maximum length for every sequence ("Orca (Max)")."""
     return ReservedPlacement("static", num_slots, lambda _: max_model_len)
 
 
 def pow2_placement(num_slots: int, max_model_len: int) -> ReservedPlacement:
-    """The prompt, and the output rounded up to a power of two, within the maximum length ("Orca (Pow2)")."""
+    """Reserves the prompt plus the output rounded up to a power of two, at most the maximum length ("Orca (Pow2)")."""
 
     def slots_to_reserve(sequence: Sequence) -> int:
         rounded = 1 << (sequence.output_tokens - 1).bit_length()
@@ -101,14 +262,14 @@ def pow2_placement(num_slots: int, max_model_len: int) -> ReservedPlacement:
 
 
 def oracle_placement(num_slots: int) -> ReservedPlacement:
-    """Exactly what the sequence will need, as if its length were known beforehand ("Orca (Oracle)")."""
+    """Reserves exactly what the sequence will need, as if its length were known beforehand ("Orca (Oracle)")."""
     return ReservedPlacement("oracle", num_slots, lambda sequence: sequence.total_tokens)
 
 
 class GrowingPlacement:
-    """A contiguous region that doubles when it is full: in place where the slots behind it are free, else by copying.
+    """Uses a contiguous region that doubles when it is full: in place if the slots behind it are free, else by copying.
 
-    While it copies, a sequence holds the old and the new region. `num_copies` and `copied_tokens` count the moves.
+    During a copy, a sequence holds the old and the new region. `num_copies` and `copied_tokens` count the copies.
     """
 
     name = "growing"
@@ -124,7 +285,7 @@ class GrowingPlacement:
         return sequence.total_tokens <= self.heap.num_slots
 
     def admit(self, sequence: Sequence, is_alone: bool) -> bool:
-        """A region of twice what is there; one for the next token alone would outgrow itself at once."""
+        """Allocate twice the present tokens; a region for the next token alone would be full immediately."""
         sequence.capacity = self._doubled(sequence.start_tokens)
         sequence.place = self.heap.allocate(sequence.capacity)
         return sequence.place is not None
@@ -152,10 +313,10 @@ class GrowingPlacement:
 
 
 class PagedPlacement:
-    """Blocks of `block_size`, one at a time, anywhere. Blocks are counted, not named: waste does not depend on ids.
+    """Uses blocks of `block_size`, one at a time, anywhere. Blocks are only counted: waste does not depend on ids.
 
-    One block is the null block, as in the real pool. A sequence is admitted only if `watermark` of the blocks stays
-    free, unless nothing else runs.
+    One block is the null block, as in the real pool. A sequence is admitted only if the share `watermark` of the blocks
+    stays free, unless nothing else runs.
     """
 
     name = "paged"
@@ -171,7 +332,7 @@ class PagedPlacement:
         return self._num_blocks(sequence.total_tokens) <= self._num_usable
 
     def admit(self, sequence: Sequence, is_alone: bool) -> bool:
-        """Blocks for what is there and one token more."""
+        """Allocate blocks for the present tokens and one more."""
         num_blocks = self._num_blocks(sequence.start_tokens + 1)
         kept_free = 0 if is_alone else self._watermark_blocks
         if num_blocks + kept_free > self._num_free:
@@ -181,7 +342,7 @@ class PagedPlacement:
         return True
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """One more block."""
+        """Allocate one more block."""
         if not self._num_free:
             return False
         self._num_free -= 1

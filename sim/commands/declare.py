@@ -149,25 +149,27 @@ def _curve_policies() -> Iterable[str]:
 
 
 def _trace_formats() -> Iterable[str]:
-    from ..traces.registry import FORMATS
+    from ..traces import trace_formats
 
-    return FORMATS
+    return trace_formats.names()
 
 
 def _workloads() -> Iterable[str]:
-    from ..workloads.builtin import workload_models
+    from ..workloads.builtin import workloads
 
-    return workload_models()
+    return workloads.names()
 
 
 def _latency_models() -> Iterable[str]:
-    return ("linear", "roofline", "table")
+    from ..latency.models import latency_models
+
+    return latency_models.names()
 
 
 def _routers() -> Iterable[str]:
-    from ..fleet.routing import ROUTINGS
+    from ..fleet.routing import routers
 
-    return ROUTINGS
+    return routers.names()
 
 
 def _gpus() -> Iterable[str]:

@@ -35,7 +35,7 @@ def _with_log_libraries(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
-        from ..traces.event_log import need_log_libraries
+        from ..traces.logged import need_log_libraries
 
         need_log_libraries()
         function(*args, **kwargs)
@@ -60,7 +60,7 @@ def show(
     from itertools import islice
 
     from ..logs.text import Wanted, described, plain_record
-    from ..traces.event_log import open_event_log
+    from ..traces.logged import open_event_log
 
     reader = open_event_log(log)
     # Who holds which row is known only from the start.
@@ -100,7 +100,7 @@ def verify(
     from ...core.errors import InputError
     from ..logs.verification import verify_log
     from ..report.console import print_json, progress
-    from ..traces.event_log import open_event_log
+    from ..traces.logged import open_event_log
 
     if checked_every is not None and checked_every < 1:
         raise InputError(f"--checked-every is {checked_every}; it must be 1 commit or more")
@@ -131,7 +131,7 @@ def diff(
     """
     from ..logs.verification import describe_divergence, divergence_as_dict, first_divergence
     from ..report.console import print_json
-    from ..traces.event_log import open_event_log
+    from ..traces.logged import open_event_log
 
     first = open_event_log(one)
     divergence = first_divergence(first, open_event_log(other), ignore_times)
@@ -162,7 +162,7 @@ def at(
     from ..logs.text import state_as_dict
     from ..report.console import print_json
     from ..report.logs import print_state
-    from ..traces.event_log import open_event_log
+    from ..traces.logged import open_event_log
 
     if (commit is None) == (time is None):
         raise InputError("give --commit N or --time SECONDS, one of them")
@@ -185,7 +185,7 @@ def stats(log: Directory, json: Json = False) -> None:
     from ..logs.text import log_stats
     from ..report.console import print_json
     from ..report.logs import print_stats
-    from ..traces.event_log import open_event_log
+    from ..traces.logged import open_event_log
 
     counted = log_stats(open_event_log(log))
     if json:
@@ -211,11 +211,11 @@ def steps(
     Example: kvledger log steps run.log --model llama-3.1-8b --gpu H200
     """
     from ...core.errors import InputError
-    from ..latency.measured_steps import measured_steps
+    from ..latency.fitted import measured_steps
     from ..logs.live_report import live_report, served_roofline
     from ..report.console import print_json
     from ..report.logs import print_live_report
-    from ..traces.event_log import open_event_log
+    from ..traces.logged import open_event_log
 
     if (model is None) != (gpu is None):
         raise InputError("--model and --gpu go together: a roofline needs both")
@@ -247,7 +247,7 @@ def convert(
     """
     from ..logs.convert import convert_log
     from ..report.console import print_json
-    from ..traces.event_log import open_event_log
+    from ..traces.logged import open_event_log
 
     count = convert_log(open_event_log(log), to, output, wire)
     if json:
@@ -275,8 +275,7 @@ def replay(
 
     from ..exports.run_exports import ExportOptions
     from ..logs.replay import check_changes, recorded_scenario, what_changed
-    from ..traces.event_log import open_event_log
-    from ..traces.recorded import is_live
+    from ..traces.logged import is_live, open_event_log
     from .replay import run_replay
 
     check_changes(changes)

@@ -90,7 +90,7 @@ def input_files(scenario: Scenario) -> list[str]:
 
 def start_log(directory: str, flush: str, scenario: Scenario, source: "Trace") -> "RunLog":
     """The log that a replay writes: a listener, and the trace that it notes as it is read."""
-    from ..traces.event_log import need_log_libraries
+    from ..traces.logged import need_log_libraries
 
     need_log_libraries()
     from ...backends.sinks.log.flush_policy import FlushPolicy

@@ -206,7 +206,7 @@ def _check(server: _Server) -> None:
         if importlib.util.find_spec(package) is None:
             raise InputError(f"serving needs {package}: pip install 'kvledger[serve]'")
     if server.log is not None:
-        from ..traces.event_log import need_log_libraries
+        from ..traces.logged import need_log_libraries
 
         need_log_libraries()
 

@@ -1,0 +1,1 @@
+"""One simulated engine under a SimPy clock: arrivals, steps, measurements, and the replay of a trace."""

@@ -1,4 +1,4 @@
-"""The latencies of a run: sketches for the report and, where they are wanted, the histograms of vLLM's metrics."""
+"""Latencies of a run: quantile sketches for the report and, if wanted, the histograms of vLLM's metrics."""
 
 import math
 from bisect import bisect_left
@@ -9,6 +9,7 @@ from itertools import repeat
 from operator import add
 from typing import NamedTuple
 
+import attrs
 import numpy as np
 
 from ...backends.sinks.metrics.boundaries import (
@@ -21,7 +22,9 @@ from ...backends.sinks.metrics.boundaries import (
 )
 from ...core.errors import InputError
 
-# Mean and percentiles of any number of samples in constant memory.
+NANOSECONDS = 1_000_000_000
+# Samples of each kind that wait to be counted at most: counting many at once costs a fraction of one by one.
+MAX_PENDING = 1024
 
 RELATIVE_ERROR = 0.001
 _SMALLEST = 1e-3
@@ -30,10 +33,10 @@ _NUM_BUCKETS = math.ceil(math.log(1e18) / _LOG_GAMMA) + 2
 
 
 class QuantileSketch:
-    """A histogram over logarithmic buckets from 1e-3 to 1e15, so that a percentile is off by at most 0.1 % of itself.
+    """Mean and percentiles of any number of samples in constant memory; a percentile is off by at most 0.1 % of itself.
 
-    Count, minimum and maximum are exact, and so is the total where the samples are whole numbers. Samples are
-    positive numbers, or 0, which counts as the smallest bucket.
+    It is a histogram with logarithmic buckets from 1e-3 to 1e15. Count, minimum and maximum are exact, and so is the
+    total if the samples are whole numbers. Samples are positive numbers, or 0, which counts in the smallest bucket.
     """
 
     def __init__(self) -> None:
@@ -41,7 +44,7 @@ class QuantileSketch:
         self.total: float = 0
         self.minimum = math.inf
         self.maximum = -math.inf
-        # A list: one entry at a time is what it is asked for, and an array boxes each.
+        # A list, since entries are read one at a time and an array would box each.
         self._buckets = [0] * _NUM_BUCKETS
 
     def add(self, value: float, weight: int = 1) -> None:
@@ -55,7 +58,7 @@ class QuantileSketch:
         self._buckets[_bucket_of(value)] += weight
 
     def add_all(self, values: Sequence[float]) -> None:
-        """Add each of many samples once; the same as adding one after the other."""
+        """Add many samples; the same as adding them one by one."""
         if not values:
             return
         self.count += len(values)
@@ -67,7 +70,7 @@ class QuantileSketch:
             self._buckets[bucket] += 1
 
     def merge(self, other: "QuantileSketch") -> None:
-        """Add every sample of another sketch; the same as having added them here."""
+        """Add every sample of another sketch."""
         self.count += other.count
         self.total += other.total
         self.minimum = min(self.minimum, other.minimum)
@@ -91,7 +94,7 @@ class QuantileSketch:
         return min(max(middle, self.minimum), self.maximum)
 
     def summary(self, unit: float = 1.0) -> dict[str, float | int | None]:
-        """`mean`, `p50`, `p90`, `p99` and `max` in units of `unit`, and `count`; None where there is no sample."""
+        """`mean`, `p50`, `p90`, `p99` and `max` in units of `unit`, and `count`; None without samples."""
         figures = {
             "mean": self.mean,
             "p50": self.percentile(50),
@@ -109,15 +112,12 @@ def _bucket_of(value: float) -> int:
     return min(math.ceil(math.log(value / _SMALLEST) / _LOG_GAMMA), _NUM_BUCKETS - 1)
 
 
-# Exact counts of samples up to fixed boundaries: what a Prometheus histogram is made of.
-
-
 class Histogram:
-    """Counts whole numbers by the smallest boundary that is not below them. Counts and total are exact.
+    """Counts whole numbers up to fixed boundaries, as a Prometheus histogram does. Counts and total are exact.
 
     Attributes:
-        boundaries: ascending; a sample that equals a boundary counts as up to it ("le").
-        counts: one a boundary, and one for what is above the last. Not cumulated.
+        boundaries: ascending; a sample that equals a boundary counts in it ("le").
+        counts: one per boundary, and one for samples above the last. Not cumulated.
         total: the sum of the samples.
     """
 
@@ -134,20 +134,15 @@ class Histogram:
         self.total += value * weight
 
     def add_all(self, values: Sequence[float]) -> None:
-        """Count each of many samples once; the same as adding one after the other."""
+        """Count many samples; the same as adding them one by one."""
         for place, number in Counter(map(bisect_left, repeat(self.boundaries), values)).items():
             self.counts[place] += number
         self.total = reduce(add, values, self.total)
 
     @property
     def count(self) -> int:
-        """How many samples there were."""
+        """The number of samples."""
         return sum(self.counts)
-
-
-# The histograms of a simulated run, with the boundaries of vLLM's metrics of the same meaning.
-
-NANOSECONDS = 1_000_000_000
 
 
 def _of_ms(boundaries_ms: tuple[int, ...]) -> Histogram:
@@ -155,7 +150,7 @@ def _of_ms(boundaries_ms: tuple[int, ...]) -> Histogram:
 
 
 class FinishedRequest(NamedTuple):
-    """What is counted of a finished request.
+    """The figures of a finished request that are counted.
 
     Attributes:
         arrival_ns: when it was sent, from the start of the run.
@@ -163,10 +158,10 @@ class FinishedRequest(NamedTuple):
         first_ns: when it got its first token.
         last_ns: when it got its last token.
         tpot_ns: nanoseconds per output token after the first; None for a single token.
-        num_prompt_tokens: of the prompt, cached ones included.
-        num_output_tokens: produced.
-        num_cached_tokens: of the prompt, found at the first admission.
-        num_preemptions: how often it lost its blocks.
+        num_prompt_tokens: prompt tokens, cached ones included.
+        num_output_tokens: tokens produced.
+        num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
+        num_preemptions: how often it was preempted.
     """
 
     arrival_ns: int
@@ -181,8 +176,9 @@ class FinishedRequest(NamedTuple):
 
 
 class RunHistograms:
-    """Times in nanoseconds, sizes in tokens; each is counted once a request, but `itl_ns` once a gap between tokens
-    and `step_tokens` once an engine step.
+    """The histograms of a run, with the boundaries of vLLM's metrics. Times are in nanoseconds, sizes in tokens.
+
+    Each counts one sample per request, except `itl_ns` (per gap between tokens) and `step_tokens` (per engine step).
     """
 
     def __init__(self, max_model_len: int) -> None:
@@ -203,7 +199,7 @@ class RunHistograms:
         self.step_tokens = Histogram(STEP_TOKENS)
 
     def count_finished(self, finished: Sequence[FinishedRequest]) -> None:
-        """Count requests that ended."""
+        """Count finished requests."""
         self.e2e_ns.add_all([one.last_ns - one.arrival_ns for one in finished])
         self.queue_ns.add_all([one.admitted_ns - one.arrival_ns for one in finished])
         self.prefill_ns.add_all([one.first_ns - one.admitted_ns for one in finished])
@@ -216,32 +212,58 @@ class RunHistograms:
         self.preemptions.add_all([one.num_preemptions for one in finished])
 
 
-# Samples that wait to be counted, of each kind: many at once cost a fraction of as many one by one.
-MAX_PENDING = 1024
+@attrs.define
+class LatencySketches:
+    """Sketches of the latencies of a run, in nanoseconds.
+
+    Attributes:
+        ttft_ns: from arrival to the first token.
+        tpot_ns: per output token after the first, one sample per request.
+        itl_ns: between successive tokens of a request.
+        e2e_ns: from arrival to the last token.
+    """
+
+    ttft_ns: QuantileSketch = attrs.field(factory=QuantileSketch)
+    tpot_ns: QuantileSketch = attrs.field(factory=QuantileSketch)
+    itl_ns: QuantileSketch = attrs.field(factory=QuantileSketch)
+    e2e_ns: QuantileSketch = attrs.field(factory=QuantileSketch)
+
+    def merge(self, other: "LatencySketches") -> None:
+        """Add every sample of other sketches."""
+        self.ttft_ns.merge(other.ttft_ns)
+        self.tpot_ns.merge(other.tpot_ns)
+        self.itl_ns.merge(other.itl_ns)
+        self.e2e_ns.merge(other.e2e_ns)
+
+    def summaries(self) -> dict[str, dict[str, float | int | None]]:
+        """`ttft_s`, `tpot_s`, `itl_s` and `e2e_s`: the summary of each in seconds."""
+        return {
+            "ttft_s": self.ttft_ns.summary(NANOSECONDS),
+            "tpot_s": self.tpot_ns.summary(NANOSECONDS),
+            "itl_s": self.itl_ns.summary(NANOSECONDS),
+            "e2e_s": self.e2e_ns.summary(NANOSECONDS),
+        }
 
 
 class LatencySamples:
-    """Takes samples as they come and counts them when there are many, or when it is asked for what they make.
+    """Collects samples and counts them in batches: when there are many, or when the result is read.
 
     Attributes:
-        gaps: nanoseconds between successive tokens of a request: how many times each, since they were last counted.
-        steps: tokens of an engine step: how many steps each, since they were last counted.
+        gaps: nanoseconds between successive tokens of a request -> how often, since they were last counted.
+        steps: tokens of an engine step -> how many steps, since they were last counted.
     """
 
     def __init__(self, histograms: RunHistograms | None) -> None:
-        """`histograms` are counted besides the sketches; None: nothing is."""
+        """Count in `histograms` too, if given."""
         self._histograms = histograms
-        self._ttft_ns = QuantileSketch()
-        self._itl_ns = QuantileSketch()
-        self._tpot_ns = QuantileSketch()
-        self._e2e_ns = QuantileSketch()
+        self._sketches = LatencySketches()
         self.gaps: defaultdict[int, int] = defaultdict(int)
         self.steps: defaultdict[int, int] = defaultdict(int)
         self._first_tokens: list[int] = []
         self._finished: list[FinishedRequest] = []
 
     def first_token(self, ttft_ns: int) -> None:
-        """A request got its first token so long after its arrival."""
+        """A request got its first token `ttft_ns` after its arrival."""
         self._first_tokens.append(ttft_ns)
 
     def finished(self, request: FinishedRequest) -> None:
@@ -249,50 +271,33 @@ class LatencySamples:
         self._finished.append(request)
 
     def count_when_many(self) -> None:
-        """Keep what waits to be counted within bounds. To be called now and then."""
+        """Count the pending samples if there are many. Call it regularly to bound their number."""
         pending = (self.gaps, self.steps, self._first_tokens, self._finished)
         if max(map(len, pending)) >= MAX_PENDING:
             self._count()
 
     @property
     def histograms(self) -> RunHistograms | None:
-        """Those that were given, up to now."""
+        """The given histograms, up to date."""
         self._count()
         return self._histograms
 
     @property
-    def ttft_ns(self) -> QuantileSketch:
-        """From arrival to the first token."""
+    def sketches(self) -> LatencySketches:
+        """The sketches, up to date."""
         self._count()
-        return self._ttft_ns
-
-    @property
-    def itl_ns(self) -> QuantileSketch:
-        """Between successive tokens."""
-        self._count()
-        return self._itl_ns
-
-    @property
-    def tpot_ns(self) -> QuantileSketch:
-        """Per output token after the first, a sample a request."""
-        self._count()
-        return self._tpot_ns
-
-    @property
-    def e2e_ns(self) -> QuantileSketch:
-        """From arrival to the last token."""
-        self._count()
-        return self._e2e_ns
+        return self._sketches
 
     def _count(self) -> None:
         gaps, steps, first_tokens, finished = self.gaps, self.steps, self._first_tokens, self._finished
         if not (gaps or steps or first_tokens or finished):
             return
+        sketches = self._sketches
         for nanoseconds, times in gaps.items():
-            self._itl_ns.add(nanoseconds, times)
-        self._ttft_ns.add_all(first_tokens)
-        self._tpot_ns.add_all([one.tpot_ns for one in finished if one.tpot_ns is not None])
-        self._e2e_ns.add_all([one.last_ns - one.arrival_ns for one in finished])
+            sketches.itl_ns.add(nanoseconds, times)
+        sketches.ttft_ns.add_all(first_tokens)
+        sketches.tpot_ns.add_all([one.tpot_ns for one in finished if one.tpot_ns is not None])
+        sketches.e2e_ns.add_all([one.last_ns - one.arrival_ns for one in finished])
         histograms = self._histograms
         if histograms is not None:
             for nanoseconds, times in gaps.items():

@@ -1,25 +1,99 @@
-"""Where the simulated clock ticks: SimPy processes around the engine loop, at most one event an engine step.
+"""The simulated engine: SimPy processes around the engine loop, with at most one clock event per engine step.
 
 The clock counts whole nanoseconds, so that sums of step times are exact and a run of macro-steps reports the same
-figures, to the last digit, as one of single steps.
+figures, to the last digit, as a run of single steps.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import simpy
 
 from ...core.errors import DoesNotFitError
+from ...core.events import Commit
 from ...core.scheduler.engine import EngineLoop, Wait, engine_loop
 from ...core.scheduler.scheduler import Scheduler, StepOutcome
 from ...core.types import Backend, Request, ScheduledStep, StepResult
-from .listener import EngineWatcher
+from .metrics import Recorder
 
 NANOSECONDS = 1_000_000_000
-# Refusals are counted without end, and told in words for the first few.
+# Messages of the first rejections are kept; all are counted.
 MAX_REJECTIONS_KEPT = 5
+
+
+class EngineWatcher(Protocol):
+    """Receives the progress of a simulated engine."""
+
+    def submitted(self, request: Request) -> None:
+        """A request was accepted."""
+        ...
+
+    def scheduled(self, scheduler: Scheduler) -> None:
+        """A step starts now, or the engine begins to wait."""
+        ...
+
+    def observe(self, step: ScheduledStep, result: StepResult, outcome: StepOutcome) -> None:
+        """A step was completed now."""
+        ...
+
+
+class RunListener:
+    """Follows a run, for example to write a file; methods do nothing unless overridden.
+
+    `now_ns` counts from the start of the run.
+    """
+
+    def started(self, recorder: Recorder) -> None:
+        """The run begins; the recorder receives everything before the listeners do."""
+
+    def submitted(self, now_ns: int, request: Request) -> None:
+        """A request was accepted. It arrived then, or during the step that has just ended (asynchronous scheduling)."""
+
+    def apply(self, now_ns: int, commit: Commit) -> None:
+        """The allocator changed its state."""
+
+    def scheduled(self, now_ns: int, scheduler: Scheduler) -> None:
+        """A step starts now, or the engine begins to wait."""
+
+    def observe(self, now_ns: int, step: ScheduledStep, result: StepResult, outcome: StepOutcome) -> None:
+        """A step was completed now."""
+
+
+class Broadcast:
+    """An `EngineWatcher` and a sink that passes everything to a recorder, then to every listener with the time."""
+
+    def __init__(self, now_ns: Callable[[], int], recorder: Recorder, listeners: Sequence[RunListener]) -> None:
+        self._now_ns = now_ns
+        self._recorder = recorder
+        self._listeners = tuple(listeners)
+        for listener in self._listeners:
+            listener.started(recorder)
+
+    def submitted(self, request: Request) -> None:
+        """Forward it."""
+        self._recorder.submitted(request)
+        for listener in self._listeners:
+            listener.submitted(self._now_ns(), request)
+
+    def apply(self, commit: Commit) -> None:
+        """Forward it."""
+        self._recorder.apply(commit)
+        for listener in self._listeners:
+            listener.apply(self._now_ns(), commit)
+
+    def scheduled(self, scheduler: Scheduler) -> None:
+        """Forward it."""
+        self._recorder.scheduled(scheduler)
+        for listener in self._listeners:
+            listener.scheduled(self._now_ns(), scheduler)
+
+    def observe(self, step: ScheduledStep, result: StepResult, outcome: StepOutcome) -> None:
+        """Forward it."""
+        self._recorder.observe(step, result, outcome)
+        for listener in self._listeners:
+            listener.observe(self._now_ns(), step, result, outcome)
 
 
 class SimulatedEngine:
@@ -48,26 +122,26 @@ class SimulatedEngine:
             backend: computes and times them.
             recorder: measures them.
             macro_steps: whether identical decode steps are taken in one go.
-            next_arrival_ns: in a fleet, when this engine may next be reached, or asked for by its router; no step is
-                decided beyond it, so that what a router has heard by then is what has happened. None: this engine is
-                alone in its environment.
+            next_arrival_ns: in a fleet, the earliest time at which a request may reach this engine or its router may
+                read its state; no macro-step extends past it, so that the router sees what has happened by then.
+                None: this engine is alone in its environment.
         """
         self._env = env
         self._next_arrival_ns = next_arrival_ns
         self._scheduler = scheduler
         self._backend = backend
         self._recorder = recorder
-        observers = [recorder.observe, self._tell_ended]
+        observers = [recorder.observe, self._report_ended]
         self._loop: EngineLoop = engine_loop(scheduler, observers, self._repeats if macro_steps else None)
         self._idle: simpy.Event | None = None
         self._busy_until_ns = 0
         self.rejections: list[str] = []
         self.on_ended: Callable[[Request], None] | None = None
-        """Called for each request that finished, before the next step is decided, or that was refused."""
+        """Callback for each request that was refused or has finished; runs before the next step is decided."""
         env.process(self._steps())
 
     def arrivals(self, requests: Iterable[Request]) -> Generator[simpy.Event, Any, None]:
-        """Process: submit each request at its `arrival` (seconds, not decreasing). What can never fit is refused."""
+        """Process: submit each request at its `arrival` (seconds, not decreasing); refuse one that can never fit."""
         env = self._env
         for request in requests:
             arrival_ns = round(request.arrival * NANOSECONDS)
@@ -90,38 +164,38 @@ class SimulatedEngine:
         return True
 
     def received(self, request_id: str) -> None:
-        """Tokens that a request waited for were copied in."""
+        """The tokens that a request waited for have been copied in."""
         self._scheduler.received(request_id)
         self._wake()
 
     def sent(self, request_id: str) -> None:
-        """The blocks that a finished request kept were read by another engine."""
+        """Another engine has read the blocks that a finished request kept."""
         self._scheduler.sent(request_id)
         self._wake()
 
     @property
     def next_move_ns(self) -> float:
-        """The engine does nothing before: the end of its step, or for ever until something is handed to it."""
+        """The earliest time of its next action: the end of its step; infinity while it waits for a request."""
         if self._idle is None:
             return self._busy_until_ns
         return self._env.now if self._idle.triggered else float("inf")
 
     @property
     def may_admit(self) -> bool:
-        """Whether a request could be admitted at its next step."""
+        """Whether its next step could admit a request."""
         return self._scheduler.num_waiting > 0
 
     def _wake(self) -> None:
         if self._idle is not None and not self._idle.triggered:
             self._idle.succeed()
 
-    def _tell_ended(self, _step: ScheduledStep, _result: StepResult, outcome: StepOutcome) -> None:
+    def _report_ended(self, _step: ScheduledStep, _result: StepResult, outcome: StepOutcome) -> None:
         if self.on_ended is not None:
             for request in outcome.finished_requests:
                 self.on_ended(request)
 
     def _repeats(self, step: ScheduledStep, limit: int) -> int:
-        """A repetition may start as long as nothing can reach this engine before it does."""
+        """How often the step may repeat: a repetition may start if nothing can reach this engine before it does."""
         if self._next_arrival_ns is not None:
             until_ns = self._next_arrival_ns()
         else:
@@ -147,15 +221,12 @@ class SimulatedEngine:
                 move = loop.send(result)
 
 
-# The simulated engine under asynchronous scheduling: every step is decided while the one before it runs.
-
-
 class AsyncSchedulingEngine(SimulatedEngine):
-    """vLLM's `--async-scheduling`, on by default there.
+    """vLLM's `--async-scheduling`, its default: each step is decided while the step before it runs.
 
-    When a request arrives while a step runs, the next step is decided already; the request joins the one after it. So
-    its first token comes, in the mean, half a step, a whole step and its own step after its arrival, where an engine
-    that decides between steps needs no whole step in the middle. An idle engine starts at once.
+    When a request arrives during a step, the next step is already decided, so the request joins the one after it. On
+    average its first token comes after half a step, a whole step and its own step; an engine that decides between steps
+    saves the whole step in the middle. An idle engine starts immediately.
     """
 
     def __init__(
@@ -168,38 +239,38 @@ class AsyncSchedulingEngine(SimulatedEngine):
         next_arrival_ns: Callable[[], float] | None = None,
     ) -> None:
         """As `SimulatedEngine`."""
-        # What was handed over during the step that runs, in order.
+        # Calls to make when the running step ends, in order.
         self._arrived: deque[Callable[[], object]] = deque()
         super().__init__(env, scheduler, backend, recorder, macro_steps, next_arrival_ns)
 
     def submit(self, request: Request) -> bool:
-        """Hand a request over now. True unless the engine is idle and refuses it at once."""
+        """Hand a request over now. Returns False only if the engine is idle and refuses it."""
         if self._idle is not None:
             return super().submit(request)
         self._arrived.append(partial(super().submit, request))
         return True
 
     def received(self, request_id: str) -> None:
-        """As `SimulatedEngine`, and too late for the step that is decided already."""
+        """As `SimulatedEngine`, but too late for the step that is already decided."""
         self._hand_over(partial(super().received, request_id))
 
     def sent(self, request_id: str) -> None:
-        """As `SimulatedEngine`, and too late for the step that is decided already."""
+        """As `SimulatedEngine`, but too late for the step that is already decided."""
         self._hand_over(partial(super().sent, request_id))
 
     @property
     def may_admit(self) -> bool:
-        """As `SimulatedEngine`, what was handed over meanwhile included."""
+        """As `SimulatedEngine`, including requests handed over during the step."""
         return bool(self._arrived) or super().may_admit
 
-    def _hand_over(self, news: Callable[[], object]) -> None:
+    def _hand_over(self, call: Callable[[], object]) -> None:
         if self._idle is not None:
-            news()
+            call()
         else:
-            self._arrived.append(news)
+            self._arrived.append(call)
 
     def _repeats(self, step: ScheduledStep, limit: int) -> int:
-        """The step that follows an arrival stands alone: the request is looked at when it ends."""
+        """A step after an arrival is not repeated, so that the request is scheduled when it ends."""
         return 0 if self._arrived else super()._repeats(step, limit)
 
     def _steps(self) -> Generator[simpy.Event, Any, None]:
@@ -218,8 +289,8 @@ class AsyncSchedulingEngine(SimulatedEngine):
             self._busy_until_ns = int(env.now) + sum(result.nanoseconds)
             *earlier, last = result.nanoseconds
             if earlier:
-                # Behind a blocked head requests may arrive in any step of a macro-step; only those of its last step
-                # are too late for the decision that follows it.
+                # Behind a blocked queue head, requests may arrive in any step of a macro-step; only those of its last
+                # step are too late for the decision that follows it.
                 yield env.timeout(sum(earlier))
                 self._take_in()
             yield env.timeout(last)
@@ -228,7 +299,7 @@ class AsyncSchedulingEngine(SimulatedEngine):
                 move = loop.send(None)
 
     def _take_in(self) -> bool:
-        """Take in what arrived so far; False if nothing did."""
+        """Make the waiting calls; return False if there are none."""
         arrived = bool(self._arrived)
         while self._arrived:
             self._arrived.popleft()()

@@ -1,4 +1,4 @@
-"""Latencies, occupancy and throughput of a simulated run, in constant memory."""
+"""Record latencies, occupancy and throughput of a simulated run, in constant memory."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -13,26 +13,28 @@ from ...core.errors import InputError
 from ...core.events import Commit, RowsAssigned, RowsReleased, as_ints
 from ...core.scheduler.scheduler import Scheduler, StepOutcome
 from ...core.types import Request, ScheduledStep, StepResult, largest, smallest
-from .distributions import MAX_PENDING, NANOSECONDS, FinishedRequest, LatencySamples, QuantileSketch, RunHistograms
+from .distributions import MAX_PENDING, NANOSECONDS, FinishedRequest, LatencySamples, LatencySketches, RunHistograms
 
-# What is known of one request when it has finished: a row of `--requests-out`.
+MAX_POINTS = 2048
+SERIES = ("kv_cache_usage", "num_requests_running", "num_requests_waiting")
+_NO_TOKEN = -1
 
 
 @attrs.frozen
 class RequestRecord:
-    """One finished request of a simulated run; times as field report D07 defines them.
+    """One finished request of a simulated run (a row of `--requests-out`); times as field report D07 defines them.
 
     Attributes:
         request_id: the place of its row in the trace.
         arrival_s: when it was sent, seconds from the start of the run.
-        queue_time_s: from arrival to the first admission; what a preemption costs later is part of `e2e_s`.
+        queue_time_s: from arrival to the first admission; later preemptions count in `e2e_s`.
         ttft_s: from arrival to the first output token, queueing included.
         tpot_s: (e2e_s - ttft_s) / (num_output_tokens - 1); None for a single token.
         e2e_s: from arrival to the last output token.
-        num_prompt_tokens: of the prompt, cached ones included.
-        num_output_tokens: produced.
-        num_cached_tokens: of the prompt, found in the prefix cache at the first admission.
-        num_preemptions: how often it lost its blocks.
+        num_prompt_tokens: prompt tokens, cached ones included.
+        num_output_tokens: tokens produced.
+        num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
+        num_preemptions: how often it was preempted.
     """
 
     request_id: str
@@ -47,13 +49,8 @@ class RequestRecord:
     num_preemptions: int
 
 
-# A few figures over time, thinned out as a run grows so that the memory stays constant.
-
-MAX_POINTS = 2048
-
-
 class TimeSeries:
-    """Samples of several named figures. Holds at most 2,048 points: when full, every second one is dropped."""
+    """Samples of several named figures over time, at most 2,048: when full, every second one is dropped."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
@@ -63,7 +60,7 @@ class TimeSeries:
         self._seen = 0
 
     def passes_over(self) -> bool:
-        """Whether the next sample would be dropped; it counts as offered then, and need not be made."""
+        """Whether the next sample would be dropped; if so, it counts as offered and need not be computed."""
         is_dropped = self._seen % self._stride != 0
         self._seen += is_dropped
         return is_dropped
@@ -82,17 +79,14 @@ class TimeSeries:
         self._seen += 1
 
     def columns(self) -> dict[str, list[float]]:
-        """`time_s` and one column a name."""
+        """`time_s` and one column per name."""
         columns = zip(*self.values, strict=True) if self.values else [()] * len(self.names)
         return {"time_s": list(self.times_s), **{n: list(c) for n, c in zip(self.names, columns, strict=True)}}
 
 
-_NO_TOKEN = -1
-
-
 @attrs.frozen
 class RequestTimes:
-    """The clocks of a request, in nanoseconds from the start of the run; -1 where there was no token yet."""
+    """The times of a request, in nanoseconds from the start of the run; -1 if there was no token yet."""
 
     arrival_ns: int
     admitted_ns: int
@@ -100,14 +94,11 @@ class RequestTimes:
     last_ns: int = _NO_TOKEN
 
 
-SERIES = ("kv_cache_usage", "num_requests_running", "num_requests_waiting")
-
-
 class Recorder:
-    """Listens to commits (which request is in which row) and to completed steps (who got a token, and when).
+    """Measures a run from its commits (which request is in which row) and completed steps (who got a token, and when).
 
     Definitions (field report D07): TTFT runs from arrival to the first token and is not reset by a preemption; ITL is
-    the gap between successive tokens of a request, so n tokens give n - 1 samples and a preemption is one long one;
+    the gap between successive tokens of a request, so n tokens give n - 1 samples and a preemption is one long gap;
     TPOT is (E2E - TTFT) / (tokens - 1) of a finished request, undefined for a single token; E2E runs from arrival to
     the last token. The queue time ends with the first admission, as in vLLM's metrics.
     """
@@ -122,10 +113,10 @@ class Recorder:
         """Watch a run.
 
         Args:
-            now_ns: the clock to ask, in whole nanoseconds from the start of the run.
+            now_ns: returns the time in whole nanoseconds from the start of the run.
             num_rows: rows of the block tables (`max_num_reqs`).
-            histograms: where samples are counted besides; None: nowhere.
-            on_finished: given the record of each request as it finishes; nothing of it is kept here.
+            histograms: also count samples here, or None.
+            on_finished: called with the record of each finished request; no record is kept here.
         """
         self._now_ns = now_ns
         self._on_finished = on_finished
@@ -138,10 +129,10 @@ class Recorder:
         self._held_block_ns = 0
         self._held_blocks = 0
         self._held_since_ns = 0
-        # Times of requests that are not in a row: arrival only, or (arrival, first admission, first token, last token).
+        # Times of requests without a row: arrival only, or (arrival, first admission, first token, last token).
         self._arrival_ns: dict[str, int] = {}
         self._away: dict[str, tuple[int, int, int, int]] = {}
-        # Times of those that are in one. Who gets a token is told by the batch, so the last ones are an array.
+        # Times of requests in a row. Tokens come in batches, so the times of last tokens are an array.
         self._arrival_in = [0] * num_rows
         self._admitted_in = [0] * num_rows
         self._first_in = [_NO_TOKEN] * num_rows
@@ -153,37 +144,22 @@ class Recorder:
 
     @property
     def histograms(self) -> RunHistograms | None:
-        """Those that were given, up to now."""
+        """The given histograms, up to date."""
         return self._samples.histograms
 
     @property
-    def ttft_ns(self) -> QuantileSketch:
-        """From arrival to the first token."""
-        return self._samples.ttft_ns
-
-    @property
-    def itl_ns(self) -> QuantileSketch:
-        """Between successive tokens of a request."""
-        return self._samples.itl_ns
-
-    @property
-    def tpot_ns(self) -> QuantileSketch:
-        """Per output token after the first, a sample a request."""
-        return self._samples.tpot_ns
-
-    @property
-    def e2e_ns(self) -> QuantileSketch:
-        """From arrival to the last token."""
-        return self._samples.e2e_ns
+    def latencies(self) -> LatencySketches:
+        """TTFT, TPOT, ITL and E2E of all requests, up to date."""
+        return self._samples.sketches
 
     def submitted(self, request: Request) -> None:
-        """A request was accepted; its `arrival` (seconds) starts its clock, unless that runs already."""
+        """A request was accepted; its `arrival` (seconds) starts its clock unless it came from another engine."""
         if request.request_id in self._away:
             return
         self._arrival_ns[request.request_id] = round(request.arrival * 1e9)
 
     def resume(self, request_id: str, times: RequestTimes) -> None:
-        """A request comes from another engine: its clocks go on as they stood there."""
+        """A request comes from another engine: keep the times that were measured there."""
         self._away[request_id] = (times.arrival_ns, times.admitted_ns, times.first_ns, times.last_ns)
 
     def apply(self, commit: Commit) -> None:
@@ -210,7 +186,7 @@ class Recorder:
         return self._arrival_in[row], self._admitted_in[row], self._first_in[row], self._last_in.item(row)
 
     def scheduled(self, scheduler: Scheduler) -> None:
-        """A step starts now, or the engine begins to wait: blocks are held as they are from here on."""
+        """A step starts now, or the engine begins to wait: the blocks held now stay held until the next call."""
         now = self._now_ns()
         pool = scheduler.allocator.pool
         self._held_block_ns += self._held_blocks * (now - self._held_since_ns)
@@ -222,7 +198,7 @@ class Recorder:
             self.series.add(now / 1e9, (pool.usage, scheduler.num_running, scheduler.num_waiting))
 
     def observe(self, step: ScheduledStep, result: StepResult, outcome: StepOutcome) -> None:
-        """Account for one completed step, at the time the clock shows."""
+        """Account for one step that is completed now."""
         now = self._now_ns()
         durations = result.nanoseconds
         self.num_steps += step.num_steps
@@ -270,7 +246,7 @@ class Recorder:
             if not len(last):
                 return
             earliest, latest = smallest(last), largest(last)
-        # Nearly always the whole batch waited for the same step.
+        # The whole batch nearly always waited for the same step.
         if earliest == latest:
             self._samples.gaps[now - latest] += len(last)
         else:
@@ -279,7 +255,7 @@ class Recorder:
                 self._samples.gaps[now - value] += count
 
     def _repeated(self, rows: NDArray[np.int64], durations: tuple[int, ...], now: int) -> None:
-        """The tokens of the later steps of a macro-step: every request waited for each step in full."""
+        """Account for the tokens of the later steps of a macro-step: every request waited for each whole step."""
         self.num_output_tokens += len(rows) * len(durations)
         self._last_in[rows] = now
         first = durations[0]
@@ -325,5 +301,5 @@ class Recorder:
 
 
 def _block_ns_not_yet_held(blocks_taken_at: tuple[int, ...], durations: tuple[int, ...]) -> int:
-    """What a macro-step's blocks were charged for the steps before the one in which they are first used."""
+    """Block-nanoseconds charged to a macro-step's blocks for the steps before the one that first uses them."""
     return sum(map(mul, blocks_taken_at, accumulate(durations)))

@@ -1,7 +1,8 @@
-"""What happens to a trace on given hardware: the whole engine, replayed under a simulated clock."""
+"""Replay a trace on a simulated engine: allocator, scheduler and latency model under a simulated clock."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import attrs
@@ -13,59 +14,45 @@ from ...core.allocator.config import AllocatorConfig
 from ...core.errors import InputError
 from ...core.scheduler.config import SchedulerConfig
 from ...core.scheduler.scheduler import Scheduler
-from ...core.types import Backend, DraftModel, EventSink, LatencyModel, Request
+from ...core.scheduler.stats import SchedulerStats
+from ...core.types import Backend, DraftModel, EventSink, LatencyModel
 from ..traces.trace import Trace, TraceRequest
+from .arrivals import CLOSED_LOOP, OPEN_LOOP, SessionArrivals, decided_loop, traced_request
 from .distributions import RELATIVE_ERROR, RunHistograms
-from .engine import NANOSECONDS, AsyncSchedulingEngine, SimulatedEngine
-from .listener import Broadcast, RunListener
+from .engine import NANOSECONDS, AsyncSchedulingEngine, Broadcast, RunListener, SimulatedEngine
 from .metrics import Recorder, RequestRecord
-from .session_arrivals import SessionArrivals
-from .trace_keys import TraceKeySource
-from .vllm_metrics import (
-    Snapshot,
-    preemption_figures,
-    prefix_cache_figures,
-    request_figures,
-    take_snapshot,
-    throughput_figures,
-    timing_figures,
-)
+from .vllm_metrics import Snapshot, take_snapshot
 
 MAX_REJECTIONS_SHOWN = 5
-OPEN_LOOP = "open loop: requests come at their recorded times, whatever the engine does"
-CLOSED_LOOP = (
-    "closed loop: a turn is sent its think time after the answer before it (where none is recorded: its recorded gap "
-    "after the turn before, and not before the answer); a refused turn counts as answered"
-)
 
 
 @attrs.define
 class ReplayReport:
-    """The figures of one replay. `to_json` gives them under the names of the command line's `--json`."""
+    """The figures of one replay; `to_json` returns them under the names of the command line's `--json`."""
 
     requests: dict[str, int]
-    prefix_cache: dict[str, Any]
-    preemptions: dict[str, Any]
+    prefix_cache: dict[str, float]
+    preemptions: dict[str, float]
     kv_cache_usage: dict[str, float]
     latencies: dict[str, dict[str, Any]]
     throughput: dict[str, float]
     simulated_seconds: float
     steps: int
-    assumptions: dict[str, Any]
+    assumptions: dict[str, object]
     rejections: list[str]
     series: dict[str, list[float]]
     timing: dict[str, float]
     snapshot: Snapshot | None = None
-    """The final state under the names of vLLM's metrics, where histograms were counted; not part of `to_json`."""
+    """The final state under the names of vLLM's metrics, if histograms were counted; not part of `to_json`."""
     engine_snapshots: list[Snapshot] = attrs.field(factory=list)
-    """Of a fleet: that of each engine."""
+    """In a fleet: the snapshot of each engine."""
     replicas: list[dict[str, Any]] = attrs.field(factory=list)
-    """Of a fleet: the figures of each engine."""
-    kv_transfer: dict[str, Any] | None = None
-    """Of a fleet that prefills on some engines and decodes on others: what was copied between them, and how long."""
+    """In a fleet: the figures of each engine."""
+    kv_transfer: dict[str, object] | None = None
+    """In a disaggregated fleet: how much was copied between engines, and how long that took."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; all but `timing` is the same from run to run."""
+        """Plain values; everything except `timing` is the same in every run."""
         return {
             "requests": self.requests,
             "prefix_cache": self.prefix_cache,
@@ -82,32 +69,6 @@ class ReplayReport:
             **({"replicas": self.replicas} if self.replicas else {}),
             "timing": self.timing,
         }
-
-
-def traced_requests(
-    trace: Iterable[TraceRequest], block_size: int, trace_block_size: Callable[[], int | None]
-) -> Iterator[Request]:
-    """Requests for the scheduler, one a row of the trace, in its order.
-
-    `trace_block_size` is asked when the first row is there: a reader may learn it from the file.
-    """
-    for ordinal, row in enumerate(trace):
-        yield traced_request(row, ordinal, row.arrival_s, block_size, trace_block_size())
-
-
-def traced_request(
-    row: TraceRequest, ordinal: int, arrival_s: float, block_size: int, trace_block_size: int | None
-) -> Request:
-    """The scheduler's request of one row; `ordinal` tells apart what rows share with nobody."""
-    return Request(
-        request_id=str(row.place),
-        num_prompt_tokens=row.input_length,
-        # A row without output still computes its prompt, which produces one token.
-        max_tokens=max(row.output_length, 1),
-        keys=TraceKeySource(row.hash_ids, row.input_length, ordinal, block_size, trace_block_size),
-        priority=row.priority,
-        arrival=arrival_s,
-    )
 
 
 def replay(
@@ -130,21 +91,21 @@ def replay(
     """Run every request of a trace through allocator, scheduler and latency model, until each has ended.
 
     Args:
-        trace: rows in order of arrival; read once, never held.
-        allocator: pool, groups and limits; prefix keys are taken at `hash_block_size`.
+        trace: rows in order of arrival; read once and not kept.
+        allocator: pool, groups and limits; block hashes are taken at `hash_block_size`.
         scheduler: batch limits and policies.
         latency: how long a step takes in simulated memory.
         backend: computes and times the steps in place of simulated memory; give it or a latency model.
-        trace_block_size: tokens an id of the trace stands for; None where it has none (then nothing is shared).
-        sinks: further listeners to every commit (a log, metrics).
-        listeners: told of requests, commits and steps as the run goes on (a time series, a trace of the engine).
-        on_finished: given the record of each request as it finishes; none is kept.
+        trace_block_size: tokens that an id of the trace represents; None if it has no ids (nothing is shared then).
+        sinks: further sinks of every commit (a log, metrics).
+        listeners: called for requests, commits and steps during the run (a time series, a trace of the engine).
+        on_finished: called with the record of each finished request; no record is kept.
         on_progress: called with the number of requests submitted so far.
         drafts: how many drafts are accepted; needed with `num_speculative_tokens`.
         closed_loop: whether a session's next turn waits for the answer before it, or comes at its recorded time. None:
-            closed where the trace says that it records think times (its `info`), else open.
-        async_scheduling: whether each step is decided while the one before it runs.
-        macro_steps: whether identical decode steps are taken in one go; the figures are the same either way.
+            closed if the trace records think times (its `info` says so), else open.
+        async_scheduling: whether each step is decided while the step before it runs.
+        macro_steps: whether identical decode steps are taken at once; the figures are the same either way.
 
     Raises:
         InputError: limits that contradict each other, a closed loop asked of a trace that links no turns, or not
@@ -168,7 +129,7 @@ def replay(
     engine_class = AsyncSchedulingEngine if async_scheduling else SimulatedEngine
     engine = engine_class(env, batcher, backend, watcher, macro_steps)
     rows = _counted(trace, on_progress) if on_progress else trace
-    block_size = allocator.hash_block_size
+    make_request = partial(traced_request, block_size=allocator.hash_block_size, trace_block_size=trace_block_size)
     started = time.perf_counter()
     arrivals: SessionArrivals | None = None
     if closed_loop:
@@ -176,12 +137,12 @@ def replay(
             env,
             engine,
             rows,
-            lambda row, ordinal, now: traced_request(row, ordinal, now, block_size, trace_block_size),
+            make_request,
             waits_for_unknown_answers=not isinstance(trace, Trace) or trace.info.records_think_times,
         )
         arrivals.start()
     else:
-        env.process(engine.arrivals(traced_requests(rows, block_size, lambda: trace_block_size)))
+        env.process(engine.arrivals(make_request(row, number, row.arrival_s) for number, row in enumerate(rows)))
     env.run()
     wall_seconds = time.perf_counter() - started
     ended_ns = env.now if arrivals is None else arrivals.last_ns
@@ -195,18 +156,6 @@ def replay(
     return replay_report(batcher, recorder, engine.rejections, assumptions, ended_ns / NANOSECONDS, wall_seconds)
 
 
-def decided_loop(trace: Iterable[TraceRequest], closed_loop: bool | None) -> bool:
-    """Whether to close the loop. Raises `InputError` where the trace says that none of its requests are turns."""
-    if not isinstance(trace, Trace):
-        return bool(closed_loop)
-    if closed_loop and not trace.info.links_turns:
-        raise InputError(
-            f"--closed-loop has no effect on {trace.info.name}: it does not say which requests are turns of one "
-            "session; leave it out"
-        )
-    return trace.info.records_think_times if closed_loop is None else closed_loop
-
-
 def _counted(rows: Iterable[TraceRequest], on_progress: Callable[[int], None]) -> Iterator[TraceRequest]:
     for count, row in enumerate(rows, 1):
         yield row
@@ -217,7 +166,7 @@ def replay_report(
     scheduler: Scheduler,
     recorder: Recorder,
     rejections: list[str],
-    assumptions: dict[str, Any],
+    assumptions: dict[str, object],
     simulated_seconds: float,
     wall_seconds: float,
 ) -> ReplayReport:
@@ -232,12 +181,7 @@ def replay_report(
             "mean": recorder.mean_held_blocks() / (config.num_blocks - 1),
             "max": recorder.max_held_blocks / (config.num_blocks - 1),
         },
-        latencies={
-            "ttft_s": recorder.ttft_ns.summary(NANOSECONDS),
-            "tpot_s": recorder.tpot_ns.summary(NANOSECONDS),
-            "itl_s": recorder.itl_ns.summary(NANOSECONDS),
-            "e2e_s": recorder.e2e_ns.summary(NANOSECONDS),
-        },
+        latencies=recorder.latencies.summaries(),
         throughput=throughput_figures(stats, recorder.num_output_tokens, span),
         simulated_seconds=simulated_seconds,
         steps=recorder.num_steps,
@@ -258,3 +202,59 @@ def replay_report(
         snapshot=take_snapshot(scheduler, recorder) if recorder.histograms is not None else None,
         timing=timing_figures(wall_seconds, recorder.num_steps),
     )
+
+
+# Figures of a report from the counters of one engine, or from sums over a fleet.
+
+
+def request_figures(stats: SchedulerStats) -> dict[str, int]:
+    """Requests by how they ended."""
+    return {
+        "total": stats.num_submitted + stats.num_rejected,
+        "finished": stats.num_finished,
+        "rejected": stats.num_rejected,
+        "aborted": stats.num_aborted,
+    }
+
+
+def prefix_cache_figures(stats: SchedulerStats) -> dict[str, float]:
+    """The hit rate of first admissions; readmissions are counted separately (field report D04)."""
+    return {
+        "queries_tokens": stats.prefix_queries_tokens,
+        "hits_tokens": stats.prefix_hits_tokens,
+        "hit_rate": share(stats.prefix_hits_tokens, stats.prefix_queries_tokens),
+        "readmission_queries_tokens": stats.readmission_queries_tokens,
+        "readmission_hits_tokens": stats.readmission_hits_tokens,
+        "readmission_shared_tokens": stats.readmission_shared_tokens,
+    }
+
+
+def preemption_figures(stats: SchedulerStats) -> dict[str, float]:
+    """How often requests were preempted, and what that cost (field report D03)."""
+    return {
+        "total": stats.num_preemptions,
+        "max_per_request": stats.max_preemptions_per_request,
+        "recompute_tax": share(stats.recomputed_tokens, stats.computed_tokens),
+        "recomputed_tokens": stats.recomputed_tokens,
+        "swapped_out_tokens": stats.swapped_out_tokens,
+        "swapped_in_tokens": stats.swapped_in_tokens,
+    }
+
+
+def throughput_figures(stats: SchedulerStats, num_output_tokens: int, seconds: float) -> dict[str, float]:
+    """Rates over the simulated time."""
+    return {
+        "requests_per_s": stats.num_finished / seconds,
+        "output_tokens_per_s": num_output_tokens / seconds,
+        "computed_tokens_per_s": stats.computed_tokens / seconds,
+    }
+
+
+def timing_figures(wall_seconds: float, num_steps: int) -> dict[str, float]:
+    """Figures that depend on this machine's clock."""
+    return {"wall_seconds": wall_seconds, "us_per_step": share(wall_seconds * 1e6, num_steps)}
+
+
+def share(part: float, whole: float) -> float:
+    """`part / whole`; 0 if `whole` is 0."""
+    return part / whole if whole else 0.0

@@ -1,12 +1,12 @@
-"""What sharing saves when one prompt has many continuations: the allocator's own forks and copies, request by request.
+"""Draft tokens and branches: how many drafts are accepted, and what sharing saves if one prompt has many continuations.
 
-Each request runs alone: prefill, fork, then token by token until its last one, its branches as `Sampling` says. The
-figures are those of PagedAttention (SOSP'23, section 6.3): blocks saved by sharing over the blocks that the branches
-would hold without, both summed over all decode steps.
+`run_sampling` runs each request alone through the allocator, with its own forks and copies: prefill, fork, then token
+by token until its last one, in the branches of its sampling method. The figures are those of PagedAttention
+(SOSP'23, section 6.3): blocks saved by sharing divided by the blocks that the branches would hold without it, both
+summed over all decode steps.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
 
 import attrs
 import numpy as np
@@ -21,36 +21,48 @@ from ...core.types import Request
 from ..random_draws import Draws
 from ..traces.trace import TraceRequest
 
-# One prompt, many continuations: parallel samples, beams, and trees of drafts, as the allocator sees them.
-
 MOST_BRANCHES = 256
+
+
+class DraftAcceptance:
+    """Accepts each draft with probability `rate` if the draft before it was accepted; the first rejection ends the run.
+
+    The expected number of accepted drafts out of K is `rate + rate^2 + ... + rate^K` (Leviathan et al., 2023).
+    """
+
+    def __init__(self, rate: float, seed: int = 0) -> None:
+        if not 0 <= rate <= 1:
+            raise InputError(f"the acceptance rate of drafts is a probability within 0 and 1, not {rate}")
+        self._rate = rate
+        self._seed = seed
+        self._random = np.random.Generator(np.random.PCG64(seed))
+
+    def accepted(self, num_draft_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Accepted drafts of each request: int64 `[num_reqs]`; the same for the same seed and earlier calls."""
+        width = int(num_draft_tokens.max(initial=0))
+        right = self._random.random((len(num_draft_tokens), width)) < self._rate
+        right &= np.arange(width) < num_draft_tokens[:, None]
+        return np.cumprod(right, axis=1, dtype=np.int64).sum(axis=1)
+
+    def assumptions(self) -> dict[str, object]:
+        """The rate and the seed."""
+        return {"draft_acceptance_rate": self._rate, "draft_seed": self._seed}
 
 
 @attrs.frozen
 class Forks:
-    """What happens between two decode steps, in branches numbered by their place: `forks` are (parent, child) in
-    order, where the child takes the place of a branch that ended or is new; `ends` are places freed before.
+    """Changes of branches between two decode steps. A branch is known by its place, a number.
+
+    `ends` are places of branches that are freed first; `forks` are (parent, child) places in order, where the child is
+    new or takes the place of a branch that ended.
     """
 
     ends: tuple[int, ...] = ()
     forks: tuple[tuple[int, int], ...] = ()
 
 
-class Sampling(Protocol):
-    """How a request is decoded by several branches at a time."""
-
-    @property
-    def num_branches(self) -> int:
-        """The most branches at a time, the first one included."""
-        ...
-
-    def steps(self, output_length: int, draws: Draws) -> Iterator[Forks]:
-        """What happens before each of the `output_length` steps; each then adds a token to every branch."""
-        ...
-
-    def as_dict(self) -> dict[str, Any]:
-        """Its parameters, for the report."""
-        ...
+# How a request is decoded by several branches at a time. `num_branches` counts the most branches, the first included;
+# `steps` yields the forks before each of the `output_length` steps, each of which adds a token to every branch.
 
 
 def _width(name: str):
@@ -63,7 +75,7 @@ def _width(name: str):
 
 @attrs.frozen
 class ParallelSampling:
-    """`n` samples of one prompt (the API's `n`), which fork once and never meet again."""
+    """`n` samples of one prompt (the API's `n`), which fork once."""
 
     n: int = attrs.field(validator=_width("--n"))
 
@@ -73,22 +85,22 @@ class ParallelSampling:
         return self.n
 
     def steps(self, output_length: int, draws: Draws) -> Iterator[Forks]:
-        """One fork of everybody after the prefill."""
+        """One fork of every sample after the prefill."""
         yield Forks(forks=tuple((0, child) for child in range(1, self.n)))
         for _ in range(output_length - 1):
             yield Forks()
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Its parameters."""
         return {"kind": "parallel sampling", "n": self.n}
 
 
 @attrs.frozen
 class BeamSearch:
-    """`beam_width` candidates, of which in each step some are given up for copies of better ones.
+    """`beam_width` candidates; in each step, copies of better beams replace some of them.
 
-    `replaced` is the chance that a beam is replaced in a step by a copy of another, drawn uniformly. How often models
-    do that depends on model and prompt and is not known here: it is an assumption, and stated.
+    `replaced` is the probability that a copy of another beam, drawn uniformly, replaces a beam in a step. The real
+    frequency depends on model and prompt and is not known here: `replaced` is an assumption, and the report states it.
     """
 
     beam_width: int = attrs.field(validator=_width("--beam-width"))
@@ -104,7 +116,7 @@ class BeamSearch:
         return self.beam_width
 
     def steps(self, output_length: int, draws: Draws) -> Iterator[Forks]:
-        """A fork of everybody after the prefill, then replacements."""
+        """A fork of every beam after the prefill, then replacements."""
         width = self.beam_width
         yield Forks(forks=tuple((0, child) for child in range(1, width)))
         for _ in range(output_length - 1):
@@ -113,11 +125,11 @@ class BeamSearch:
     def _replacements(self, draws: Draws) -> Forks:
         ends = tuple(place for place in range(self.beam_width) if draws.happens(self.replaced))
         kept = [place for place in range(self.beam_width) if place not in ends]
-        if not kept:  # somebody is the best
+        if not kept:  # the best beam always stays
             kept, ends = [ends[0]], ends[1:]
         return Forks(ends, tuple((kept[int(draws.uniform() * len(kept))], place) for place in ends))
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Its parameters."""
         return {"kind": "beam search", "beam_width": self.beam_width, "replaced_per_step": self.replaced}
 
@@ -126,8 +138,8 @@ class BeamSearch:
 class DraftTree:
     """Speculative decoding with a tree of drafts: `branching` children at each depth, every path a branch.
 
-    A step verifies all paths at once; the accepted part of the best one stays, and a token comes on top. Each depth is
-    accepted with the chance `acceptance`, given the one before.
+    A step verifies all paths at once; the accepted part of the best path stays, plus one token. Each depth is accepted
+    with probability `acceptance` if the depth before it was.
     """
 
     branching: tuple[int, ...]
@@ -161,7 +173,7 @@ class DraftTree:
             count += 1
         return count
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Its parameters."""
         return {"kind": "draft tree", "branching": list(self.branching), "acceptance": self.acceptance}
 
@@ -171,15 +183,15 @@ class SamplingReport:
     """Totals over all requests.
 
     Attributes:
-        num_requests: that ran.
-        num_steps: decode steps of all of them.
+        num_requests: requests that ran.
+        num_steps: decode steps of all requests.
         num_forks: branches that began as a fork.
-        num_copied_blocks: blocks copied because a branch wrote into one that others share.
+        num_copied_blocks: blocks copied because a branch wrote into a shared block.
         held_block_steps: blocks held, summed over steps.
-        unshared_block_steps: blocks that the branches would hold each on its own, summed over steps.
-        max_held_blocks: of one request.
-        sum_of_savings: the saving of each request by itself, added up.
-        num_output_tokens: of the results: samples, beams, or the one answer that drafts speed up.
+        unshared_block_steps: blocks that the branches would hold without sharing, summed over steps.
+        max_held_blocks: the most blocks that one request held.
+        sum_of_savings: sum of each request's own saving.
+        num_output_tokens: tokens of the results: samples, beams, or the one answer that drafts speed up.
         num_branch_tokens: tokens that got a slot in any branch.
     """
 
@@ -196,10 +208,10 @@ class SamplingReport:
 
     @property
     def saving(self) -> float:
-        """Share of the blocks that sharing saves."""
+        """The share of blocks that sharing saves."""
         return 1 - self.held_block_steps / self.unshared_block_steps if self.unshared_block_steps else 0.0
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, float]:
         """For JSON."""
         steps = max(self.num_steps, 1)
         return {
@@ -222,11 +234,11 @@ def run_sampling(
     """Run every request alone through a real allocator, with its forks and copies on write.
 
     Args:
-        requests: lengths are used; ids are not, since prompts of different requests do not meet here.
+        requests: only their lengths are used: prompts of different requests share nothing here.
         sampling: the branches of each request.
-        block_size: tokens of a block.
-        seed: of what is drawn.
-        on_progress: called with the number of requests that are done.
+        block_size: tokens per block.
+        seed: of the random draws.
+        on_progress: called with the number of finished requests.
 
     Raises:
         InputError: the block size is below 1.
@@ -245,7 +257,7 @@ def run_sampling(
 
 
 class _OneRequest:
-    """The branches of one request, by their place; a place that ended may be taken by a fork of another."""
+    """The branches of one request, by place; a fork may take the place of a branch that ended."""
 
     def __init__(
         self,
@@ -274,7 +286,7 @@ class _OneRequest:
         self._num_named = 0
 
     def apply(self, commit: Commit) -> None:
-        """Count what the allocator did."""
+        """Count the allocator's copies and forks."""
         for event in commit.events:
             if type(event) is BlockCopied:
                 self._report.num_copied_blocks += 1
@@ -282,8 +294,8 @@ class _OneRequest:
                 self._report.num_forks += 1
 
     def run(self, draws: Draws) -> None:
-        """Prefill, then every step."""
-        first = self._named()
+        """Prefill, then run every step."""
+        first = self._new_request()
         self._allocator.allocate(first, self._prompt)
         self._branches[0] = first.request_id
         if isinstance(self._sampling, DraftTree):
@@ -302,7 +314,7 @@ class _OneRequest:
         self._branches.update(made)
 
     def _verify_trees(self, tree: DraftTree, draws: Draws) -> None:
-        """Until the answer is there: grow the tree depth by depth, and keep the accepted part of one path."""
+        """Until the answer is complete: grow the tree depth by depth, then keep the accepted part of one path."""
         produced = 0
         while produced < self._output:
             self._append()
@@ -325,12 +337,12 @@ class _OneRequest:
         self._report.num_output_tokens += self._output
 
     def _append(self) -> None:
-        """The next token of every branch."""
+        """Append the next token to every branch."""
         self._allocator.append(self._rows())
         self._report.num_branch_tokens += len(self._branches)
 
     def _account(self) -> None:
-        """A step is over: what the branches hold, together and each on its own."""
+        """Count the blocks that the branches hold after a step, with and without sharing."""
         report = self._report
         held = self._allocator.pool.num_held_blocks
         unshared = sum(self._allocator.state.tables[0].count(row) for row in self._rows().tolist())
@@ -343,10 +355,10 @@ class _OneRequest:
         return np.array([self._allocator.row_of(name) for name in self._branches.values()], dtype=np.int64)
 
     def _forked(self, parent: str) -> str:
-        child = self._named()
+        child = self._new_request()
         self._allocator.fork(parent, child)
         return child.request_id
 
-    def _named(self) -> Request:
+    def _new_request(self) -> Request:
         self._num_named += 1
         return Request(f"{self._num_named}", self._prompt, self._output)

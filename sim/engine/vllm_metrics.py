@@ -1,6 +1,6 @@
-"""The figures of a simulated run under the names of vLLM's Prometheus metrics, at any moment of it.
+"""The figures of a simulated run under the names of vLLM's Prometheus metrics, at any time during it.
 
-Left out are series that a simulation has no figure for (corrupted requests, multimodal caches, LoRA, the process).
+Series that a simulation has no figure for are left out (corrupted requests, multimodal caches, LoRA, the process).
 """
 
 import math
@@ -12,7 +12,6 @@ import attrs
 from ...core.allocator.config import AllocatorConfig
 from ...core.errors import MisuseError
 from ...core.scheduler.scheduler import Scheduler
-from ...core.scheduler.stats import SchedulerStats
 from .distributions import NANOSECONDS, Histogram, RunHistograms
 from .metrics import Recorder
 
@@ -24,7 +23,7 @@ _ENGINE: Mapping[str, str] = {"engine": "0"}
 
 @attrs.frozen
 class HistogramCounts:
-    """A histogram as it stood: cumulated counts by boundary (infinity last), and the sum of the samples."""
+    """A histogram at one time: cumulative counts by boundary (infinity last), and the sum of the samples."""
 
     buckets: tuple[tuple[float, int], ...]
     total: float
@@ -35,10 +34,10 @@ class Metric:
     """One metric.
 
     Attributes:
-        name: vLLM's; counters without the "_total" that the text format adds.
-        kind: of the text format.
-        text: what it counts, and where that differs from a server.
-        read: its value now. For `request_success` one by reason.
+        name: vLLM's name; counters without the "_total" that the text format adds.
+        kind: metric type in the text format.
+        text: what it counts, and how that differs from a server.
+        read: returns its value now; for `request_success` a dict by reason.
     """
 
     name: str
@@ -51,16 +50,16 @@ Snapshot = dict[str, Any]
 
 
 def series_labels(facts: Mapping[str, Any], engine: Mapping[str, str] = _ENGINE) -> dict[str, str]:
-    """The labels that dashboards select by. `facts` are those of the pool; without a model in them: "simulated"."""
+    """The labels that dashboards select by. `facts` describe the pool; without a model the name is "simulated"."""
     return {**engine, "model_name": str(facts.get("model", MODEL_NAME_WITHOUT_MODEL))}
 
 
 def cache_config_labels(
     config: AllocatorConfig, facts: Mapping[str, Any], engine: Mapping[str, str] = _ENGINE
 ) -> dict[str, str]:
-    """The labels of `vllm:cache_config_info` that a simulation knows, spelled as vLLM does.
+    """The labels of `vllm:cache_config_info` that a simulation knows, with vLLM's spelling.
 
-    With groups of several block sizes, `block_size` is the one that hits are multiples of.
+    With groups of several block sizes, `block_size` is the one that prefix hits are multiples of.
     """
     labels = {
         **engine,
@@ -75,7 +74,7 @@ def cache_config_labels(
 
 
 def take_snapshot(scheduler: Scheduler, recorder: Recorder) -> Snapshot:
-    """The value of every metric of `METRICS` now, by name: a number, a dict by reason, or `HistogramCounts`."""
+    """The current value of every metric in `METRICS`, by name: a number, a dict by reason, or `HistogramCounts`."""
     return {metric.name: metric.read(scheduler, recorder) for metric in METRICS}
 
 
@@ -217,58 +216,3 @@ METRICS: tuple[Metric, ...] = (
         "vllm:request_num_preemptions", "Preemptions of a finished request; exact counts.", lambda h: h.preemptions
     ),
 )
-
-# A scheduler's counters as the figures of a report: of one engine, or summed over a fleet.
-
-
-def request_figures(stats: SchedulerStats) -> dict[str, int]:
-    """How the requests ended."""
-    return {
-        "total": stats.num_submitted + stats.num_rejected,
-        "finished": stats.num_finished,
-        "rejected": stats.num_rejected,
-        "aborted": stats.num_aborted,
-    }
-
-
-def prefix_cache_figures(stats: SchedulerStats) -> dict[str, Any]:
-    """First admissions make the hit rate; readmissions stand apart (field report D04)."""
-    return {
-        "queries_tokens": stats.prefix_queries_tokens,
-        "hits_tokens": stats.prefix_hits_tokens,
-        "hit_rate": share(stats.prefix_hits_tokens, stats.prefix_queries_tokens),
-        "readmission_queries_tokens": stats.readmission_queries_tokens,
-        "readmission_hits_tokens": stats.readmission_hits_tokens,
-        "readmission_shared_tokens": stats.readmission_shared_tokens,
-    }
-
-
-def preemption_figures(stats: SchedulerStats) -> dict[str, Any]:
-    """How often requests lost their blocks, and what it cost (field report D03)."""
-    return {
-        "total": stats.num_preemptions,
-        "max_per_request": stats.max_preemptions_per_request,
-        "recompute_tax": share(stats.recomputed_tokens, stats.computed_tokens),
-        "recomputed_tokens": stats.recomputed_tokens,
-        "swapped_out_tokens": stats.swapped_out_tokens,
-        "swapped_in_tokens": stats.swapped_in_tokens,
-    }
-
-
-def throughput_figures(stats: SchedulerStats, num_output_tokens: int, seconds: float) -> dict[str, float]:
-    """Rates over the simulated time."""
-    return {
-        "requests_per_s": stats.num_finished / seconds,
-        "output_tokens_per_s": num_output_tokens / seconds,
-        "computed_tokens_per_s": stats.computed_tokens / seconds,
-    }
-
-
-def timing_figures(wall_seconds: float, num_steps: int) -> dict[str, float]:
-    """What depends on this machine's clock, and so stands apart."""
-    return {"wall_seconds": wall_seconds, "us_per_step": share(wall_seconds * 1e6, num_steps)}
-
-
-def share(part: float, whole: float) -> float:
-    """`part / whole`, 0 where there is no whole."""
-    return part / whole if whole else 0.0

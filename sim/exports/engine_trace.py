@@ -16,7 +16,7 @@ from ...core.events import BlocksFreed, Commit, FreeReason, RowsAssigned, RowsRe
 from ...core.scheduler.scheduler import Scheduler, StepOutcome
 from ...core.types import Request, ScheduledStep, StepResult
 from ..engine.distributions import NANOSECONDS
-from ..engine.listener import RunListener
+from ..engine.engine import RunListener
 from .tables import OutputFile
 
 # The Trace Event Format (JSON) that Perfetto and chrome://tracing open, written event by event.

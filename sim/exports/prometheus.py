@@ -14,7 +14,7 @@ import attrs
 from ...core.errors import InputError, MisuseError
 from ...core.scheduler.scheduler import Scheduler
 from ..engine.distributions import NANOSECONDS
-from ..engine.listener import RunListener
+from ..engine.engine import RunListener
 from ..engine.metrics import Recorder
 from ..engine.vllm_metrics import (
     CACHE_CONFIG_INFO,

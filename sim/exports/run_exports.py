@@ -8,7 +8,7 @@ from typing import Any
 
 from ...core.allocator.config import AllocatorConfig
 from ...core.errors import InputError
-from ..engine.listener import RunListener
+from ..engine.engine import RunListener
 from ..engine.metrics import RequestRecord
 from ..engine.replay import ReplayReport
 from ..engine.vllm_metrics import cache_config_labels, series_labels

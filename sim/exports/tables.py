@@ -15,7 +15,7 @@ import attrs
 from ...core.errors import InputError
 from ...core.scheduler.scheduler import Scheduler
 from ..engine.distributions import NANOSECONDS
-from ..engine.listener import RunListener
+from ..engine.engine import RunListener
 from ..engine.metrics import SERIES, RequestRecord
 
 # A file that a run leaves behind: written beside its place, and put there whole when the run has ended.

@@ -1,0 +1,1 @@
+"""Several engines behind a router: data-parallel replicas, tiers for evicted blocks, prefill/decode disaggregation."""

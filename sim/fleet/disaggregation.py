@@ -1,11 +1,12 @@
-"""Prefill on some engines, decode on others: each request's keys and values are copied from the one to the other.
+"""Prefill on some engines, decode on others: each request's keys and values are copied from one to the other.
 
-A request is prefilled with `max_tokens` 1. When it has finished there, a decode engine is chosen for it; it waits for
-room in that engine's pool, holds its blocks there while they are copied in, and decodes. The prefill engine keeps its
-blocks until the copy has ended: what vLLM's NIXL connector does, which pulls. (That connector lets go of them after a
-time limit as well; there is none here.) What the decode engine finds in its own prefix cache is not copied.
+A request is prefilled with `max_tokens` 1. When that has finished, a decode engine is chosen for it; the request waits
+for room in that engine's pool, holds its blocks there while they are copied in, and decodes. The prefill engine keeps
+its blocks until the copy has ended, as vLLM's NIXL connector does, which pulls. (That connector also releases them
+after a time limit; there is none here.) Blocks that the decode engine finds in its own prefix cache are not copied.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -18,21 +19,22 @@ from ...core.errors import DoesNotFitError, InputError
 from ...core.events import Commit, RowsReleased
 from ...core.types import Request
 from ..engine.distributions import QuantileSketch, RunHistograms
-from ..engine.engine import MAX_REJECTIONS_KEPT
+from ..engine.engine import MAX_REJECTIONS_KEPT, NANOSECONDS
 from ..engine.metrics import Recorder, RequestRecord, RequestTimes
-from ..engine.replay import traced_request
+from ..engine.replay import ReplayReport
 from ..traces.trace import TraceRequest
-from .arrivals import FleetArrivals
-from .engine import EngineParts, EngineRole, FleetEngine, start_engine
-from .fleet import EngineName, FleetShape, PromptKeys, engine_names
+from .engine import EngineName, EngineParts, FleetEngine, engine_names, fleet_report, start_engine, summed_stats
+from .fleet import Dispatcher, FleetArrivals, FleetShape
 from .links import KVLinks, TransferModel
 from .routing import Router
 
-# What a prefill engine measures: requests that go on elsewhere have not finished when they leave it.
+FIRST_TOKENS = ("prefill", "decode")
+# Block-table rows per running request: requests whose blocks are being copied need rows too.
+ROWS_PER_SEQUENCE = 4
 
 
 class PrefillRecorder(Recorder):
-    """Hands on the clocks of each request that goes on, instead of counting its end."""
+    """Measures a prefill engine; passes on the times of each request that continues elsewhere, not counting its end."""
 
     def __init__(
         self,
@@ -48,23 +50,23 @@ class PrefillRecorder(Recorder):
         """Watch a run.
 
         Args:
-            now_ns: the clock to ask.
+            now_ns: returns the time.
             num_rows: rows of the block tables.
-            histograms: where samples are counted besides; None: nowhere.
-            on_finished: given the record of each request that ends here.
-            goes_on: whether a request that has its token goes on elsewhere.
-            hand_over: given the clocks of such a request.
+            histograms: also count samples here, or None.
+            on_finished: called with the record of each request that ends here.
+            goes_on: whether a request that has its token continues elsewhere.
+            hand_over: called with such a request and its times.
             counts_tokens: whether the client gets the token.
         """
         super().__init__(now_ns, num_rows, histograms, on_finished)
         self._goes_on = goes_on
         self._hand_over = hand_over
         self._counts_tokens = counts_tokens
-        # Gone on elsewhere; their blocks, and so their rows, are kept here until they were read.
+        # Requests that continue elsewhere; their blocks, and so their rows, stay here until they have been read.
         self._gone_on: set[str] = set()
 
     def apply(self, commit: Commit) -> None:
-        """As `Recorder`; a row that was kept for what went on elsewhere is nobody's now."""
+        """As `Recorder`; also forget a request that went on elsewhere when its row is released."""
         super().apply(commit)
         for event in commit.events:
             if type(event) is RowsReleased:
@@ -84,23 +86,18 @@ class PrefillRecorder(Recorder):
         self._hand_over(request, RequestTimes(*self._times_in(row)))
 
 
-FIRST_TOKENS = ("prefill", "decode")
-# Rows of the block tables for each place among the running requests: the others hold blocks on their way.
-ROWS_PER_SEQUENCE = 4
-
-
 @attrs.frozen(kw_only=True)
 class DisaggregatedShape:
-    """How many engines there are of each pool, and who produces the first token.
+    """The number of engines in each pool, and who produces the first token.
 
     Attributes:
         num_prefill_replicas: servers that compute prompts.
         num_decode_replicas: servers that produce the other tokens.
-        data_parallel_size: ranks of each server, every one with a ledger and links of its own.
-        event_delay_s: from an engine's commit to the routers' knowing of it.
-        first_token_from: "prefill": its engine's token is the client's first, and the decode engine goes on with the
-            second; "decode": the client hears of the decode engine only, which computes the prompt's last token again
-            for the first one (vLLM's NIXL connector behind its example proxy).
+        data_parallel_size: ranks of each server, each with its own ledger and links.
+        event_delay_s: time from a commit of an engine until the routers know of it.
+        first_token_from: "prefill": the prefill engine's token is the client's first, and the decode engine continues
+            with the second; "decode": the client gets tokens from the decode engine only, which computes the prompt's
+            last token again for the first one (vLLM's NIXL connector behind its example proxy).
     """
 
     num_prefill_replicas: int
@@ -113,17 +110,13 @@ class DisaggregatedShape:
         for name in ("num_prefill_replicas", "num_decode_replicas"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        self.pool(self.num_prefill_replicas)
-
-    def pool(self, num_replicas: int) -> FleetShape:
-        """One of the two pools as a fleet."""
-        return FleetShape(
-            num_replicas=num_replicas, data_parallel_size=self.data_parallel_size, event_delay_s=self.event_delay_s
+        FleetShape(  # checks the two
+            num_replicas=1, data_parallel_size=self.data_parallel_size, event_delay_s=self.event_delay_s
         )
 
     @property
     def engine_names(self) -> list[EngineName]:
-        """Of all engines, in the order of their indices."""
+        """Names of all engines, by index."""
         ranks = self.data_parallel_size
         return [
             *engine_names(self.num_prefill_replicas, ranks, "prefill"),
@@ -152,16 +145,16 @@ class _RemotePrompts:
         self._target = target
 
     def num_tokens_after(self, request: Request, num_hit_tokens: int) -> int:
-        """The rest of the prompt, less its last token where that is computed again."""
+        """The rest of the prompt, without its last token if that is computed again."""
         return max(min(request.num_prompt_tokens, request.num_tokens - 1) - num_hit_tokens, 0)
 
     def admitted(self, request: Request, num_tokens: int) -> None:
-        """Its blocks are held: copy."""
+        """The request's blocks are allocated: copy the tokens."""
         self._fleet.admitted_for_decode(self._target, request, num_tokens)
 
 
 class DisaggregatedFleet:
-    """Two pools of engines in one environment, a router before each, and the links between them."""
+    """Two pools of engines in one environment, a router in front of each, and the links between them."""
 
     def __init__(
         self,
@@ -175,7 +168,7 @@ class DisaggregatedFleet:
     ) -> None:
         self.shape = shape
         self.env = simpy.Environment()
-        self.arrivals = FleetArrivals(self.env, self._route)
+        self.arrivals = FleetArrivals(self.env, self._route, parts.allocator.hash_block_size, trace_block_size)
         self.links = KVLinks(self.env, transfer)
         self.transfer_ns = QuantileSketch()
         self.wait_ns = QuantileSketch()
@@ -187,15 +180,16 @@ class DisaggregatedFleet:
             parts,
             allocator=attrs.evolve(parts.allocator, max_num_reqs=ROWS_PER_SEQUENCE * parts.allocator.max_num_reqs),
         )
-        self._prefill_router = prefill_router
-        self._decode_router = decode_router
-        self._trace_block_size = trace_block_size
-        self._prompts = PromptKeys(parts.allocator)
+        self._prefill_dispatcher = Dispatcher(prefill_router, parts.allocator)
+        self._decode_dispatcher = Dispatcher(decode_router, parts.allocator)
         self._handovers: dict[str, _Handover] = {}
-        ranks = shape.data_parallel_size
-        self.prefill = [self._start_prefill(index) for index in range(shape.num_prefill_replicas * ranks)]
-        self.decode = [self._start_decode(index) for index in range(shape.num_decode_replicas * ranks)]
-        self.runs = [engine.run for engine in (*self.prefill, *self.decode)]
+        names = shape.engine_names
+        num_prefill = shape.num_prefill_replicas * shape.data_parallel_size
+        self.prefill = [self._start_prefill(index, name) for index, name in enumerate(names[:num_prefill])]
+        self.decode = [self._start_decode(index, name) for index, name in enumerate(names[num_prefill:])]
+        self.engines = [*self.prefill, *self.decode]
+        self._prefill_views = [engine.view for engine in self.prefill]
+        self._decode_views = [engine.view for engine in self.decode]
 
     def run(
         self,
@@ -204,50 +198,34 @@ class DisaggregatedFleet:
         closed_loop: bool | None = False,
     ) -> None:
         """Serve every request of the trace to its end."""
-        block_size, trace_block_size = self._parts.allocator.hash_block_size, self._trace_block_size
-        self.arrivals.start(
-            trace,
-            lambda row, ordinal, now: traced_request(row, ordinal, now, block_size, trace_block_size),
-            closed_loop,
-            on_progress or (lambda count: None),
-        )
+        self.arrivals.start(trace, closed_loop, on_progress)
         self.env.run()
 
     # -- engines -----------------------------------------------------------------------------------------------------
 
-    def _start_prefill(self, index: int) -> FleetEngine:
-        def make_recorder(now_ns: Callable[[], int], num_rows: int, histograms: RunHistograms | None) -> Recorder:
-            return PrefillRecorder(
-                now_ns,
-                num_rows,
-                histograms,
-                self._parts.finished_on(index),
-                goes_on=self._is_handed_over,
-                hand_over=self._prefilled,
-                counts_tokens=self.shape.first_token_from == "prefill",
-            )
-
-        replica, rank = divmod(index, self.shape.data_parallel_size)
+    def _start_prefill(self, index: int, name: EngineName) -> FleetEngine:
+        make_recorder = partial(
+            PrefillRecorder,
+            on_finished=self._parts.finished_on(index),
+            goes_on=self._is_handed_over,
+            hand_over=self._prefilled,
+            counts_tokens=self.shape.first_token_from == "prefill",
+        )
         return start_engine(
             self.env,
             self._parts,
-            EngineRole(
-                index=index,
-                replica=replica,
-                data_parallel_rank=rank,
-                pool="prefill",
-                keeps_blocks_of=self._is_handed_over,
-                make_recorder=make_recorder,
-            ),
+            index,
+            name,
             event_delay_s=self.shape.event_delay_s,
             next_reached_ns=self.arrivals.next_arrival_ns,
             on_ended=self._ended_on_prefill,
+            keeps_blocks_of=self._is_handed_over,
+            make_recorder=make_recorder,
         )
 
-    def _start_decode(self, index: int) -> FleetEngine:
-        replica, rank = divmod(index, self.shape.data_parallel_size)
-        place = self.shape.num_prefill_replicas * self.shape.data_parallel_size + index
-        # What keeps evicted blocks is the prefill engines': all that a decode engine lacks is copied from one.
+    def _start_decode(self, index: int, name: EngineName) -> FleetEngine:
+        place = len(self.prefill) + index
+        # Only prefill engines have tiers: everything that a decode engine lacks is copied from one of them.
         parts = attrs.evolve(
             self._parts,
             on_finished=partial(self._decoded, self._parts.finished_on(place)),
@@ -258,20 +236,16 @@ class DisaggregatedFleet:
         return start_engine(
             self.env,
             parts,
-            EngineRole(
-                index=place,
-                replica=replica,
-                data_parallel_rank=rank,
-                pool="decode",
-                remote=_RemotePrompts(self, index),
-            ),
+            place,
+            name,
             event_delay_s=self.shape.event_delay_s,
             next_reached_ns=partial(self._decode_reached_ns, index),
             on_ended=self._ended_on_decode,
+            remote=_RemotePrompts(self, index),
         )
 
     def _decode_reached_ns(self, index: int) -> float:
-        """A prompt that ends, a copy that ends, or, by way of both, a place that becomes free on another engine."""
+        """The end of a prompt, the end of a copy, or a place that becomes free on another engine and leads to both."""
         if self.arrivals.is_closed_loop:
             return self.env.peek()
         others = [one.engine for place, one in enumerate(self.decode) if place != index and one.engine.may_admit]
@@ -281,7 +255,7 @@ class DisaggregatedFleet:
             *(engine.next_move_ns for engine in (*(one.engine for one in self.prefill), *others)),
         )
 
-    # -- the way of a request ----------------------------------------------------------------------------------------
+    # -- the life of a request ---------------------------------------------------------------------------------------
 
     def _is_handed_over(self, request: Request) -> bool:
         return request.request_id in self._handovers
@@ -295,18 +269,15 @@ class DisaggregatedFleet:
                 self.rejections.append(str(error))
             self.arrivals.ended(request)
             return
-        views = [engine.view for engine in self.prefill]
-        for view in views:
-            view.arrive()
-        chosen = self._prefill_router.choose(self._prompts.routed(request, session), views)
+        chosen = self._prefill_dispatcher.choose(request, session, self._prefill_views)
         prefill = attrs.evolve(request, max_tokens=1)
         if request.max_tokens > 1 or self.shape.first_token_from == "decode":
             self._handovers[request.request_id] = _Handover(request, session, chosen, prefill)
-        views[chosen].sent(prefill)
+        self._prefill_views[chosen].sent(prefill)
         self.prefill[chosen].engine.submit(prefill)
 
     def _ended_on_prefill(self, prefill: Request) -> None:
-        """Its first token was the only one, it was refused, or a decode engine goes on with it."""
+        """The request was refused, its first token was its only one, or it continues on a decode engine."""
         handover = self._handovers.get(prefill.request_id)
         if handover is None or not prefill.num_output_tokens:
             self._handovers.pop(prefill.request_id, None)
@@ -314,37 +285,34 @@ class DisaggregatedFleet:
             return
         request = handover.request
         self.num_handed_over += 1
-        views = [engine.view for engine in self.decode]
-        for view in views:
-            view.arrive()
-        chosen = self._decode_router.choose(self._prompts.routed(request, handover.session), views)
-        views[chosen].sent(request)
+        chosen = self._decode_dispatcher.choose(request, handover.session, self._decode_views)
+        self._decode_views[chosen].sent(request)
         target = self.decode[chosen]
         if handover.times is not None:
             target.recorder.resume(request.request_id, handover.times)
         target.engine.submit(request)
 
     def _prefilled(self, prefill: Request, times: RequestTimes) -> None:
-        """Told by the prefill engine's recorder, right before `_ended_on_prefill`."""
+        """The prefill engine's recorder calls this right before `_ended_on_prefill`."""
         handover = self._handovers[prefill.request_id]
         handover.prefilled_ns = int(self.env.now)
         handover.request.num_output_tokens = 1 if self.shape.first_token_from == "prefill" else 0
         handover.times = times
 
     def admitted_for_decode(self, target: int, request: Request, num_tokens: int) -> None:
-        """A decode engine holds the request's blocks: copy those that it did not find, or let the others go."""
+        """A decode engine allocated the request's blocks: copy those that were not cached, then release the source."""
         handover = self._handovers[request.request_id]
         handover.begun_ns = int(self.env.now)
         self.wait_ns.add(handover.begun_ns - handover.prefilled_ns)
         if not num_tokens:
-            self.links.start(handover.source, target, 0, partial(self._let_go, handover))
+            self.links.start(handover.source, target, 0, partial(self._release_source, handover))
             return
         self.num_transferred_tokens += num_tokens
         num_blocks = self._num_blocks_to_copy(target, request, num_tokens)
         self.links.start(handover.source, target, num_blocks, partial(self._copied, target, handover))
 
     def _num_blocks_to_copy(self, target: int, request: Request, num_tokens: int) -> int:
-        """Whole blocks, as connectors copy them, of every group; none for what a window has left behind."""
+        """Whole blocks of every group, as connectors copy them, without blocks that a window has dropped."""
         state = self.decode[target].scheduler.allocator.state
         row = state.row_of[request.request_id]
         end = state.placed[row]
@@ -357,9 +325,9 @@ class DisaggregatedFleet:
     def _copied(self, target: int, handover: _Handover) -> None:
         self.transfer_ns.add(int(self.env.now) - handover.begun_ns)
         self.decode[target].engine.received(handover.request.request_id)
-        self._let_go(handover)
+        self._release_source(handover)
 
-    def _let_go(self, handover: _Handover) -> None:
+    def _release_source(self, handover: _Handover) -> None:
         """The prefill engine's blocks were read, or are not needed."""
         self.prefill[handover.source].engine.sent(handover.request.request_id)
 
@@ -367,11 +335,101 @@ class DisaggregatedFleet:
         self._handovers.pop(request.request_id)
         self.arrivals.ended(request)
 
-    def _decoded(self, tell: Callable[[RequestRecord], None] | None, record: RequestRecord) -> None:
-        """The record of a whole request: what was found before its prompt was computed, not before it was copied."""
-        if tell is None:
+    def _decoded(self, on_finished: Callable[[RequestRecord], None] | None, record: RequestRecord) -> None:
+        """Report the whole request: cached tokens are those found before its prompt was computed, not copied."""
+        if on_finished is None:
             return
         prefill = self._handovers[record.request_id].prefill
         num_preemptions = record.num_preemptions + prefill.num_preemptions
         cached = prefill.num_cached_tokens or 0
-        tell(attrs.evolve(record, num_cached_tokens=cached, num_preemptions=num_preemptions))
+        on_finished(attrs.evolve(record, num_cached_tokens=cached, num_preemptions=num_preemptions))
+
+
+def replay_disaggregated(
+    trace: Iterable[TraceRequest],
+    *,
+    shape: DisaggregatedShape,
+    parts: EngineParts,
+    transfer: TransferModel,
+    prefill_router: Router,
+    decode_router: Router,
+    trace_block_size: int | None,
+    closed_loop: bool | None = False,
+    on_progress: Callable[[int], None] | None = None,
+) -> ReplayReport:
+    """Run every request of a trace through prefill engines, links and decode engines, until each has ended.
+
+    The figures are those of `replay` over all engines. TTFT is the client's: it includes the transfer if the first
+    token comes from decode; if it comes from prefill, the first gap between tokens (ITL, and so TPOT) includes it.
+    `prefix_cache` counts the prefill engines' lookups; `kv_transfer` counts what was copied, and what was found on the
+    decode engines instead.
+
+    Args:
+        trace: rows in order of arrival; read once and not kept.
+        shape: the number of engines in each pool.
+        parts: what each engine is built from; only prefill engines have tiers.
+        transfer: the links.
+        prefill_router: chooses a prefill engine at each arrival.
+        decode_router: chooses a decode engine when a prompt has been computed.
+        trace_block_size: tokens that an id of the trace represents; None if it has no ids.
+        closed_loop: as for `replay_fleet`.
+        on_progress: called with the number of requests routed so far.
+
+    Raises:
+        InputError: a closed loop is asked of a trace that links no turns.
+    """
+    fleet = DisaggregatedFleet(
+        shape,
+        parts,
+        transfer,
+        prefill_router=prefill_router,
+        decode_router=decode_router,
+        trace_block_size=trace_block_size,
+    )
+    started = time.perf_counter()
+    fleet.run(trace, on_progress, closed_loop)
+    wall_seconds = time.perf_counter() - started
+    decode_routing = {f"decode_{name}": value for name, value in decode_router.assumptions().items()}
+    assumptions = {
+        "num_prefill_replicas": shape.num_prefill_replicas,
+        "num_decode_replicas": shape.num_decode_replicas,
+        "data_parallel_size": shape.data_parallel_size,
+        **prefill_router.assumptions(),
+        **decode_routing,
+        "event_delay_s": shape.event_delay_s,
+        **transfer.assumptions(),
+        "kv_transfer_blocks": "held on both sides while they are copied; whole blocks; none of what decode finds",
+        "first_token_from": shape.first_token_from,
+        **parts.assumptions(),
+        **fleet.arrivals.assumptions(),
+        **parts.latency.assumptions(),
+    }
+    return _report(fleet, assumptions, wall_seconds)
+
+
+def _report(fleet: DisaggregatedFleet, assumptions: dict[str, object], wall_seconds: float) -> ReplayReport:
+    """Count each request once, although two engines served it; lookups are those of the prefill engines."""
+    everywhere = summed_stats([engine.scheduler.stats for engine in fleet.engines])
+    prefill = summed_stats([engine.scheduler.stats for engine in fleet.prefill])
+    decode = summed_stats([engine.scheduler.stats for engine in fleet.decode])
+    once = attrs.evolve(
+        everywhere,
+        num_submitted=prefill.num_submitted,
+        num_finished=everywhere.num_finished - fleet.num_handed_over,
+        num_rejected=prefill.num_rejected + fleet.num_refused,
+        prefix_queries_tokens=prefill.prefix_queries_tokens,
+        prefix_hits_tokens=prefill.prefix_hits_tokens,
+        external_hits_tokens=prefill.external_hits_tokens,
+    )
+    report = fleet_report(fleet.engines, assumptions, fleet.arrivals.last_ended_ns / NANOSECONDS, wall_seconds, once)
+    report.rejections = [*fleet.rejections, *report.rejections][:MAX_REJECTIONS_KEPT]
+    report.kv_transfer = {
+        "transfers": fleet.transfer_ns.count,
+        "handed_over": fleet.num_handed_over,
+        "transferred_tokens": fleet.num_transferred_tokens,
+        "found_tokens": decode.prefix_hits_tokens,
+        "transferred_bytes": round(fleet.links.num_bytes),
+        "transfer_s": fleet.transfer_ns.summary(NANOSECONDS),
+        "wait_for_blocks_s": fleet.wait_ns.summary(NANOSECONDS),
+    }
+    return report

@@ -1,6 +1,7 @@
-"""One engine of a fleet: ledger, scheduler, clock, and what the router knows of it."""
+"""One engine of a fleet (ledger, scheduler, clock, the router's view of it), and the figures of several engines."""
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 import simpy
@@ -10,23 +11,70 @@ from ...core.allocator.allocator import KVCacheAllocator
 from ...core.allocator.config import AllocatorConfig
 from ...core.scheduler.config import SchedulerConfig
 from ...core.scheduler.scheduler import Scheduler
+from ...core.scheduler.stats import SchedulerStats
 from ...core.types import DraftModel, EventSink, LatencyModel, RemoteTokens, Request
-from ..engine.distributions import RunHistograms
-from ..engine.engine import NANOSECONDS, AsyncSchedulingEngine, SimulatedEngine
-from ..engine.listener import Broadcast, RunListener
+from ..engine.distributions import LatencySketches, RunHistograms
+from ..engine.engine import NANOSECONDS, AsyncSchedulingEngine, Broadcast, RunListener, SimulatedEngine
 from ..engine.metrics import Recorder, RequestRecord
-from .report import ReplicaRun
+from ..engine.replay import (
+    MAX_REJECTIONS_SHOWN,
+    ReplayReport,
+    preemption_figures,
+    prefix_cache_figures,
+    replay_report,
+    request_figures,
+    share,
+    throughput_figures,
+    timing_figures,
+)
+from ..engine.vllm_metrics import take_snapshot
 from .routing import ReplicaView
 from .tiers import Tier, TieredLatency, TierSink, TierStore
+
+MAX_SERIES_POINTS = 1024
+
+
+@attrs.frozen
+class EngineName:
+    """Identifies one engine of a fleet.
+
+    Attributes:
+        replica: the server, from 0 in its pool.
+        data_parallel_rank: the rank within the server.
+        pool: "prefill" or "decode" in a disaggregated fleet, else empty.
+    """
+
+    replica: int
+    data_parallel_rank: int = 0
+    pool: str = ""
+
+    def __str__(self) -> str:
+        """`prefill 1.3`; the rank is shown only if it is not the first."""
+        number = f"{self.replica}.{self.data_parallel_rank}" if self.data_parallel_rank else f"{self.replica}"
+        return f"{self.pool} {number}" if self.pool else number
+
+    def labels(self) -> dict[str, str]:
+        """The labels of a Prometheus server that scrapes all servers: the rank is vLLM's label `engine`."""
+        return {"engine": str(self.data_parallel_rank), "instance": f"{self.pool or 'replica'}-{self.replica}"}
+
+
+def engine_names(num_replicas: int, data_parallel_size: int, pool: str = "") -> list[EngineName]:
+    """The names of every rank of every server, in order."""
+    ranks = range(data_parallel_size)
+    return [EngineName(replica, rank, pool) for replica in range(num_replicas) for rank in ranks]
 
 
 @attrs.frozen(kw_only=True)
 class EngineParts:
-    """What every engine of the fleet is made of.
+    """The parts that every engine of a fleet is built from.
 
-    What ends in `_of` is asked with the engine's index. `on_finished` is given the record of each request of any engine
-    as it finishes, `on_finished_on` the engine's index too. `tiers` stand behind every pool, each engine with its own;
-    `tier_bytes_per_block` is what a block's copy moves. With `histograms` each engine counts those of vLLM's metrics.
+    Attributes:
+        drafts_of, sinks_of, tier_sinks_of, listeners_of: called with the index of an engine.
+        on_finished: called with the record of each finished request of any engine.
+        on_finished_on: the same, called with the engine's index first.
+        histograms: whether each engine counts the histograms of vLLM's metrics.
+        tiers: behind every pool; each engine has its own.
+        tier_bytes_per_block: bytes that the copy of one block moves.
     """
 
     allocator: AllocatorConfig
@@ -45,71 +93,79 @@ class EngineParts:
     tier_bytes_per_block: float | None = None
 
     def finished_on(self, index: int) -> Callable[[RequestRecord], None] | None:
-        """Whom an engine tells of each request that finishes; None: nobody wants to know."""
-        everywhere, there = self.on_finished, self.on_finished_on
-        if there is None:
-            return everywhere
+        """The callback for each finished request of an engine, or None."""
+        on_finished, on_finished_on = self.on_finished, self.on_finished_on
+        if on_finished_on is None:
+            return on_finished
 
-        def tell(record: RequestRecord) -> None:
-            if everywhere is not None:
-                everywhere(record)
-            there(index, record)
+        def call_both(record: RequestRecord) -> None:
+            if on_finished is not None:
+                on_finished(record)
+            on_finished_on(index, record)
 
-        return tell
+        return call_both
 
-
-@attrs.frozen(kw_only=True)
-class EngineRole:
-    """What sets an engine apart from the others of its fleet.
-
-    Attributes:
-        index: among all engines.
-        replica: the server it belongs to.
-        data_parallel_rank: which of the server's ranks it is.
-        pool: "prefill" or "decode" in a disaggregated fleet, else empty.
-        remote: where a decode engine's tokens come from.
-        keeps_blocks_of: whether a prefill engine's finished request waits for its blocks to be read.
-        make_recorder: who measures it; None: a `Recorder`.
-    """
-
-    index: int
-    replica: int
-    data_parallel_rank: int
-    pool: str = ""
-    remote: RemoteTokens | None = None
-    keeps_blocks_of: Callable[[Request], bool] | None = None
-    make_recorder: Callable[[Callable[[], int], int, RunHistograms | None], Recorder] | None = None
+    def assumptions(self) -> dict[str, object]:
+        """The assumptions that every engine shares, without those of the latency model."""
+        drafts = self.drafts_of(0)
+        tiers: dict[str, object] = {}
+        if self.tiers:
+            tiers = {
+                "tiers": [str(tier) for tier in self.tiers],
+                "tier_bytes_per_block": self.tier_bytes_per_block,
+                "tier_copies": "a step waits for what it promotes and for the write-back of what it overwrites, side "
+                "by side; copies between tiers delay nothing",
+            }
+        return {
+            **tiers,
+            "async_scheduling": self.async_scheduling,
+            **(drafts.assumptions() if drafts is not None else {}),
+        }
 
 
 @attrs.frozen(eq=False)
 class FleetEngine:
-    """One engine, and its parts that others ask."""
+    """One engine of a fleet and its parts."""
 
+    name: EngineName
     engine: SimulatedEngine
     scheduler: Scheduler
     recorder: Recorder
     view: ReplicaView
-    run: ReplicaRun
+    tiers: TierStore | None
+
+    @property
+    def rejections(self) -> list[str]:
+        """Messages of the first requests that it refused."""
+        return self.engine.rejections
 
 
 def start_engine(
     env: simpy.Environment,
     parts: EngineParts,
-    role: EngineRole,
+    index: int,
+    name: EngineName,
     *,
     event_delay_s: float,
     next_reached_ns: Callable[[], float],
     on_ended: Callable[[Request], None],
+    remote: RemoteTokens | None = None,
+    keeps_blocks_of: Callable[[Request], bool] | None = None,
+    make_recorder: Callable[[Callable[[], int], int, RunHistograms | None], Recorder] | None = None,
 ) -> FleetEngine:
     """Build an engine and start its process.
 
     Args:
         env: the fleet's clock.
-        parts: what it is made of.
-        role: what it does.
-        event_delay_s: from its commits to the router's knowing of them.
-        next_reached_ns: when something may next be handed to it, or asked of its router.
-        on_ended: told of each request that finished on it or that it refused.
+        parts: what the engine is built from.
+        index: its number among all engines.
+        name: its name.
+        event_delay_s: time from a commit of the engine until the router knows of it.
+        next_reached_ns: the earliest time at which a request may reach it or its router may read its state.
+        on_ended: called for each request that finished on it or that it refused.
+        remote: where a decode engine's tokens come from.
+        keeps_blocks_of: whether a prefill engine keeps the blocks of a finished request until they are read.
+        make_recorder: makes the recorder; None: a `Recorder`.
     """
 
     def now_ns() -> int:
@@ -117,33 +173,145 @@ def start_engine(
 
     allocator = parts.allocator
     histograms = RunHistograms(allocator.max_model_len) if parts.histograms else None
-    if role.make_recorder is None:
-        recorder = Recorder(now_ns, allocator.max_num_reqs, histograms, parts.finished_on(role.index))
+    if make_recorder is None:
+        recorder = Recorder(now_ns, allocator.max_num_reqs, histograms, parts.finished_on(index))
     else:
-        recorder = role.make_recorder(now_ns, allocator.max_num_reqs, histograms)
-    listeners = tuple(parts.listeners_of(role.index))
+        recorder = make_recorder(now_ns, allocator.max_num_reqs, histograms)
+    listeners = tuple(parts.listeners_of(index))
     watcher = Broadcast(now_ns, recorder, listeners) if listeners else recorder
     tiers: TierStore | None = None
     if parts.tiers:
-        tiers = TierStore(parts.tiers, allocator, parts.tier_bytes_per_block, parts.tier_sinks_of(role.index))
+        tiers = TierStore(parts.tiers, allocator, parts.tier_bytes_per_block, parts.tier_sinks_of(index))
     latency = parts.latency if tiers is None else TieredLatency(parts.latency, tiers)
-    backend = SimBackend(latency, parts.drafts_of(role.index))
+    backend = SimBackend(latency, parts.drafts_of(index))
     view = ReplicaView(now_ns, round(event_delay_s * NANOSECONDS))
     stores = [] if tiers is None else [tiers]
-    ledger = KVCacheAllocator(allocator, sinks=[backend, watcher, view, *stores, *parts.sinks_of(role.index)])
-    scheduler = Scheduler(parts.scheduler, ledger, tiers, role.remote, role.keeps_blocks_of)
+    ledger = KVCacheAllocator(allocator, sinks=[backend, watcher, view, *stores, *parts.sinks_of(index)])
+    scheduler = Scheduler(parts.scheduler, ledger, tiers, remote, keeps_blocks_of)
     # The copies of a macro-step's evictions would all be charged to the step after it.
     macro_steps = parts.macro_steps and not (tiers is not None and tiers.takes_time)
     engine_class = AsyncSchedulingEngine if parts.async_scheduling else SimulatedEngine
     engine = engine_class(env, scheduler, backend, watcher, macro_steps, next_reached_ns)
 
     def ended(request: Request) -> None:
-        if not request.num_output_tokens:  # refused; that a request finished is for the events to tell
+        if not request.num_output_tokens:  # refused; the view learns of finished requests from events
             view.refused(request.request_id)
         on_ended(request)
 
     engine.on_ended = ended
-    run = ReplicaRun(
-        role.replica, role.data_parallel_rank, scheduler, recorder, engine.rejections, tiers, pool=role.pool
+    return FleetEngine(name, engine, scheduler, recorder, view, tiers)
+
+
+def fleet_report(
+    engines: Sequence[FleetEngine],
+    assumptions: dict[str, object],
+    simulated_seconds: float,
+    wall_seconds: float,
+    stats: SchedulerStats | None = None,
+) -> ReplayReport:
+    """Sums, merged distributions and means over engines; `replicas` holds the figures of each engine.
+
+    Occupancy is the mean over engines and time, and the maximum of any engine; running and waiting requests over time
+    are summed. `stats` replaces the sum of the engines' counters, for requests that two engines served.
+    """
+    first = engines[0]
+    report = replay_report(
+        first.scheduler, first.recorder, first.rejections, assumptions, simulated_seconds, wall_seconds
     )
-    return FleetEngine(engine, scheduler, recorder, view, run)
+    stats = stats or summed_stats([engine.scheduler.stats for engine in engines])
+    usable_blocks = first.scheduler.allocator.config.num_blocks - 1
+    num_steps = sum(engine.recorder.num_steps for engine in engines)
+    span = simulated_seconds or 1.0
+    held_block_ns = sum(engine.recorder.held_block_ns for engine in engines)
+    latencies = LatencySketches()
+    for engine in engines:
+        latencies.merge(engine.recorder.latencies)
+    return attrs.evolve(
+        report,
+        requests=request_figures(stats),
+        prefix_cache={**prefix_cache_figures(stats), **_tier_hits(engines, stats)},
+        preemptions=preemption_figures(stats),
+        kv_cache_usage={
+            "mean": held_block_ns / (span * NANOSECONDS * usable_blocks * len(engines)),
+            "max": max(engine.recorder.max_held_blocks for engine in engines) / usable_blocks,
+        },
+        latencies=latencies.summaries(),
+        throughput=throughput_figures(stats, sum(engine.recorder.num_output_tokens for engine in engines), span),
+        steps=num_steps,
+        rejections=[reason for engine in engines for reason in engine.rejections][:MAX_REJECTIONS_SHOWN],
+        series=_series(engines),
+        snapshot=None,
+        engine_snapshots=[
+            take_snapshot(engine.scheduler, engine.recorder)
+            for engine in engines
+            if engine.recorder.histograms is not None
+        ],
+        replicas=[_engine_figures(engine, simulated_seconds) for engine in engines],
+        timing=timing_figures(wall_seconds, num_steps),
+    )
+
+
+def _engine_figures(engine: FleetEngine, simulated_seconds: float) -> dict[str, object]:
+    """The figures of one engine that differ between engines."""
+    stats, recorder, name = engine.scheduler.stats, engine.recorder, engine.name
+    usable_blocks = engine.scheduler.allocator.config.num_blocks - 1
+    span_ns = (simulated_seconds or 1.0) * NANOSECONDS
+    latencies = recorder.latencies
+    return {
+        **({"pool": name.pool} if name.pool else {}),
+        "replica": name.replica,
+        "data_parallel_rank": name.data_parallel_rank,
+        "requests": request_figures(stats),
+        "prefix_cache_hit_rate": share(stats.prefix_hits_tokens, stats.prefix_queries_tokens),
+        "queries_tokens": stats.prefix_queries_tokens,
+        "hits_tokens": stats.prefix_hits_tokens,
+        "preemptions": stats.num_preemptions,
+        "kv_cache_usage": {
+            "mean": recorder.held_block_ns / (span_ns * usable_blocks),
+            "max": recorder.max_held_blocks / usable_blocks,
+        },
+        "busy_share": recorder.busy_ns / span_ns,
+        "output_tokens": recorder.num_output_tokens,
+        "steps": recorder.num_steps,
+        "ttft_s": latencies.ttft_ns.summary(NANOSECONDS),
+        "tpot_s": latencies.tpot_ns.summary(NANOSECONDS),
+        **({} if engine.tiers is None else {"tiers": engine.tiers.figures()}),
+    }
+
+
+def _tier_hits(engines: Sequence[FleetEngine], stats: SchedulerStats) -> dict[str, float]:
+    """The hits in tiers behind the pools; empty without tiers."""
+    if all(engine.tiers is None for engine in engines):
+        return {}
+    found = stats.prefix_hits_tokens + stats.external_hits_tokens
+    return {
+        "external_hits_tokens": stats.external_hits_tokens,
+        "hit_rate_with_tiers": share(found, stats.prefix_queries_tokens),
+    }
+
+
+def summed_stats(parts: Sequence[SchedulerStats]) -> SchedulerStats:
+    """Sum the counters of several engines; the most preemptions of one request are a maximum."""
+    total = {field.name: sum(getattr(stats, field.name) for stats in parts) for field in attrs.fields(SchedulerStats)}
+    total["max_preemptions_per_request"] = max(stats.max_preemptions_per_request for stats in parts)
+    return SchedulerStats(**total)
+
+
+def _series(engines: Sequence[FleetEngine]) -> dict[str, list[float]]:
+    """Mean usage, and sums of running and waiting requests, at up to 1,024 of the times that engines sampled."""
+    columns = [engine.recorder.series.columns() for engine in engines]
+    names = [name for name in columns[0] if name != "time_s"]
+    times = sorted({time for engine in columns for time in engine["time_s"]})
+    stride = -(-len(times) // MAX_SERIES_POINTS) or 1
+    times = times[::stride]
+    out: dict[str, list[float]] = {"time_s": times}
+    for name in names:
+        sums = [sum(_at(engine["time_s"], engine[name], time) for engine in columns) for time in times]
+        out[name] = [value / len(engines) for value in sums] if name == "kv_cache_usage" else sums
+    return out
+
+
+def _at(times: Sequence[float], values: Sequence[float], time: float) -> float:
+    """The value of a step function at a time; 0 before its first sample."""
+    place = bisect_right(times, time)
+    return values[place - 1] if place else 0.0

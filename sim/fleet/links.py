@@ -1,8 +1,7 @@
-"""Links between engines over which keys and values are copied: bandwidth, latency, and who shares it with whom."""
+"""Links between engines that copy keys and values: bandwidth, latency, and how copies share a link."""
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import attrs
 import simpy
@@ -28,12 +27,13 @@ class TransferModel:
     """How long a copy from one engine to another takes.
 
     Attributes:
-        bytes_per_s: of each engine's link, out of a prefill engine and into a decode engine; infinite: no time.
-        latency_s: before the first byte of each transfer moves.
-        sharing: among the transfers of one link: "fair" (max-min fair: none gets more while another gets less than it
-            could) or "fifo" (the one that began first gets all that its two links have left).
-        bytes_per_block: what a block's copy moves over one GPU's link (every rank of a replica copies its shard over a
-            link of its own, side by side).
+        bytes_per_s: bandwidth of each engine's link, out of a prefill engine and into a decode engine; infinite: copies
+            take no time.
+        latency_s: time before the first byte of each transfer moves.
+        sharing: how the transfers of one link share it: "fair" (max-min fair: no transfer gets more while another gets
+            less than it could use) or "fifo" (the transfer that began first gets all that its two links have left).
+        bytes_per_block: bytes that a block's copy moves over one GPU's link (every rank of a replica copies its shard
+            over its own link, side by side).
     """
 
     bytes_per_s: float = attrs.field(validator=_speed)
@@ -45,8 +45,8 @@ class TransferModel:
         if math.isfinite(self.bytes_per_s) and not self.bytes_per_block:
             raise InputError("a finite transfer bandwidth needs the bytes of a block: give a model, or the bytes")
 
-    def assumptions(self) -> dict[str, Any]:
-        """For the report."""
+    def assumptions(self) -> dict[str, object]:
+        """The model's parameters, for the report."""
         finite = math.isfinite(self.bytes_per_s)
         shared = "shared max-min fair" if self.sharing == "fair" else "first come, first served"
         return {
@@ -69,7 +69,7 @@ class _Copy:
 
 
 class KVLinks:
-    """Copies under way, as fluids: every beginning and every end shares the links anew. Whole nanoseconds."""
+    """Copies in progress, as fluids: the links are shared again when a copy begins or ends. Whole nanoseconds."""
 
     def __init__(self, env: simpy.Environment, model: TransferModel) -> None:
         self._env = env
@@ -83,7 +83,7 @@ class KVLinks:
         self.num_bytes = 0.0
 
     def start(self, source: int, target: int, num_blocks: int, done: Callable[[], None]) -> None:
-        """Copy blocks from a prefill engine to a decode engine; `done` is called at the end, never from in here."""
+        """Copy blocks from a prefill engine to a decode engine; `done` is called at the end, never during this call."""
         num_bytes = num_blocks * (self._model.bytes_per_block or 0)
         self.num_bytes += num_bytes
         copy = _Copy(source, target, num_bytes, done)
@@ -91,7 +91,7 @@ class KVLinks:
         self._env.timeout(self._latency_ns).callbacks.append(lambda _: self._join(copy))
 
     def earliest_end_ns(self) -> float:
-        """No copy ends before; infinite without any."""
+        """The earliest time at which a copy ends; infinite without copies."""
         joining = min(self._joining.values(), default=math.inf)
         return min(joining, self._next_end_ns)
 
@@ -112,7 +112,7 @@ class KVLinks:
             copy.bytes_left = max(copy.bytes_left - elapsed * copy.bytes_per_ns, 0.0)
 
     def _share(self) -> None:
-        """Give every copy its rate, and come back when the first one ends."""
+        """Set every copy's rate, and schedule the end of the first one."""
         if self._model.sharing == "fair":
             _share_fairly(self._copies, self._capacity)
         else:
@@ -122,12 +122,12 @@ class KVLinks:
             copy.ends_ns = now + math.ceil(copy.bytes_left / copy.bytes_per_ns) if copy.bytes_per_ns else math.inf
         self._next_end_ns = min((copy.ends_ns for copy in self._copies), default=math.inf)
         if math.isfinite(self._next_end_ns):
-            self._env.timeout(int(self._next_end_ns) - now).callbacks.append(self._look)
+            self._env.timeout(int(self._next_end_ns) - now).callbacks.append(self._end_copies)
 
-    def _look(self, _: simpy.Event) -> None:
+    def _end_copies(self, _: simpy.Event) -> None:
         now = int(self._env.now)
         if now != self._next_end_ns:
-            return  # the links were shared anew since this was due
+            return  # the links were shared again since this was scheduled
         ended = [copy for copy in self._copies if copy.ends_ns <= now]
         self._advance()
         self._copies = [copy for copy in self._copies if copy.ends_ns > now]
@@ -137,7 +137,7 @@ class KVLinks:
 
 
 def _share_fairly(copies: Iterable[_Copy], capacity: float) -> None:
-    """Max-min fairness over both ends of each copy: fill up, and freeze those on the link that is full first."""
+    """Max-min fairness over both ends of each copy: raise all rates, and fix those on the link that fills up first."""
     left: dict[tuple[str, int], float] = {}
     users: dict[tuple[str, int], list[_Copy]] = {}
     for copy in copies:
@@ -158,7 +158,7 @@ def _share_fairly(copies: Iterable[_Copy], capacity: float) -> None:
 
 
 def _share_in_order(copies: Iterable[_Copy], capacity: float) -> None:
-    """Each copy, in the order in which they began, takes what both of its links have left."""
+    """Each copy, in the order in which they began, gets what both of its links have left."""
     left: dict[tuple[str, int], float] = {}
     for copy in copies:
         ends = _ends(copy)

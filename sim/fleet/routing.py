@@ -1,8 +1,22 @@
-"""Which replica serves a request: four policies over what a router can know."""
+"""Routers: which replica serves a request, decided from the events that a router can see.
+
+A router is a class in the registry; `--routing` takes its name:
+
+    @routers.register("random")
+    class RandomReplica:
+        def __init__(self):
+            self._random = random.Random(0)
+
+        def choose(self, routed, replicas):
+            return self._random.randrange(len(replicas))
+
+        def assumptions(self):
+            return {"routing": "random"}
+"""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import attrs
 import numpy as np
@@ -25,18 +39,18 @@ from ...core.events import (
     TokensPlaced,
     as_ints,
 )
+from ...core.registry import Registry
 from ...core.types import Request
-
-# What a router knows of one replica: the requests it sent there, and what the replica's events have told since.
 
 
 class ReplicaView:
-    """A fold of one engine's commits, each taken note of `delay_ns` after it happened. Never asks the engine.
+    """A router's knowledge of one replica: the requests it sent there, and the replica's events since then.
 
-    Keys are followed in one group: the first that needs a whole prefix, else the first. The same key may stand on
-    several blocks, so it is known for as long as one of them carries it.
+    It folds one engine's commits, each `delay_ns` after it happened, and never asks the engine. Block hashes are
+    followed in one group: the first that needs a whole prefix, else the first. Several blocks may have one hash, so it
+    is known as long as one of them has it.
 
-    Decode steps that the simulator takes in one go are one commit: it counts from the first of them.
+    Decode steps that the simulator takes at once are one commit, which counts from the first of them.
     """
 
     def __init__(self, now_ns: Callable[[], int], delay_ns: int = 0) -> None:
@@ -46,23 +60,23 @@ class ReplicaView:
         self._group = 0
         self._one_group = True
         self.blocks_with_key: dict[Key, int] = {}
-        # Requests sent that hold no row as far as is known, and how many tokens they have to compute.
+        # Requests sent that have no row according to the events, and the tokens that they have to compute.
         self._waiting: dict[str, int] = {}
         self._row_of: dict[str, int] = {}
         self._to_compute = np.zeros(0, dtype=np.int64)
         self._computed = np.zeros(0, dtype=np.int64)
 
-    # -- what the router does ----------------------------------------------------------------------------------------
+    # -- the router's own actions ------------------------------------------------------------------------------------
 
     def sent(self, request: Request) -> None:
-        """The router sent a request here; it knows so at once."""
+        """The router sent a request here, which it knows immediately."""
         self._waiting[request.request_id] = request.num_tokens
 
     def refused(self, request_id: str) -> None:
-        """The replica answered that it can never serve a request."""
+        """The replica rejected a request that it can never serve."""
         self._waiting.pop(request_id, None)
 
-    # -- what the events tell ----------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------------------
 
     def apply(self, commit: Commit) -> None:
         """A commit left the replica now."""
@@ -73,7 +87,7 @@ class ReplicaView:
         self._on_the_way.append((self._now_ns() + self._delay_ns, commit))
 
     def arrive(self) -> None:
-        """Take note of the commits that have arrived by now."""
+        """Fold the commits that have arrived by now."""
         now = self._now_ns()
         while self._on_the_way and self._on_the_way[0][0] <= now:
             self._fold(self._on_the_way.popleft()[1])
@@ -84,11 +98,11 @@ class ReplicaView:
         return len(self._waiting) + len(self._row_of)
 
     def outstanding_prefill_tokens(self) -> int:
-        """Tokens that requests sent here still have to compute before their next output, as far as is known."""
+        """Tokens that requests sent here still have to compute before their next output, according to the events."""
         return sum(self._waiting.values()) + int(np.maximum(self._to_compute - self._computed, 0).sum())
 
     def num_matching(self, keys: Sequence[Key]) -> int:
-        """How many keys, from the first one on, stand on blocks of this replica, as far as is known."""
+        """How many block hashes, from the first on, this replica has cached, according to the events."""
         known = self.blocks_with_key
         for count, key in enumerate(keys):
             if key not in known:
@@ -153,7 +167,7 @@ class ReplicaView:
             self.blocks_with_key.clear()
 
     def _keys_went(self, keys: Sequence[Key | None], groups: Sequence[int]) -> None:
-        """`groups` may be empty where there is one group only."""
+        """`groups` may be empty if there is only one group."""
         for place, key in enumerate(keys):
             if key is not None and (self._one_group or groups[place] == self._group):
                 self._key_went(key)
@@ -169,7 +183,7 @@ class ReplicaView:
             del self.blocks_with_key[key]
 
 
-# Conversations that are remembered; the one that was silent longest is forgotten first.
+# Conversations that are remembered; the one that was silent longest is dropped first.
 MAX_CONVERSATIONS = 1 << 20
 
 
@@ -178,10 +192,10 @@ class Routed:
     """A request as a router sees it.
 
     Attributes:
-        request: what is to be served.
-        keys: of the complete blocks of its prompt, one a block of the group whose keys the views follow.
+        request: the request.
+        keys: hashes of the complete blocks of its prompt, in the group that the views follow.
         block_size: tokens in such a block.
-        session: whose turn it is, where the trace says so.
+        session: the session that it is a turn of, if the trace records it.
     """
 
     request: Request
@@ -197,30 +211,53 @@ class Router(Protocol):
         """The index of the replica that gets the request."""
         ...
 
-    def assumptions(self) -> dict[str, Any]:
+    def assumptions(self) -> dict[str, object]:
         """Its name and parameters, for the report."""
         ...
 
 
+routers: Registry[Callable[..., Router]] = Registry("router", "kvledger.routers")
+
+
+def make_router(name: str, load_weight: float | None = None) -> Router:
+    """A router by name.
+
+    Args:
+        name: a name in `routers`.
+        load_weight: weight of the load, for routers with `takes_load_weight` only; None: the router's default.
+
+    Raises:
+        InputError: an unknown name, or a weight that has no effect.
+    """
+    make = routers.get(name)
+    if load_weight is None:
+        return make()
+    if not getattr(make, "takes_load_weight", False):
+        raise InputError(f"--routing-load-weight {load_weight} has no effect on --routing {name}; leave it out")
+    return make(load_weight)
+
+
+@routers.register("round-robin")
 class RoundRobin:
-    """One after the other, whatever they do."""
+    """Chooses one replica after the other."""
 
     def __init__(self) -> None:
         self._next = 0
 
     def choose(self, routed: Routed, replicas: Sequence[ReplicaView]) -> int:
-        """The replica after the one before."""
+        """The next replica."""
         index = self._next % len(replicas)
         self._next = index + 1
         return index
 
-    def assumptions(self) -> dict[str, Any]:
+    def assumptions(self) -> dict[str, object]:
         """No parameters."""
         return {"routing": "round-robin"}
 
 
+@routers.register("least-outstanding-work")
 class LeastOutstandingWork:
-    """The replica with the fewest prompt tokens still to compute; then the fewest requests; then the longest unused."""
+    """Chooses the replica with the fewest prompt tokens to compute, then fewest requests, then longest unused."""
 
     def __init__(self) -> None:
         self._last_used: dict[int, int] = {}
@@ -231,7 +268,7 @@ class LeastOutstandingWork:
         return self.cheapest([float(view.outstanding_prefill_tokens()) for view in replicas], replicas)
 
     def cheapest(self, costs: Sequence[float], replicas: Sequence[ReplicaView]) -> int:
-        """The replica of least cost, ties broken by requests and then by the last use."""
+        """The replica with the least cost; ties are broken by requests, then by the last use."""
 
         def rank(index: int) -> tuple[float, int, int]:
             return costs[index], replicas[index].num_outstanding_requests, self._last_used.get(index, 0)
@@ -245,29 +282,30 @@ class LeastOutstandingWork:
         self._num_chosen += 1
         self._last_used[index] = self._num_chosen
 
-    def assumptions(self) -> dict[str, Any]:
-        """What work is."""
+    def assumptions(self) -> dict[str, object]:
+        """The definition of work."""
         return {
             "routing": "least-outstanding-work",
             "outstanding_work": "prompt tokens sent and not yet computed, as far as the events have told",
         }
 
 
+@routers.register("sticky")
 class Sticky:
-    """A conversation stays where it started; a new one goes to the least outstanding work.
+    """Keeps a conversation where it started; a new one goes to the replica with the least outstanding work.
 
-    Where the trace names no sessions, a request is the next turn of the conversation with the longest latest prompt
-    (its complete blocks) that it starts with and goes beyond. Each turn is followed by one other, so that a system
-    prompt shared by many conversations does not make one of them all.
+    If the trace records no sessions, a request is the next turn of the conversation with the longest latest prompt
+    (its complete blocks) that the request's prompt extends. Only one turn follows another, so that a system prompt
+    shared by many conversations does not merge them.
     """
 
     def __init__(self) -> None:
         self._fallback = LeastOutstandingWork()
-        # By session, or by the last complete block of a conversation's latest prompt.
+        # Keyed by session, or by the last complete block of a conversation's latest prompt.
         self._replica_of: OrderedDict[Key, int] = OrderedDict()
 
     def choose(self, routed: Routed, replicas: Sequence[ReplicaView]) -> int:
-        """Where the conversation is, or where a new one fits best."""
+        """The conversation's replica, or the best one for a new conversation."""
         chosen = self._known(routed)
         if chosen is None:
             chosen = self._fallback.choose(routed, replicas)
@@ -291,21 +329,24 @@ class Sticky:
                 return self._replica_of.pop(key)
         return None
 
-    def assumptions(self) -> dict[str, Any]:
-        """What a conversation is."""
+    def assumptions(self) -> dict[str, object]:
+        """The definition of a conversation."""
         return {
             "routing": "sticky",
             "conversation": "the trace's session; without one, the longest latest prompt that a request goes beyond",
         }
 
 
+@routers.register("prefix-aware")
 class PrefixAware:
-    """The replica that would compute the fewest tokens before the first output: its queue and what it has not cached.
+    """Chooses the replica that computes the fewest tokens before the first output: its queue plus uncached tokens.
 
         cost = prompt tokens - tokens of the longest known prefix + load_weight * outstanding prompt tokens
 
-    `load_weight` 0 looks at the cache alone; 1 minimises the prompt tokens computed up to the first output token.
+    `load_weight` 0 considers only the cache; 1 minimizes the prompt tokens computed before the first output token.
     """
+
+    takes_load_weight = True
 
     def __init__(self, load_weight: float = 1.0) -> None:
         if not 0 <= load_weight < float("inf"):
@@ -314,7 +355,7 @@ class PrefixAware:
         self._ties = LeastOutstandingWork()
 
     def choose(self, routed: Routed, replicas: Sequence[ReplicaView]) -> int:
-        """The replica of least cost."""
+        """The replica with the least cost."""
         prompt, size, weight = routed.request.num_prompt_tokens, routed.block_size, self._load_weight
         costs = [
             prompt - view.num_matching(routed.keys) * size + weight * view.outstanding_prefill_tokens()
@@ -322,36 +363,10 @@ class PrefixAware:
         ]
         return self._ties.cheapest(costs, replicas)
 
-    def assumptions(self) -> dict[str, Any]:
+    def assumptions(self) -> dict[str, object]:
         """The weight of the load."""
         return {
             "routing": "prefix-aware",
             "routing_load_weight": self._load_weight,
             "outstanding_work": "prompt tokens sent and not yet computed, as far as the events have told",
         }
-
-
-ROUTINGS = ("round-robin", "least-outstanding-work", "sticky", "prefix-aware")
-
-
-def make_router(name: str, load_weight: float | None = None) -> Router:
-    """A router by name.
-
-    Args:
-        name: one of `ROUTINGS`.
-        load_weight: of prefix-aware routing only; 1 unless given.
-
-    Raises:
-        InputError: an unknown name, or a weight where it has no effect.
-    """
-    if name == "prefix-aware":
-        return PrefixAware(1.0 if load_weight is None else load_weight)
-    if load_weight is not None:
-        raise InputError(f"--routing-load-weight {load_weight} has no effect on --routing {name}; leave it out")
-    if name == "round-robin":
-        return RoundRobin()
-    if name == "least-outstanding-work":
-        return LeastOutstandingWork()
-    if name == "sticky":
-        return Sticky()
-    raise InputError(f"--routing is {name!r}; it is one of {', '.join(ROUTINGS)}")

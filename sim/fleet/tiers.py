@@ -1,15 +1,16 @@
-"""Where evicted blocks go: host memory, then SSD. Known from the engine's events alone; copied back on a hit.
+"""Tiers for evicted blocks: host memory, then SSD. They follow the engine's events; a hit copies blocks back.
 
-Tiers are exclusive: a key is findable in the pool, or kept in one tier, or nowhere. A key that the last block of the
-pool loses is written back to the first tier; what overflows there moves to the next, and out of the last one it is
-gone. A hit promotes: the key leaves its tier and is findable in the pool again. Each tier forgets what came first.
+Tiers are exclusive: a block hash is cached in the pool, or kept in one tier, or nowhere. When the last block of the
+pool with a hash loses it, the block is written back to the first tier; what overflows there moves to the next tier, and
+is dropped from the last. A hit promotes: the block leaves its tier and is cached in the pool again. Each tier drops its
+oldest entry first.
 """
 
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Protocol
 
 import attrs
 
@@ -34,19 +35,17 @@ from ...core.events import (
 )
 from ...core.types import LatencyModel, Request, StepLoad
 
-# The tiers as the fold of their events: live operation and replay share this one path.
-
 
 @attrs.define
 class TierCounts:
-    """What happened to one tier's blocks: `came_in == promoted + superseded + moved_on + cleared + held`.
+    """Counts of one tier's blocks: `came_in == promoted + superseded + moved_on + cleared + held`.
 
     Attributes:
-        came_in: blocks written to it, from the pool or from the tier before.
+        came_in: written to it, from the pool or from the tier before.
         promoted: copied back into the pool on a hit.
-        superseded: forgotten because the pool computed the same content again.
-        moved_on: pushed out: to the next tier, or, from the last one, out of the cache.
-        cleared: forgotten when the prefix cache was reset.
+        superseded: dropped because the pool computed the same content again.
+        moved_on: pushed out to the next tier, or from the last tier out of the cache.
+        cleared: dropped when the prefix cache was reset.
     """
 
     came_in: int = 0
@@ -57,13 +56,15 @@ class TierCounts:
 
 
 class TierState:
-    """Which keys each tier keeps, in the order in which it forgets them, and how they came and went.
+    """The block hashes that each tier keeps, in the order in which it drops them: the fold of the tiers' events.
+
+    Live operation and replay both use this one path.
 
     Attributes:
         created: names and sizes.
-        kept: by tier, the keys; the first one is forgotten first.
-        counts: by tier.
-        next_sequence: of the next commit.
+        kept: the hashes of each tier; the first one is dropped first.
+        counts: the counts of each tier.
+        next_sequence: sequence number of the next commit.
     """
 
     def __init__(self, created: TiersCreated) -> None:
@@ -77,7 +78,7 @@ class TierState:
         """The state after a log.
 
         Raises:
-            CorruptLedgerError: the log does not begin with `TiersCreated`, misses a commit, or moves what is not there.
+            CorruptLedgerError: the log does not begin with `TiersCreated`, misses a commit, or moves what a tier lacks.
         """
         state: TierState | None = None
         for commit in commits:
@@ -88,7 +89,7 @@ class TierState:
                 state = cls(created)
             state.apply_commit(commit)
         if state is None:
-            raise CorruptLedgerError("an empty tier log says nothing of its tiers")
+            raise CorruptLedgerError("an empty tier log does not describe its tiers")
         return state
 
     def apply_commit(self, commit: TierCommit) -> None:
@@ -128,11 +129,11 @@ class TierState:
             counts.moved_on += number
 
     def tier_of(self, key: Key) -> int | None:
-        """The tier that keeps a key, from 1; None: none does."""
+        """The tier that keeps a block hash, from 1; None if no tier does."""
         return next((index for index, kept in enumerate(self.kept, 1) if key in kept), None)
 
     def snapshot(self) -> dict[str, object]:
-        """Everything that must be equal when two folds are equal."""
+        """Everything that must be equal in equal states."""
         return {
             "next_sequence": self.next_sequence,
             "kept": [list(kept) for kept in self.kept],
@@ -142,12 +143,12 @@ class TierState:
 
 @attrs.frozen(kw_only=True)
 class Tier:
-    """A place for evicted blocks.
+    """A store for evicted blocks.
 
     Attributes:
-        name: such as `host` or `ssd`.
-        num_blocks: how many it keeps.
-        bytes_per_s: of copies between it and the GPU, in each direction; infinite: copies take no time.
+        name: for example `host` or `ssd`.
+        num_blocks: blocks that it keeps.
+        bytes_per_s: bandwidth of copies to and from the GPU, in each direction; infinite: copies take no time.
     """
 
     name: str
@@ -160,24 +161,30 @@ class Tier:
         if not self.bytes_per_s > 0:
             raise InputError(f"the {self.name} tier copies {self.bytes_per_s} bytes a second; it must be above 0")
 
+    def __str__(self) -> str:
+        """Its name, size and bandwidth, for the report."""
+        has_bandwidth = math.isfinite(self.bytes_per_s)
+        speed = f"{self.bytes_per_s / 1e9:g} GB/s each way" if has_bandwidth else "copies take no time"
+        return f"{self.name}: {self.num_blocks:,} blocks, {speed}"
+
 
 class TierSink(Protocol):
-    """Who hears of what happens behind a pool: a log, a publisher of KV events."""
+    """Receives every tier commit: a log, or a publisher of KV events."""
 
     def apply(self, commit: TierCommit) -> None:
-        """Take note of one commit."""
+        """Process one commit."""
         ...
 
 
 class TierStore:
     """The tiers behind one engine's pool: a sink of its commits, and the scheduler's external tokens.
 
-    What it decides it writes down as `BlocksMoved`, one commit for each of the pool's that moves something; `state` is
-    the fold of them.
+    It emits its decisions as `BlocksMoved`, one commit for each commit of the pool that moves something; `state` is the
+    fold of these commits.
 
-    A promotion waits for its copy: `pending_s` are the seconds that the next step starts later. Copies of different
-    tiers run one after the other, write-backs beside them on the other direction of the link (the step that overwrites
-    a block waits for its copy). What moves from tier to tier does so in the background and delays nothing.
+    A promotion waits for its copy, which delays the next step (`take_pending_s`). Copies from different tiers run one
+    after the other; write-backs run beside them in the other direction of the link (the step that overwrites a block
+    waits for its copy). Moves between tiers happen in the background and delay nothing.
     """
 
     def __init__(
@@ -191,9 +198,9 @@ class TierStore:
 
         Args:
             tiers: from the nearest to the farthest.
-            config: of the pool: one full-attention group, prefix caching on.
-            bytes_per_block: what one block's copy moves over a GPU's link; needed where a bandwidth is finite.
-            sinks: who hears of every tier commit, once, in order.
+            config: the pool's configuration: one full-attention group, prefix caching on.
+            bytes_per_block: bytes that one block's copy moves over a GPU's link; needed for a finite bandwidth.
+            sinks: receive every tier commit once, in order.
 
         Raises:
             InputError: groups that cannot be copied in block by block, no tier, or no bytes for a finite bandwidth.
@@ -227,7 +234,7 @@ class TierStore:
     # -- the scheduler's question ------------------------------------------------------------------------------------
 
     def num_tokens_after(self, request: Request, num_hit_tokens: int) -> int:
-        """Tokens of the whole blocks behind a hit that tiers keep, without a gap, one token short of the request."""
+        """Tokens of the full blocks after a hit that tiers keep, without a gap and without the request's last token."""
         if request.keys is None:
             return 0
         start, stop = num_hit_tokens // self._block_size, (request.num_tokens - 1) // self._block_size
@@ -240,27 +247,27 @@ class TierStore:
         return len(found) * self._block_size
 
     def tier_of(self, key: Key) -> int | None:
-        """The tier that keeps a key, from 1; None: none does."""
+        """The tier that keeps a block hash, from 1; None if no tier does."""
         return self.state.tier_of(key)
 
     def kept(self, tier: int) -> frozenset[Key]:
-        """The keys of a tier, from 1."""
+        """The block hashes of a tier, numbered from 1."""
         return frozenset(self.state.kept[tier - 1])
 
     @property
     def num_hit_blocks(self) -> int:
-        """Blocks that were promoted, from any tier."""
+        """Blocks promoted from any tier."""
         return sum(counts.promoted for counts in self.state.counts)
 
     @property
     def keys_in_pool(self) -> frozenset[Key]:
-        """The keys that blocks of the pool carry, as the events say."""
+        """The block hashes of the pool's blocks, according to the events."""
         return frozenset(self._blocks_with_key)
 
     # -- events ------------------------------------------------------------------------------------------------------
 
     def apply(self, commit: Commit) -> None:
-        """Follow keys into and out of the pool; within a commit, what comes in makes room before what goes out."""
+        """Follow block hashes into and out of the pool; within a commit, promotions make room before write-backs."""
         promised: frozenset[Key] = frozenset()
         lost: list[Key] = []
         for event in commit.events:
@@ -274,7 +281,7 @@ class TierStore:
             elif isinstance(event, BlockCopied):
                 lost += self._gone((event.lost_key,))
             elif isinstance(event, BlocksUncached):
-                self._gone(event.keys)  # taken back on purpose: nothing of it may be found again
+                self._gone(event.keys)  # uncached on purpose: these must not be found again
             elif isinstance(event, CacheReset):
                 self._clear()
         self._write_back([key for key in dict.fromkeys(lost) if key not in self._blocks_with_key])
@@ -282,7 +289,7 @@ class TierStore:
             self._commit(commit.sequence)
 
     def _keys_came(self, keys: Iterable[Key], promised: frozenset[Key]) -> None:
-        """The pool holds these again: a hit's copy, or content that was computed anew."""
+        """The pool caches these now: copies of a hit, or content that was computed again."""
         moves: dict[tuple[int, MoveReason], list[Key]] = {}
         for key in keys:
             self._blocks_with_key[key] = self._blocks_with_key.get(key, 0) + 1
@@ -296,7 +303,7 @@ class TierStore:
             self._emit(BlocksMoved(reason, tuple(moved), tier, POOL if reason is MoveReason.PROMOTED else None))
 
     def _gone(self, keys: Iterable[Key | None]) -> list[Key]:
-        """Blocks lost these keys; those that no other block carried."""
+        """Blocks lost these hashes; return those that no other block has."""
         out: list[Key] = []
         for key in keys:
             if key is None:
@@ -310,7 +317,7 @@ class TierStore:
         return out
 
     def _write_back(self, keys: Sequence[Key]) -> None:
-        """Into the first tier; what is too much for a tier goes on to the next, what came first before the others."""
+        """Write to the first tier; each tier's surplus moves to the next one, oldest first."""
         if not keys:
             return
         self._written_blocks += len(keys)
@@ -343,7 +350,7 @@ class TierStore:
     # -- time --------------------------------------------------------------------------------------------------------
 
     def take_pending_s(self) -> float:
-        """Seconds that the next step waits for copies; asking starts the count anew."""
+        """Return the seconds that the next step waits for copies, and reset the count."""
         reads = sum(
             blocks * self._bytes_per_block / tier.bytes_per_s
             for blocks, tier in zip(self._read_blocks, self.tiers, strict=True)
@@ -358,8 +365,8 @@ class TierStore:
         """Whether any copy takes time."""
         return any(math.isfinite(tier.bytes_per_s) for tier in self.tiers)
 
-    def figures(self) -> list[dict[str, Any]]:
-        """For the report, a row for each tier."""
+    def figures(self) -> list[dict[str, object]]:
+        """The report's row for each tier."""
         return [
             {
                 "tier": tier.name,
@@ -373,16 +380,16 @@ class TierStore:
 
 
 class TieredLatency:
-    """Another model's step, after the copies between pool and tiers that it waits for. One for each engine."""
+    """Adds the copies between pool and tiers to another model's step. Each engine has its own."""
 
     def __init__(self, inner: LatencyModel, store: TierStore) -> None:
         self._inner = inner
         self._store = store
 
     def step_seconds(self, load: StepLoad) -> float:
-        """Seconds of the copies that are due and of the step."""
+        """Seconds of the pending copies and of the step."""
         return self._store.take_pending_s() + self._inner.step_seconds(load)
 
-    def assumptions(self) -> dict[str, Any]:
+    def assumptions(self) -> dict[str, object]:
         """Those of the inner model."""
         return self._inner.assumptions()

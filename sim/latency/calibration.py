@@ -1,8 +1,7 @@
-"""Calibrate a roofline from a few measured steps, and say how far off it was before and is after."""
+"""Calibrate a roofline to a few measured steps, and report its error before and after."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import attrs
 import numpy as np
@@ -22,10 +21,11 @@ FITTED_FACTORS = (
     "step_s",
     "sampler_s_per_logit",
 )
-"""What decode steps tell; steps with long prompts tell `compute_efficiency` as well."""
+"""The factors that decode steps determine; steps with long prompts determine `compute_efficiency` as well."""
 
-# Of a move: below the first a fit has settled; beyond the second its straight-line forecast is worth nothing.
+# A fit whose moves are shorter has converged.
 _SETTLED_STEP = 1e-9
+# Longer moves leave the range in which the model is close to linear.
 _LONGEST_STEP = 1.0
 _MAX_ITERATIONS = 200
 _DIFFERENCE = 1e-6
@@ -36,10 +36,10 @@ class MeasuredStep:
     """One measurement.
 
     Attributes:
-        latency: the deployment that was measured; only its factors are changed.
-        load: what the step computed (means over many steps will do: the model is close to linear in them).
+        latency: the deployment that was measured; only its factors change.
+        load: what the step computed (means over many steps are fine: the model is close to linear in them).
         seconds: how long it took.
-        label: the measurement in reports; measurements of one label are left out together.
+        label: its name in reports; measurements with one label are left out together.
     """
 
     latency: RooflineLatency
@@ -52,18 +52,18 @@ class MeasuredStep:
             raise InputError(f"measured step {self.label!r}: {self.seconds} s; a step takes more than 0 s")
 
     def relative_error(self, factors: DeviceFactors) -> float:
-        """Predicted over measured, minus 1."""
+        """Predicted / measured - 1."""
         return attrs.evolve(self.latency, factors=factors).step_seconds(self.load) / self.seconds - 1
 
 
 @attrs.frozen(kw_only=True)
 class Calibration:
-    """The fitted factors and what they are worth.
+    """The fitted factors and their errors.
 
     Attributes:
-        factors: the result; `source` says how it came about.
+        factors: the result; its `source` says how it was fitted.
         free: names of the factors that were fitted.
-        labels: of the measured steps, in their order.
+        labels: labels of the measured steps, in order.
         errors_before, errors_after: relative errors of the start and of the result, in the same order.
     """
 
@@ -83,8 +83,8 @@ class Calibration:
         """Mean absolute percentage error of the result, %, on the steps it was fitted to."""
         return mean_absolute_percentage_error(self.errors_after)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values: factors, errors step by step, and their means."""
+    def to_json(self) -> dict[str, object]:
+        """Plain values: factors, errors of each step, and their means."""
         steps = zip(self.labels, self.errors_before, self.errors_after, strict=True)
         return {
             "free": list(self.free),
@@ -99,7 +99,7 @@ class Calibration:
 
 
 def mean_absolute_percentage_error(relative_errors: Sequence[float]) -> float:
-    """Of relative errors, in %."""
+    """Mean of the absolute relative errors, in %."""
     return 100 * sum(abs(error) for error in relative_errors) / len(relative_errors)
 
 
@@ -113,17 +113,17 @@ def fit_factors(
 ) -> Calibration:
     """Fit the factors of one GPU type.
 
-    Least squares of the relative errors, each in units of `measurement_error`, with every free factor drawn towards
-    its start: a change by the factor `exp(spread)` (of an efficiency: of its odds) costs as much as one step that is
-    off by `measurement_error`. What the steps do not tell therefore stays where it started, and a single step is enough
-    to fit.
+    It is a least-squares fit of the relative errors in units of `measurement_error` that pulls every free factor to its
+    start: a change by the factor `exp(spread)` (for an efficiency: of its odds) costs as much as one step that is off
+    by `measurement_error`. Factors that the steps do not determine therefore stay at their start, and a single step is
+    enough for a fit.
 
     Args:
         steps: measurements on one GPU type; models, ranks and loads may differ.
-        start: what is expected before measuring.
+        start: the factors expected before measuring.
         free: the factors to fit.
-        measurement_error: relative error expected of a measurement.
-        spread: how far a factor is expected to be from its start.
+        measurement_error: expected relative error of a measurement.
+        spread: expected distance of a factor from its start.
 
     Raises:
         InputError: no steps, several GPU types, a factor that is unknown or starts at 0, or numbers out of range.
@@ -155,7 +155,7 @@ def fit_factors(
 def leave_one_out(
     steps: Sequence[MeasuredStep], fit: Callable[[Sequence[MeasuredStep]], Calibration]
 ) -> Iterator[tuple[str, DeviceFactors, tuple[float, ...]]]:
-    """For each label: the factors fitted without its steps, and their relative errors on those steps."""
+    """For each label: (label, factors fitted without its steps, their relative errors on those steps)."""
     for label in dict.fromkeys(step.label for step in steps):
         left_out = [step for step in steps if step.label == label]
         factors = fit([step for step in steps if step.label != label]).factors
@@ -164,7 +164,7 @@ def leave_one_out(
 
 @attrs.frozen
 class _Scale:
-    """A factor on an unbounded scale: logarithms of costs, log-odds of efficiencies; a move of 0 is the start."""
+    """A factor on an unbounded scale: logarithm of a cost, log-odds of an efficiency; a move of 0 is the start."""
 
     name: str
     start: float
@@ -198,7 +198,7 @@ def _check(steps: Sequence[MeasuredStep], free: Sequence[str], measurement_error
 
 
 def _least_squares(residuals: Callable[[NDArray[np.float64]], NDArray[np.float64]], size: int) -> NDArray[np.float64]:
-    """Levenberg-Marquardt from 0 on, with numeric derivatives."""
+    """Levenberg-Marquardt from 0, with numeric derivatives."""
     moves = np.zeros(size)
     current = residuals(moves)
     damping = 1e-3

@@ -1,11 +1,9 @@
-"""Device presets: datasheet figures, named as such. They are ceilings of the hardware, not what a kernel or an
-engine reaches.
+"""GPU presets: datasheet figures, and the share of them that an LLM step reaches.
 
-What the driver reports as total memory is less than the label; it is a figure of its own with its source, since the
-plan starts from it. Give `--total-memory` where the real figure is known.
+Datasheet figures are upper limits of the hardware; no kernel or engine reaches them. The driver reports less total
+memory than the label says; that figure is stated separately, with its source, because the plan starts from it. Give
+`--total-memory` if the real figure is known.
 """
-
-from typing import Any
 
 import attrs
 
@@ -15,11 +13,11 @@ from ...core.quantities import GIB
 
 @attrs.frozen(kw_only=True)
 class Link:
-    """How GPUs of one node reach each other.
+    """The interconnect between the GPUs of one node.
 
     Attributes:
-        name: of the interconnect.
-        bytes_per_s: per GPU, both directions together as datasheets give it; each way is half of it.
+        name: its name.
+        bytes_per_s: per GPU, both directions together as in datasheets; one direction is half of it.
     """
 
     name: str
@@ -33,8 +31,8 @@ class Device:
     Attributes:
         name: as `--gpu` takes it.
         label_gb: memory on the label, in the vendor's GB.
-        total_bytes: what the driver reports, or an assumption about it.
-        total_source: which of the two, and where from.
+        total_bytes: total memory that the driver reports, or an assumption about it.
+        total_source: which of the two, and its source.
         bandwidth_bytes_per_s: memory bandwidth (datasheet).
         bf16_flops: dense bf16 FLOP/s (datasheet).
         fp8_flops: dense fp8 FLOP/s (datasheet); None where the device has no fp8 units.
@@ -109,7 +107,7 @@ _ALIASES = {"A100": "A100-80GB", "A100-SXM4-80GB": "A100-80GB", "A100-SXM4-40GB"
 
 
 def find_device(name: str) -> Device:
-    """The preset of that name; case, spaces and an `SXM` suffix do not matter (`h100 80gb`, `NVIDIA H100`).
+    """The preset with that name; case, spaces and an `SXM` suffix do not matter (`h100 80gb`, `NVIDIA H100`).
 
     Raises:
         InputError: no preset of that name.
@@ -126,9 +124,6 @@ def find_device(name: str) -> Device:
     return device
 
 
-# What a GPU reaches of its datasheet in an LLM step, and what a step costs besides arithmetic and memory traffic.
-
-
 def _share(_: object, attribute: "attrs.Attribute[float]", value: float) -> None:
     if not 0 < value <= 1:
         raise InputError(f"{attribute.name} is {value}; it must be above 0 and at most 1")
@@ -141,24 +136,23 @@ def _not_negative(_: object, attribute: "attrs.Attribute[float]", value: float) 
 
 @attrs.frozen(kw_only=True)
 class DeviceFactors:
-    """Efficiencies (shares of the datasheet's figure) and fixed costs (seconds).
+    """What a GPU reaches in an LLM step: efficiencies (shares of the datasheet's figure) and fixed costs (seconds).
 
     Attributes:
-        compute_efficiency: of the peak FLOP/s, for a matrix product or prefill attention of many tokens.
+        compute_efficiency: share of the peak FLOP/s, for a matrix product or prefill attention of many tokens.
         saturation_tokens: a matrix product of n tokens takes as long as `n + saturation_tokens` tokens at that
             efficiency: small products fill neither the tiles nor the multiprocessors.
-        weights_bandwidth_efficiency: of the memory bandwidth, while weights are read.
+        weights_bandwidth_efficiency: share of the memory bandwidth while weights are read.
         kv_bandwidth_efficiency: the same while decode attention reads the KV cache.
-        link_efficiency: of one direction of the link between GPUs.
-        layer_s: what the kernels of a layer take besides their traffic: ramp up and down, norms, rotary positions,
-            the cache's write, activations.
+        link_efficiency: share of one direction of the link between GPUs.
+        layer_s: time of a layer's kernels besides their traffic: ramp up and down, norms, rotary positions, the
+            cache's write, activations.
         expert_layer_s: the same, added for routing, sorting and summing in a layer of experts.
         all_reduce_s: latency of one all-reduce; a layer has two.
-        uncaptured_layer_s: the host's launches for a layer where no CUDA graph holds them; a step takes that long at
-            least.
+        uncaptured_layer_s: the host's launches for a layer that no CUDA graph holds; a step takes at least that long.
         step_s: scheduling, preparing inputs and returning tokens, as far as the GPU waits for it.
-        sampler_s_per_logit: sampling, for each sampled token and vocabulary entry (sorting for top-k and top-p).
-        expert_skew: exponent of the popularity of experts, `p(i) ~ i ** -expert_skew`; 0: all alike.
+        sampler_s_per_logit: sampling, per sampled token and vocabulary entry (sorting for top-k and top-p).
+        expert_skew: exponent of the popularity of experts, `p(i) ~ i ** -expert_skew`; 0: all equally popular.
         source: where the figures come from.
     """
 
@@ -176,7 +170,7 @@ class DeviceFactors:
     expert_skew: float = attrs.field(validator=_not_negative)
     source: str
 
-    def assumptions(self) -> dict[str, Any]:
+    def assumptions(self) -> dict[str, object]:
         """Every factor with its unit in the name."""
         return {
             "compute_efficiency": self.compute_efficiency,
@@ -196,7 +190,7 @@ class DeviceFactors:
 
 
 def expected_factors() -> DeviceFactors:
-    """What is expected of a data-centre GPU with NVLink before anything is measured: where every fit starts.
+    """The factors expected of a data-centre GPU with NVLink before any measurement; every fit starts here.
 
     Round figures: dense products reach two thirds of the peak; large reads 85 % of the bandwidth; a decoder layer is
     about a dozen kernels of 2 to 3 us beyond their traffic; a small all-reduce over NVLink takes 5 to 10 us.
@@ -219,9 +213,9 @@ def expected_factors() -> DeviceFactors:
 
 
 def h100_factors() -> DeviceFactors:
-    """Fitted, from `expected_factors` on, to the mean decode steps of seven measured servers; then rounded.
+    """`expected_factors` fitted to the mean decode steps of seven measured servers, then rounded.
 
-    The steps are of 6 to 33 decoding sequences without prompts, so they tell nothing of `compute_efficiency`,
+    The steps have 6 to 33 decoding sequences and no prompts, so they say nothing about `compute_efficiency`,
     `saturation_tokens`, `link_efficiency`, `uncaptured_layer_s` and `expert_skew`, which stay as expected.
     """
     return attrs.evolve(
@@ -242,11 +236,11 @@ def h100_factors() -> DeviceFactors:
 
 
 _ALL_REDUCE_S = {"PCIe 4 x16": 25e-6, "Infinity Fabric": 12e-6}
-"""Expected where there is no NVLink: a collective goes through host memory, or over another fabric."""
+"""Expected without NVLink: a collective goes through host memory, or over another fabric."""
 
 
 def device_factors(device: Device) -> DeviceFactors:
-    """The preset of a GPU type: the H100's factors; on other links an all-reduce takes longer."""
+    """The factors of a GPU type: those of the H100, with a longer all-reduce on other links."""
     h100 = h100_factors()
     if device.name == "H100":
         return h100

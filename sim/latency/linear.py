@@ -1,23 +1,12 @@
-"""How long an engine step takes, as a straight line. Other models: roofline.py (physics), latency_table.py (measured).
+"""Step times as a straight line, and the time to swap blocks on top of another model's step."""
 
-Any object with `step_seconds(load)` and `assumptions()` is a latency model (`core.types.LatencyModel`):
-
-    class Constant:
-        ignores_context = True
-
-        def step_seconds(self, load: StepLoad) -> float:
-            return 0.010
-
-        def assumptions(self) -> dict[str, Any]:
-            return {"latency_model": "10 ms a step, whatever it computes (a guess)"}
-"""
-
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import attrs
 
 from ...core.errors import InputError
 from ...core.types import LatencyModel, StepLoad
+from .models import LatencyInputs, latency_models
 
 
 def _not_negative(_: object, attribute: "attrs.Attribute[float]", value: float) -> None:
@@ -25,15 +14,17 @@ def _not_negative(_: object, attribute: "attrs.Attribute[float]", value: float) 
         raise InputError(f"{attribute.name} must be a number of seconds, 0 or more, not {value}")
 
 
+@latency_models.register("linear")
 @attrs.frozen
 class LinearLatency:
     """`base_s + prefill_token_s * prefill tokens + decode_seq_s * decoding sequences` seconds a step.
 
-    The default coefficients are those under which NVIDIA Dynamo's replay was timed on the conversation trace (5 ms,
-    25 us, 20 us): plausible for a 70B-class model on several GPUs, calibrated to none.
+    The default coefficients are those of NVIDIA Dynamo's timed replay of the conversation trace (5 ms, 25 us, 20 us):
+    plausible for a 70B-class model on several GPUs, but calibrated to no server.
     """
 
     ignores_context: ClassVar[bool] = True
+    takes: ClassVar[tuple[str, ...]] = ("base_ms", "us_per_prefill_token", "us_per_decoding_sequence")
 
     base_s: float = attrs.field(default=5e-3, validator=_not_negative)
     prefill_token_s: float = attrs.field(default=25e-6, validator=_not_negative)
@@ -43,12 +34,22 @@ class LinearLatency:
         if not self.base_s + self.decode_seq_s:
             raise InputError("a step must take time: give base_s or decode_seq_s a value above 0")
 
+    @classmethod
+    def from_inputs(cls, inputs: LatencyInputs) -> "LinearLatency":
+        """The default coefficients, except those that are given."""
+        given = {
+            "base_s": (inputs.base_ms, 1e3),
+            "prefill_token_s": (inputs.us_per_prefill_token, 1e6),
+            "decode_seq_s": (inputs.us_per_decoding_sequence, 1e6),
+        }
+        return cls(**{name: value / units for name, (value, units) in given.items() if value is not None})
+
     def step_seconds(self, load: StepLoad) -> float:
         """Seconds that the step takes."""
         return self.base_s + self.prefill_token_s * load.num_prefill_tokens + self.decode_seq_s * load.num_decode_tokens
 
-    def assumptions(self) -> dict[str, Any]:
-        """The three coefficients, and whose they are."""
+    def assumptions(self) -> dict[str, object]:
+        """The three coefficients and their source."""
         stock = self == LinearLatency()
         return {
             "latency_model": "linear: base + per prefill token + per decoding sequence",
@@ -59,9 +60,6 @@ class LinearLatency:
         }
 
 
-# What swapping costs: the time to copy blocks between device and host memory, on top of a step.
-
-
 def _positive(_: object, attribute: "attrs.Attribute[float]", value: float) -> None:
     if not 0 < value < float("inf"):
         raise InputError(f"{attribute.name} must be above 0, not {value}")
@@ -69,9 +67,9 @@ def _positive(_: object, attribute: "attrs.Attribute[float]", value: float) -> N
 
 @attrs.frozen
 class SwapLatency:
-    """Another model's step, after the copies that it waits for: blocks x bytes a block / bandwidth of the link.
+    """Adds the copies of swapped blocks to another model's step: blocks * bytes per block / bandwidth of the link.
 
-    Copies do not overlap with the step. `bytes_per_block` is what one GPU copies; each GPU has a link of its own.
+    Copies do not overlap with the step. `bytes_per_block` counts one GPU; each GPU has its own link.
     """
 
     inner: LatencyModel
@@ -82,8 +80,8 @@ class SwapLatency:
         """Seconds of the step and of the copies before it."""
         return self.inner.step_seconds(load) + load.num_swapped_blocks * self.bytes_per_block / self.link_bytes_per_s
 
-    def assumptions(self) -> dict[str, Any]:
-        """Those of the inner model, and the link."""
+    def assumptions(self) -> dict[str, object]:
+        """Those of the inner model and of the link."""
         return {
             **self.inner.assumptions(),
             "swap_bytes_per_block_per_gpu": self.bytes_per_block,

@@ -1,6 +1,4 @@
-"""How long a step takes from physics: arithmetic, memory traffic and collectives of one GPU, and fixed costs."""
-
-from typing import Any
+"""Step times from physics: arithmetic, memory traffic and collectives of one GPU, and fixed costs."""
 
 import attrs
 import numpy as np
@@ -11,15 +9,17 @@ from ...core.models.geometry import ModelGeometry
 from ...core.planner.parallel import layers_per_stage
 from ...core.types import StepLoad
 from .devices import Device, DeviceFactors, device_factors
+from .models import LatencyInputs, latency_models
 from .step_work import StepWork, step_work
 
-# Beyond as many tokens every expert is taken to be visited.
+# In a step of more tokens, every expert is assumed to be visited.
 _MAX_DISTINCT_TOKENS = 1024
 
 
+@latency_models.register("roofline")
 @attrs.frozen(kw_only=True)
 class RooflineLatency:
-    """A step is the sum of its kernels, each as long as its arithmetic or its memory traffic, whichever is longer.
+    """A step is the sum of its kernels; each takes as long as the longer of its arithmetic and its memory traffic.
 
         products   = max(matrix_bytes / W, (tokens + saturation_tokens) * flops_per_token / C)
         experts    = max(distinct * bytes_per_expert / W,
@@ -32,20 +32,20 @@ class RooflineLatency:
         step       = max(products + ... + layers, uncaptured floor) + step_s + logits * vocabulary * sampler_s
 
     where logits counts the tokens that are sampled or verified, and W, K, C and L are the bandwidths, the FLOP/s and
-    the one-way link that the device reaches: datasheet x efficiency. The floor, `layers * uncaptured_layer_s`, holds
-    for steps of more tokens than the largest captured batch.
+    the one-way link that the device reaches: datasheet x efficiency. The floor, `layers * uncaptured_layer_s`, applies
+    to steps of more tokens than the largest captured batch.
 
     Pipeline parallel: `pipeline_parallel_size` micro-batches are in flight, and a step is one round of them, so that
-    every request advances once: a micro-batch of the mean size through all stages, the longest stage setting the pace,
-    and one hop over the link between neighbours.
+    every request advances once: a micro-batch of the mean size passes all stages at the pace of the longest stage, with
+    one hop over the link between neighbours.
 
     Attributes:
-        work: what a step asks of one tensor-parallel rank.
+        work: the work of a step on one tensor-parallel rank.
         device: datasheet figures.
-        factors: what the device reaches of them, and fixed costs.
+        factors: efficiencies of the device, and fixed costs.
         tensor_parallel_size, pipeline_parallel_size: ranks.
-        max_captured_tokens: tokens of the largest batch in a CUDA graph; 0: none is captured.
-        longest_stage_share: layers of the longest pipeline stage over the mean.
+        max_captured_tokens: tokens of the largest batch in a CUDA graph; 0: no batch is captured.
+        longest_stage_share: layers of the longest pipeline stage divided by the mean.
         description: of model and dtypes, for `assumptions`.
     """
 
@@ -75,21 +75,21 @@ class RooflineLatency:
         enforce_eager: bool = False,
         factors: DeviceFactors | None = None,
     ) -> "RooflineLatency":
-        """The model of one server.
+        """The latency model of one server.
 
         Args:
             geometry: the model; its parameters must be known.
-            device: each of the GPUs.
-            max_num_seqs: requests of a step; decides which batches are captured.
+            device: each GPU.
+            max_num_seqs: requests per step; decides which batches are captured.
             tensor_parallel_size: ranks that share every layer.
             pipeline_parallel_size: stages that share the layers.
-            weights_dtype: a dtype, a quantisation scheme, or `auto`: what the config says.
+            weights_dtype: a dtype, a quantization scheme, or `auto`: what the config says.
             kv_cache_dtype: dtype of the cache; `auto` is the model's.
-            enforce_eager: nothing is captured.
+            enforce_eager: capture no batch.
             factors: the device's preset unless given.
 
         Raises:
-            InputError: what the model stores or computes is not known, or does not divide over the ranks.
+            InputError: the model's storage or arithmetic is not known, or does not divide over the ranks.
         """
         for name, value in (("max_num_seqs", max_num_seqs), ("tensor_parallel_size", tensor_parallel_size)):
             if value < 1:
@@ -111,13 +111,30 @@ class RooflineLatency:
             description=f"{geometry.name}, weights {weights_dtype}, KV cache {kv_cache_dtype}",
         )
 
+    @classmethod
+    def from_inputs(cls, inputs: LatencyInputs) -> "RooflineLatency":
+        """The latency model of the given deployment on the given device."""
+        deployment, device = inputs.deployment, inputs.device
+        if deployment is None or device is None:
+            raise InputError("--latency roofline needs --model and --gpu: it is computed from both")
+        return cls.for_model(
+            deployment.geometry,
+            device,
+            max_num_seqs=deployment.max_num_seqs,
+            tensor_parallel_size=deployment.tensor_parallel_size,
+            pipeline_parallel_size=deployment.pipeline_parallel_size,
+            weights_dtype=inputs.weights_dtype,
+            kv_cache_dtype=deployment.cache_dtype,
+            enforce_eager=deployment.enforce_eager,
+        )
+
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "_terms", self._precomputed_terms())
         object.__setattr__(self, "_attention", self._precomputed_attention())
         object.__setattr__(self, "_experts", self._precomputed_experts())
 
     def step_seconds(self, load: StepLoad) -> float:
-        """Seconds that the step takes. One flat function over precomputed terms: it is called once an engine step."""
+        """Seconds that the step takes. It is one flat function over precomputed terms: every engine step calls it."""
         (
             micro_batches,
             matrix_s,
@@ -149,7 +166,7 @@ class RooflineLatency:
         seconds = fixed_gpu_s + tokens * token_comm_s
         compute_s = (tokens + saturation_tokens) * matrix_token_s
         seconds += compute_s if compute_s > matrix_s else matrix_s
-        # A sequence that verifies drafts decodes several tokens over one reading of its cache.
+        # A sequence that verifies drafts decodes several tokens while its cache is read once.
         logits, readings = sampled, 1.0
         if 0 < sampled < num_decode:
             logits, readings = num_decode, sampled / num_decode
@@ -206,7 +223,7 @@ class RooflineLatency:
         )
 
     def _precomputed_attention(self) -> tuple[tuple[float, float, float, float], ...]:
-        """Window; seconds to read a token's keys and values; of a decoding pair's arithmetic; of a prompt's."""
+        """(window, seconds to read a token's keys and values, seconds per decoding pair, seconds per prompt pair)."""
         return tuple(
             (
                 float("inf") if part.window is None else part.window,
@@ -218,7 +235,7 @@ class RooflineLatency:
         )
 
     def _precomputed_experts(self) -> tuple[tuple[float, ...], float, float, float] | None:
-        """Seconds by tokens of a step; and for more tokens: of reading all experts, of a token, of filling them."""
+        """Seconds by the tokens of a step; and for more tokens: to read all experts, per token, to fill the experts."""
         experts, factors = self.work.experts, self.factors
         if experts is None:
             return None
@@ -247,10 +264,10 @@ class RooflineLatency:
         peak = self.device.fp8_flops if in_eight_bits and self.device.fp8_flops else self.device.bf16_flops
         return peak * self.factors.compute_efficiency
 
-    def assumptions(self) -> dict[str, Any]:
+    def assumptions(self) -> dict[str, object]:
         """Every coefficient with its unit and source."""
         work, device = self.work, self.device
-        figures: dict[str, Any] = {
+        figures: dict[str, object] = {
             "latency_model": "roofline: sum over kernels of max(arithmetic, memory traffic), collectives, fixed costs",
             "model": self.description,
             "tensor_parallel_size": self.tensor_parallel_size,

@@ -1,6 +1,6 @@
-"""What one engine step asks of one GPU: bytes to read and operations to do, from the model alone.
+"""The work of one engine step on one GPU: bytes to read and operations to do, derived from the model alone.
 
-Counts of a tensor-parallel rank over all layers; a roofline turns them into time.
+Counts are for one tensor-parallel rank over all layers; a roofline turns them into time.
 """
 
 from collections.abc import Iterable
@@ -31,15 +31,15 @@ _MATRICES = frozenset({WeightKind.ATTENTION, WeightKind.MLP})
 
 @attrs.frozen(kw_only=True)
 class AttentionWork:
-    """Attention of all layers that see equally far, on one rank.
+    """Attention of all layers with the same window, on one rank.
 
     Attributes:
-        window: the most tokens that a token attends to; None: all before it.
-        kv_bytes_per_token: read for each token that a decoding sequence attends to.
-        decode_flops_per_pair: for a decoding sequence and each token that it attends to: scores and values, two
-            operations an element.
-        prefill_flops_per_pair: the same for a prompt's token; less where latents are expanded to keys and values
-            first, which pays over many tokens.
+        window: the most tokens that a token attends to; None: all tokens before it.
+        kv_bytes_per_token: bytes read for each token that a decoding sequence attends to.
+        decode_flops_per_pair: operations for a decoding sequence and each token that it attends to: scores and values,
+            two operations an element.
+        prefill_flops_per_pair: the same for a prompt's token; fewer if latents are expanded to keys and values first,
+            which pays off over many tokens.
     """
 
     window: int | None
@@ -54,11 +54,11 @@ class ExpertWork:
 
     Attributes:
         num_layers: layers with experts.
-        num_experts: in each of them.
-        experts_per_token: that a token visits in each of them.
-        bytes_per_expert: one expert in every layer.
-        flops_per_visit: one token in one expert of every layer.
-        in_eight_bits: whether products run on 8-bit units where the device has them.
+        num_experts: experts per layer.
+        experts_per_token: experts that a token visits per layer.
+        bytes_per_expert: bytes of one expert in every layer.
+        flops_per_visit: operations for one token in one expert of every layer.
+        in_eight_bits: whether products run on 8-bit units if the device has them.
     """
 
     num_layers: int
@@ -69,9 +69,9 @@ class ExpertWork:
     in_eight_bits: bool
 
     def expected_distinct(self, num_tokens: NDArray[np.int64], skew: float) -> NDArray[np.float64]:
-        """Experts of a layer that so many tokens visit at least once, in the mean: float64, as `num_tokens`.
+        """Mean number of a layer's experts that `num_tokens` tokens visit at least once: float64, as `num_tokens`.
 
-        Each token visits expert i with probability q(i) ~ i ** -skew, at most 1, `experts_per_token` in all, and
+        Each token visits expert i with probability q(i) ~ i ** -skew, at most 1, `experts_per_token` in total, and
         independently of the others: `sum(1 - (1 - q(i)) ** num_tokens)`.
         """
         visited = expert_visit_probabilities(self.num_experts, self.experts_per_token, skew)
@@ -79,7 +79,7 @@ class ExpertWork:
 
 
 def expert_visit_probabilities(num_experts: int, experts_per_token: int, skew: float) -> NDArray[np.float64]:
-    """Probability that a token visits expert i: float64 `[num_experts]`, summing up to `experts_per_token`."""
+    """Probability that a token visits expert i: float64 `[num_experts]`; the sum is `experts_per_token`."""
     weights = np.arange(1, num_experts + 1, dtype=np.float64) ** -skew
     visited = np.zeros(num_experts)
     certain = 0
@@ -94,19 +94,19 @@ def expert_visit_probabilities(num_experts: int, experts_per_token: int, skew: f
 
 @attrs.frozen(kw_only=True)
 class StepWork:
-    """One model on one tensor-parallel rank.
+    """The work of a step of one model on one tensor-parallel rank.
 
     Attributes:
-        num_layers: of the decoder.
-        matrix_bytes: weights of all layers, experts left out; read once a step.
-        flops_per_token: of their products, in the model's precision.
-        eight_bit_flops_per_token: of those products whose weights and activations have 8 bits.
-        head_bytes: the output matrix.
-        head_flops_per_token: of its product, for each sampled token.
-        attention: by how far the layers see.
+        num_layers: decoder layers.
+        matrix_bytes: weights of all layers without experts; read once a step.
+        flops_per_token: operations of their products in the model's precision.
+        eight_bit_flops_per_token: operations of the products whose weights and activations have 8 bits.
+        head_bytes: bytes of the output matrix.
+        head_flops_per_token: operations of its product, for each sampled token.
+        attention: attention work, one entry per window.
         experts: None for a dense model.
         state_bytes_per_sequence: states of fixed size that a decoding sequence reads and writes.
-        all_reduce_bytes_per_token: one token's hidden vector.
+        all_reduce_bytes_per_token: bytes of one token's hidden vector.
         vocab_size: logits of a sampled token.
     """
 
@@ -124,7 +124,7 @@ class StepWork:
 
 
 def weights_format(geometry: ModelGeometry, weights_dtype: str) -> tuple[int, QuantizationScheme | None]:
-    """Bits of an unquantised weight, and the scheme of the others.
+    """Bits of an unquantized weight, and the scheme of the quantized ones.
 
     Args:
         geometry: the model.
@@ -134,7 +134,7 @@ def weights_format(geometry: ModelGeometry, weights_dtype: str) -> tuple[int, Qu
     Raises:
         InputError: neither, or `auto` where the config names no dtype.
     """
-    if weights_dtype == "none":  # unquantised, whatever the config says
+    if weights_dtype == "none":  # unquantized, whatever the config says
         return _model_bits(geometry), None
     if weights_dtype in quantization_schemes():
         return _model_bits(geometry), quantization_schemes()[weights_dtype]
@@ -155,10 +155,10 @@ def _model_bits(geometry: ModelGeometry) -> int:
 def step_work(
     geometry: ModelGeometry, *, tensor_parallel_size: int, weights_dtype: str, kv_cache_dtype: str
 ) -> StepWork:
-    """Count what a step of `geometry` asks of one tensor-parallel rank.
+    """Count the work of a step of `geometry` on one tensor-parallel rank.
 
-    Products cost two operations a parameter and token. Sparse attention is charged like full attention, and a
-    quantised weight with fewer than 8 bits computes in the model's precision.
+    Products cost two operations per parameter and token. Sparse attention counts as full attention, and a quantized
+    weight with fewer than 8 bits computes in the model's precision.
 
     Raises:
         InputError: parameters, heads or a dtype are not known, or the ranks do not divide the heads.
@@ -250,7 +250,7 @@ def _attention_work(geometry: ModelGeometry, ranks: int, storage: CacheFormat) -
 
 
 def _elements_per_pair(cache: LayerCache) -> int:
-    """Elements that a head multiplies for one pair of tokens: a key and a value; a latent serves as both."""
+    """Elements that a head multiplies for one pair of tokens: a key and a value; a latent is used as both."""
     if isinstance(cache, AttentionCache):
         return cache.head_size + cache.head_size_v
     if cache.part is CachePart.INDEXER:
@@ -263,7 +263,7 @@ def _elements_per_pair(cache: LayerCache) -> int:
 
 
 def _expanded_elements_per_pair(cache: LayerCache, fields: ConfigFields) -> int:
-    """The same in a prompt, where MLA's latents are expanded to a key and a value a head."""
+    """The same in a prompt, where MLA's latents are expanded to a key and a value per head."""
     expanded = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     if isinstance(cache, LatentCache) and cache.part is CachePart.KV and all(fields.has(name) for name in expanded):
         return sum(fields.integers(*expanded))

@@ -1,4 +1,4 @@
-"""Step times looked up in a table of measured steps, from a CSV.
+"""Step times from a table of measured steps, a CSV file.
 
 The header names a duration, `step_ms`, and one or more of the axes
 
@@ -7,9 +7,9 @@ The header names a duration, `step_ms`, and one or more of the axes
     num_decode_tokens         sequences that decode, one token each
     decode_context_tokens     mean number of tokens that each of them attends to
 
-in any order, and each row is one measured step. Axes that the header leaves out do not matter to the step time. The
-rows must cover every combination of the values that occur on the axes. Where a count is 0 its mean context means
-nothing: write 0 and one row stands for all contexts. Rows of the same step are averaged.
+in any order, and each row is one measured step. Axes that are not in the header do not affect the step time. The rows
+must cover every combination of the values that occur on the axes. If a count is 0, its mean context has no meaning:
+write 0, and one row covers all contexts. Rows of the same step are averaged.
 
 Between the measured values a step time is interpolated linearly along every axis.
 """
@@ -21,12 +21,13 @@ from itertools import product
 from math import prod
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import attrs
 
 from ...core.errors import DoesNotFitError, InputError
 from ...core.types import StepLoad
+from .models import LatencyInputs, latency_models
 
 AXES = ("num_prefill_tokens", "prefill_context_tokens", "num_decode_tokens", "decode_context_tokens")
 DURATION = "step_ms"
@@ -36,6 +37,7 @@ _MISSING_SHOWN = 3
 Point = tuple[float, ...]
 
 
+@latency_models.register("table")
 @attrs.frozen(kw_only=True)
 class TableLatency:
     """Multilinear interpolation in a complete grid.
@@ -43,10 +45,12 @@ class TableLatency:
     Attributes:
         axes: names of the axes, in the order of `values`.
         values: rising values of each axis.
-        milliseconds: of every combination of them, the last axis running fastest.
+        milliseconds: step time at every combination of values; the last axis changes fastest.
         extrapolate: whether a step outside the table is extrapolated from the outermost cell; else it is refused.
         source: where the rows come from.
     """
+
+    takes: ClassVar[tuple[str, ...]] = ("latency_table",)
 
     axes: tuple[str, ...]
     values: tuple[tuple[float, ...], ...]
@@ -72,11 +76,18 @@ class TableLatency:
         object.__setattr__(self, "_corners", corners)
 
     @classmethod
+    def from_inputs(cls, inputs: LatencyInputs) -> "TableLatency":
+        """Read the given table."""
+        if inputs.latency_table is None:
+            raise InputError("--latency table needs --latency-table FILE: a CSV of measured steps")
+        return cls.from_csv(Path(inputs.latency_table))
+
+    @classmethod
     def from_csv(cls, path: Path, *, extrapolate: bool = False) -> "TableLatency":
-        """Read a table (see the module's own words for its columns).
+        """Read a table; the module's docstring describes its columns.
 
         Raises:
-            InputError: the file cannot be read, a column is unknown or missing, a cell is no number of its kind, or
+            InputError: the file cannot be read, a column is unknown or missing, a cell is not a valid number, or
                 combinations are missing.
         """
         try:
@@ -94,8 +105,8 @@ class TableLatency:
         """Seconds that the step takes.
 
         Raises:
-            DoesNotFitError: the step lies outside the table and `extrapolate` is off, or extrapolation says that it
-                takes no time.
+            DoesNotFitError: the step is outside the table and `extrapolate` is off, or its extrapolated time is not
+                above 0.
         """
         base, shares = 0, []
         for axis, place_of, values, stride in self._axes:
@@ -124,8 +135,8 @@ class TableLatency:
             )
         return milliseconds / 1e3
 
-    def assumptions(self) -> dict[str, Any]:
-        """The table's extent, and what happens between and outside its values."""
+    def assumptions(self) -> dict[str, object]:
+        """The table's extent, and how times between and outside its values are found."""
         return {
             "latency_model": "table of measured steps, interpolated linearly along every axis",
             "source": self.source,
@@ -146,7 +157,7 @@ def _decode_context(load: StepLoad) -> float | None:
     return load.decode_context_tokens / load.num_decode_tokens if load.num_decode_tokens else None
 
 
-# Where a step lies on each axis; None where it has no place there (the context of no tokens).
+# The position of a step on each axis; None if it has none (the context of no tokens).
 _PLACES: Mapping[str, Callable[[StepLoad], float | None]] = {
     "num_prefill_tokens": attrgetter("num_prefill_tokens"),
     "prefill_context_tokens": _prefill_context,

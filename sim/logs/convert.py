@@ -17,9 +17,9 @@ from ...backends.sinks.log.reader import LogReader
 from ...backends.sinks.log.rows import ROW_SCHEMA, LoggedCommit, RequestArrived
 from ...core.errors import InputError
 from ...core.events import BlocksFreed, Commit, FreeReason, RowsReleased
-from ..engine.replay import traced_request
+from ..engine.arrivals import traced_request
 from ..figures import Document
-from ..traces.recorded import LiveTrace, is_live, row_of
+from ..traces.logged import LiveTrace, is_live, row_of
 from ..traces.trace import TraceRequest
 from .live_rerun import KnownKeys, LoggedKeys
 

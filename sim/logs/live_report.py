@@ -16,9 +16,8 @@ from ...core.types import LatencyModel
 from ..figures import Document
 from ..latency.calibration import FITTED_FACTORS, MeasuredStep, fit_factors
 from ..latency.devices import find_device
-from ..latency.fitted import BASE, PLAIN, WITH_CONTEXT, WITH_PREFILL_STEPS, FittedLatency, fit_latency
+from ..latency.fitted import BASE, PLAIN, WITH_CONTEXT, WITH_PREFILL_STEPS, FittedLatency, MeasuredSteps, fit_latency
 from ..latency.linear import LinearLatency
-from ..latency.measured_steps import MeasuredSteps
 from ..latency.roofline import RooflineLatency
 
 if TYPE_CHECKING:

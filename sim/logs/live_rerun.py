@@ -22,7 +22,7 @@ from ...core.scheduler.engine import Wait, engine_loop
 from ...core.scheduler.scheduler import Scheduler, StepOutcome
 from ...core.types import Request, ScheduledStep, StepResult
 from ..figures import Document
-from ..traces.recorded import is_live
+from ..traces.logged import is_live
 from .text import described
 
 # The keys of a live run's requests, as far as its log has them.

@@ -8,7 +8,7 @@ from ...core.errors import InputError
 from ..scenario.options import spelled
 from ..scenario.scenario import Scenario
 from ..search.jobs import REPLAY, RERUN
-from ..traces.recorded import is_live
+from ..traces.logged import is_live
 
 FIXED = "arrivals, prompt and output lengths, prompt block ids, priorities and turns are the log's"
 # Version 1 of a log's header also recorded where the command's output went.

@@ -18,7 +18,7 @@ from ...backends.sinks.log.flush_policy import FlushPolicy
 from ...backends.sinks.log.rows import RequestArrived, RunEnded
 from ...core.events import Commit
 from ...core.scheduler.scheduler import Scheduler
-from ..engine.listener import RunListener
+from ..engine.engine import RunListener
 from ..figures import Document
 from ..traces.trace import Trace, TraceInfo, TraceRequest
 

@@ -1,6 +1,5 @@
 """The engine of a scenario: its pool and groups, its scheduler and its latency model. Nothing is filled in silently."""
 
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -14,12 +13,12 @@ from ...core.planner.groups import allocator_groups
 from ...core.planner.verdict import hybrid_waste
 from ...core.scheduler.config import SchedulerConfig
 from ...core.types import LatencyModel
-from ..engine.drafts import DraftAcceptance
+from ..engine.sampling import DraftAcceptance
 from ..fleet.fleet import EngineParts
 from ..latency.devices import Device, find_device
-from ..latency.linear import LinearLatency, SwapLatency
+from ..latency.linear import SwapLatency
+from ..latency.models import LatencyInputs, make_latency
 from ..latency.roofline import RooflineLatency
-from ..latency.table import TableLatency
 from .deployment import read_question
 from .scenario import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, Scenario
 
@@ -176,34 +175,16 @@ def latency_of(scenario: Scenario, pool: Pool) -> LatencyModel:
     Raises:
         InputError: the model needs something that is not given, or something given has no effect on it.
     """
-    name = scenario.latency or ("table" if scenario.latency_table else "roofline" if pool.plan else "linear")
-    if name != "linear":
-        _refuse_given(scenario, ("base_ms", "us_per_prefill_token", "us_per_decoding_sequence"), f"--latency {name}")
-    if name != "table":
-        _refuse_given(scenario, ("latency_table",), f"--latency {name}")
-    if name == "roofline":
-        if pool.plan is None or pool.device is None:
-            raise InputError("--latency roofline needs --model and --gpu: it is computed from both")
-        model = roofline_of_plan(pool.plan, pool.device, scenario.quantization or "auto")
-    elif name == "linear":
-        model = _linear(scenario)
-    elif name == "table" and scenario.latency_table is not None:
-        model = TableLatency.from_csv(Path(scenario.latency_table))
-    elif name == "table":
-        raise InputError("--latency table needs --latency-table FILE: a CSV of measured steps")
-    else:
-        raise InputError(f"--latency {name} is no latency model; there are linear, roofline and table")
-    return _with_swapping(model, scenario, pool)
-
-
-def _linear(scenario: Scenario) -> LatencyModel:
-    default = LinearLatency()
-    base_ms, prefill_us, decode_us = scenario.base_ms, scenario.us_per_prefill_token, scenario.us_per_decoding_sequence
-    return LinearLatency(
-        default.base_s if base_ms is None else base_ms / 1e3,
-        default.prefill_token_s if prefill_us is None else prefill_us / 1e6,
-        default.decode_seq_s if decode_us is None else decode_us / 1e6,
+    inputs = LatencyInputs(
+        base_ms=scenario.base_ms,
+        us_per_prefill_token=scenario.us_per_prefill_token,
+        us_per_decoding_sequence=scenario.us_per_decoding_sequence,
+        latency_table=scenario.latency_table,
+        deployment=None if pool.plan is None else pool.plan.deployment,
+        device=pool.device,
+        weights_dtype=scenario.quantization or "auto",
     )
+    return _with_swapping(make_latency(scenario.latency, inputs), scenario, pool)
 
 
 def _with_swapping(model: LatencyModel, scenario: Scenario, pool: Pool) -> LatencyModel:

@@ -7,8 +7,7 @@ from typing import Any
 import attrs
 
 from ...core.errors import InputError
-from ..fleet.disaggregated_replay import replay_disaggregated
-from ..fleet.disaggregation import FIRST_TOKENS, DisaggregatedShape
+from ..fleet.disaggregation import FIRST_TOKENS, DisaggregatedShape, replay_disaggregated
 from ..fleet.fleet import EngineParts, FleetShape, replay_fleet
 from ..fleet.links import SHARINGS, TransferModel
 from ..fleet.routing import Router, make_router

@@ -5,13 +5,13 @@ from typing import Any
 
 import attrs
 
-from ..engine.listener import RunListener
+from ..engine.engine import RunListener
 from ..engine.metrics import RequestRecord
 from ..engine.replay import ReplayReport, replay
 from ..engine.vllm_metrics import HistogramCounts, Snapshot
 from ..figures import Document
 from ..traces import Trace
-from ..workloads.samples import SampledTrace
+from ..traces.derived import SampledTrace
 from .engine import Engine, engine_of
 from .results import Table, trace_as_dict
 from .scenario import Scenario

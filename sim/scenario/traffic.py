@@ -4,7 +4,7 @@ from typing import Any
 
 from ...core.errors import InputError
 from ..traces import Trace, open_trace
-from ..traces.event_log import open_logged_trace, the_event_log
+from ..traces.logged import open_logged_trace, the_event_log
 from .scenario import Scenario
 
 # How the rows of a file are read: fields of a scenario that have no effect on a built-in workload.
@@ -33,7 +33,7 @@ def open_traffic(scenario: Scenario, seed: int | None = None) -> Trace:
     if scenario.trace:
         return _open_files(scenario, seed, of_files, window)
     if scenario.fit is not None:
-        from ..workloads.fitting import open_fitted
+        from ..workloads.fitted import open_fitted
 
         of_files["on_bad_row"] = scenario.on_bad_row or "refuse"
         if scenario.request_rate is not None:

@@ -9,7 +9,7 @@ from ..engine.metrics import RequestRecord
 from ..fleet.fleet import EngineParts, FleetShape, replay_fleet
 from ..fleet.routing import make_router
 from ..traces import Trace
-from ..traces.reblocking import ChangedTrace
+from ..traces.derived import ChangedTrace
 from .slo import KeptTrials, SearchResult, Slo, SloTally, Trial, highest_meeting, smallest_meeting
 
 

@@ -9,7 +9,7 @@ from ...core.errors import DoesNotFitError, InputError
 from ..figures import Document
 from ..latency.linear import LinearLatency
 from ..latency.roofline import RooflineLatency
-from ..traces.reblocking import ChangedTrace
+from ..traces.derived import ChangedTrace
 from .sizing import FleetSearch, Search, SearchWatch, Setting
 from .slo import Trial
 

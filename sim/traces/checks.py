@@ -1,4 +1,4 @@
-"""The checks that every row of every format has to pass: a prompt, as many ids as blocks, one parent each, in order."""
+"""The checks that every row of every format must pass: a prompt, one id per block, one parent per id, in order."""
 
 import math
 from array import array
@@ -10,8 +10,8 @@ import attrs
 import numpy as np
 
 from ...core.errors import InputError
-from .bad_rows import BadRow, RowError
-from .format import Row, TraceFormat
+from .format import TraceFormat
+from .rows import BadRow, Row, RowError
 from .trace import TraceInfo
 
 # Which trace block sizes explain a number of ids: the inverse of `num_ids = ceil(input_length / trace_block_size)`.
@@ -19,14 +19,14 @@ from .trace import TraceInfo
 
 @attrs.frozen
 class BlockSizes:
-    """A range of block sizes in tokens, both ends included; `largest` None means no upper end."""
+    """A range of block sizes in tokens, both ends included; `largest` None means unlimited."""
 
     smallest: int
     largest: int | None
 
     @property
     def is_empty(self) -> bool:
-        """Whether no size at all fits."""
+        """Whether the range holds no size."""
         return self.largest is not None and self.largest < self.smallest
 
     def __str__(self) -> str:
@@ -77,15 +77,22 @@ def suggest_block_size(lengths: Iterable[tuple[int, int]], at_most: int) -> str:
 
 # Every block id has one parent: the same id is the same tokens after the same prefix, everywhere in a trace.
 
-_UNSEEN = -2
-_NO_PARENT = -1
+UNSEEN = -2
+NO_PARENT = -1
+
+
+def make_room(parents: "array[int]", largest: int, num_seen: int) -> None:
+    """Grow a dense table of parents to hold id `largest`, unless ids are so sparse that it would be mostly empty."""
+    size = len(parents)
+    if size <= largest < 1024 + 8 * (num_seen + 1):
+        parents.extend(array("q", [UNSEEN]) * (largest + 1 + largest // 4 - size))
 
 
 class SingleParentCheck:
-    """Remembers the parent of every id seen: 8 bytes per id where ids are dense, a dict entry where they are sparse.
+    """Remembers the parent of every id seen: 8 bytes per id if ids are dense, a dict entry if they are sparse.
 
-    An id under two parents would be two different contents under one name, and every hit rate computed from it would
-    be wrong (field report G01: same id, same tokens, everywhere).
+    An id with two parents would be two contents under one name, and every hit rate computed from it would be wrong
+    (field report G01: same id, same tokens, everywhere).
     """
 
     def __init__(self, field: str = "hash_ids") -> None:
@@ -98,54 +105,54 @@ class SingleParentCheck:
         """Record one request's ids, or raise `RowError` and record none of them."""
         if not hash_ids:
             return
-        self._make_room(max(hash_ids))
-        parents = [_NO_PARENT, *hash_ids[:-1]]
+        make_room(self._dense, max(hash_ids), self._num_seen)
+        parents = [NO_PARENT, *hash_ids[:-1]]
         known = self._known_parents(hash_ids)
-        # Whatever follows an id that was never seen was never seen either, or it would have another parent here.
-        num_seen = len(known) - known.count(_UNSEEN)
+        # An id that follows an unseen id is unseen as well, or it would have another parent here.
+        num_seen = len(known) - known.count(UNSEEN)
         fresh = hash_ids[num_seen:]
         if known[:num_seen] != parents[:num_seen] or len(set(fresh)) < len(fresh):
             self._check_each(hash_ids, known)
         self._remember(fresh, parents[num_seen:])
 
     def add_all(self, rows: Sequence[Sequence[int]]) -> bool:
-        """Record the ids of several requests at once and say True, or record none of them and say False.
+        """Record the ids of several requests at once and return True, or record none of them and return False.
 
-        False means that `add` has to take them one by one: one of them may be refused, or ids are sparse.
+        After False, `add` has to take the requests one by one: one of them may be bad, or ids are sparse.
         """
         rows = [row for row in rows if row]
         if not rows:
             return True
         ids = np.frombuffer(array("q", list(chain.from_iterable(rows))), dtype=np.int64)
         largest = int(ids.max())
-        self._make_room(largest)
+        make_room(self._dense, largest, self._num_seen)
         if self._sparse or largest >= len(self._dense):
             return False
-        parents = np.concatenate(([_NO_PARENT], ids[:-1]))
-        parents[[0, *accumulate(map(len, rows[:-1]))]] = _NO_PARENT
+        parents = np.concatenate(([NO_PARENT], ids[:-1]))
+        parents[[0, *accumulate(map(len, rows[:-1]))]] = NO_PARENT
         known = np.frombuffer(self._dense, dtype=np.int64)
-        is_fresh = known[ids] == _UNSEEN
+        is_fresh = known[ids] == UNSEEN
         fresh = ids[is_fresh]
-        # An id that stands at several places keeps what was written last: places that read back themselves count ids,
+        # An id at several places keeps the last value written, so the places that read back themselves count the ids,
         places = np.arange(len(fresh))
         known[fresh] = places
         num_fresh = np.count_nonzero(known[fresh] == places)
-        # and one with two parents among these rows differs from the parent at one of its places.
+        # and an id with two parents in these rows differs from the parent at one of its places.
         known[fresh] = parents[is_fresh]
         if not np.array_equal(known[ids], parents):
-            known[fresh] = _UNSEEN
+            known[fresh] = UNSEEN
             return False
         self._num_seen += int(num_fresh)
         return True
 
     def _known_parents(self, hash_ids: Sequence[int]) -> list[int]:
-        """The parent that each was first seen under."""
+        """The first parent of each id."""
         dense, size, sparse = self._dense, len(self._dense), self._sparse
         if not sparse and max(hash_ids) < size:
             return list(map(dense.__getitem__, hash_ids))
-        known = [dense[hash_id] if hash_id < size else _UNSEEN for hash_id in hash_ids]
+        known = [dense[hash_id] if hash_id < size else UNSEEN for hash_id in hash_ids]
         return [
-            sparse.get(hash_id, _UNSEEN) if parent == _UNSEEN else parent
+            sparse.get(hash_id, UNSEEN) if parent == UNSEEN else parent
             for hash_id, parent in zip(hash_ids, known, strict=True)
         ]
 
@@ -162,11 +169,11 @@ class SingleParentCheck:
                 self._sparse[hash_id] = parent
 
     def _check_each(self, hash_ids: Sequence[int], known: Sequence[int]) -> None:
-        """Raise `RowError` at the first id that follows another one than before, on an earlier line or on this one."""
+        """Raise `RowError` at the first id whose parent differs from the one on an earlier line or position."""
         earlier: dict[int, int] = {}
-        parent = _NO_PARENT
+        parent = NO_PARENT
         for position, (hash_id, known_parent) in enumerate(zip(hash_ids, known, strict=True)):
-            if known_parent == _UNSEEN:
+            if known_parent == UNSEEN:
                 known_parent = earlier.setdefault(hash_id, parent)
             if known_parent != parent:
                 raise RowError(
@@ -177,25 +184,17 @@ class SingleParentCheck:
                 )
             parent = hash_id
 
-    def _make_room(self, largest: int) -> None:
-        """Grow the dense table to hold `largest`, unless ids are so sparse that it would be mostly empty."""
-        size = len(self._dense)
-        if largest < size:
-            return
-        if largest < 1024 + 8 * (self._num_seen + 1):
-            self._dense.extend(array("q", [_UNSEEN]) * (largest + 1 + largest // 4 - size))
-
 
 def _named(parent: int) -> str:
-    return "no block (it begins a prompt)" if parent == _NO_PARENT else f"id {parent}"
+    return "no block (it begins a prompt)" if parent == NO_PARENT else f"id {parent}"
 
 
-# Rows are checked together up to so many, an id counted like a row.
+# Rows and ids that are checked in one batch at most.
 ROWS_AND_IDS_AT_ONCE = 4_096
 
 
 class RowChecks:
-    """Checks rows one after the other; a row that fails leaves no trace in what later rows are checked against."""
+    """Checks rows one after the other; a bad row does not affect the checks of later rows."""
 
     def __init__(self, trace_format: TraceFormat, info: TraceInfo, units_per_second: int) -> None:
         self._info = info
@@ -205,10 +204,10 @@ class RowChecks:
         self._latest: int | float = -math.inf
 
     def checked(self, rows: Iterable[Row | BadRow], num_wanted: float = math.inf) -> Iterator[Row | BadRow]:
-        """The same rows in the same order, with a `BadRow` in the place of every one that fails.
+        """The same rows in the same order, with a `BadRow` in place of each row that fails.
 
-        Rows are checked many at a time, and one by one where any of those is bad. Rows behind the first `num_wanted`
-        are not read before they are asked for.
+        Rows are checked in batches; a batch with a bad row is checked row by row. Rows after the first `num_wanted`
+        are read only when they are needed.
         """
         for batch in _batches(rows, num_wanted):
             if self._all_pass(batch):
@@ -217,7 +216,7 @@ class RowChecks:
                 yield from map(self._checked, batch)
 
     def check(self, row: Row) -> None:
-        """Raise `RowError`, with the format's own name of the field, unless the row can be used."""
+        """Raise `RowError`, with the format's own field name, if the row cannot be used."""
         when, hash_ids = row[1], row[4]
         self._check_prompt(row[2], hash_ids)
         if when < self._latest:
@@ -232,7 +231,7 @@ class RowChecks:
         self._latest = when
 
     def _checked(self, row: Row | BadRow) -> Row | BadRow:
-        """The row, or what is wrong with it."""
+        """The row, or a `BadRow`."""
         if isinstance(row, BadRow):
             return row
         try:
@@ -242,7 +241,7 @@ class RowChecks:
         return row
 
     def _all_pass(self, batch: Sequence[Row | BadRow]) -> bool:
-        """Whether `check` would take every row; if so they are recorded, else nothing is."""
+        """Whether every row passes `check`; if so all are recorded, else none."""
         times: list[int | float] = [self._latest]
         prompts: list[tuple[int, ...]] = []
         for row in batch:
@@ -261,7 +260,7 @@ class RowChecks:
         return True
 
     def _check_prompt(self, input_length: int, hash_ids: tuple[int, ...] | None) -> None:
-        """A prompt has tokens, and as many ids as blocks (field report G01)."""
+        """A prompt has tokens, and one id per block (field report G01)."""
         if input_length == 0:
             raise RowError("empty_prompt", "is 0: there is no prompt to serve", self._input_length)
         block_size = self._info.trace_block_size
@@ -288,9 +287,9 @@ class RowChecks:
 
 
 def _batches(rows: Iterable[Row | BadRow], num_wanted: float) -> Iterator[list[Row | BadRow]]:
-    """The rows in groups; the first `num_wanted` end one, and each that follows them is one.
+    """The rows in batches; one ends after the first `num_wanted` rows, and each later row is a batch of its own.
 
-    What was read before an error is handed over before the error is raised.
+    Rows that were read before an error are yielded before the error is raised.
     """
     batch: list[Row | BadRow] = []
     size = 0

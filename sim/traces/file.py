@@ -1,4 +1,4 @@
-"""A trace in files: recognise the format, check every row, keep the window, count what was left out."""
+"""Open a trace: find its format, check every row, cut the window, count the rows that were skipped."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,22 +7,23 @@ from pathlib import Path
 import attrs
 
 from ...core.errors import InputError
-from .bad_rows import BadRow
+from . import formats as formats
 from .checks import RowChecks, suggest_block_size
-from .format import Row, TraceFormat, TraceSource
-from .registry import files_of, recognise
+from .format import TraceFormat, TraceSource, recognise, trace_formats
+from .rows import BadRow, Row, check_window, requests_in_window
 from .text import HOW_TO_NAME_ONE, Tokenizer, open_tokenizer
 from .trace import UNITS_PER_SECOND, SkippedRows, TraceInfo, TraceRequest, Window
-from .window import check_window, requests_in_window
 
-# The options with which a trace is opened, checked by themselves and against the format that they are for.
+__all__ = ["TraceFile", "open_trace", "trace_formats"]
 
 ON_BAD_ROW = ("refuse", "skip")
+# Rows that are read to suggest a trace block size after one row contradicts the present one.
+ROWS_TO_FIT = 10_000
 
 
 @attrs.frozen
 class OpenOptions:
-    """What `open_trace` was given; None stands for an option that was not. Raises `InputError` for one out of range."""
+    """The options of `open_trace`; None: not given. Raises `InputError` for a value out of range."""
 
     timestamp_unit: str | None
     trace_block_size: int | None
@@ -46,7 +47,7 @@ class OpenOptions:
         check_window(self.skip_first, self.limit, self.rate_scale)
 
     def check_against(self, trace_format: TraceFormat, path: Path) -> None:
-        """Refuse what has no effect on this format, and what is missing for it."""
+        """Raise `InputError` for an option without effect on this format, and for one that it needs."""
         title = trace_format.title
         if self.trace_block_size is not None and not trace_format.block_size_is_settable:
             raise InputError(
@@ -76,18 +77,14 @@ class OpenOptions:
                 + "; leave it out"
             )
 
-    def open_tokenizer(self) -> Tokenizer | None:
-        """The tokenizer named, or None."""
-        return None if self.tokenizer is None else open_tokenizer(self.tokenizer)
-
     def units_per_second(self, trace_format: TraceFormat) -> int:
-        """How many units of the rows' timestamps a second has."""
+        """Timestamp units of the rows in a second."""
         if self.timestamp_unit is None or trace_format.converts_units:
             return trace_format.units_per_second
         return UNITS_PER_SECOND[self.timestamp_unit]
 
     def block_size(self, trace_format: TraceFormat, first_lines: Sequence[bytes]) -> tuple[int | None, str | None]:
-        """Tokens that one hash id stands for, and who says so."""
+        """Tokens that one hash id represents, and who chose that number."""
         if self.trace_block_size is not None:
             return self.trace_block_size, "given"
         if trace_format.trace_block_size is not None:
@@ -100,7 +97,7 @@ class OpenOptions:
         return None, None
 
     def arrivals(self, trace_format: TraceFormat) -> str | None:
-        """What a reader must know of arrivals that the file does not record."""
+        """A note about arrivals that the file does not record; None where it does."""
         if trace_format.arrivals_unless_given is None or self.request_rate is None:
             return trace_format.arrivals_unless_given
         return (
@@ -109,8 +106,25 @@ class OpenOptions:
         )
 
 
-# How many rows are looked at to suggest a trace block size after one row contradicts the present one.
-ROWS_TO_FIT = 10_000
+def files_of(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """Replace each folder in `paths` by its .json and .jsonl files; also return the names of the other files in it.
+
+    Raises:
+        InputError: a folder has no such files.
+    """
+    files: list[Path] = []
+    left_out: list[str] = []
+    for path in paths:
+        if not path.is_dir():
+            files.append(path)
+            continue
+        found = sorted(each for each in path.iterdir() if not each.name.startswith("."))
+        chosen = [each for each in found if each.is_file() and {".json", ".jsonl"} & set(each.suffixes)]
+        if not chosen:
+            raise InputError(f"{path}: Is a directory, and no .json or .jsonl file (plain or .gz) is in it")
+        files.extend(chosen)
+        left_out.extend(str(each) for each in found if each not in chosen)
+    return files, left_out
 
 
 def open_trace(
@@ -127,23 +141,25 @@ def open_trace(
     limit: int | None = None,
     rate_scale: float = 1.0,
 ) -> "TraceFile":
-    """Open a trace: a file, or several files or a folder where the format makes one trace of them.
+    """Open a trace: a file, or several files or a folder if the format makes one trace of them.
 
-    Rows are read and checked when it is iterated. Raises `InputError` for a file or an option that cannot be used;
-    an option without effect on the format is refused.
+    Rows are read and checked during iteration.
 
     Args:
-        path: where it is.
-        format: one of `FORMATS`, or None to go by the content.
-        timestamp_unit: s, ms, us or ns, where the format's own is not what the file has.
-        trace_block_size: tokens that a hash id stands for; the format's own unless given.
-        tokenizer: who counts tokens where the file holds text (see `open_tokenizer`).
-        request_rate: arrivals a second, by a Poisson process, where the file records no arrivals.
+        path: the file, files or folder.
+        format: a name in `trace_formats`; None: detected from the content.
+        timestamp_unit: s, ms, us or ns, if the file's unit is not the format's.
+        trace_block_size: tokens that a hash id represents; the format's own unless given.
+        tokenizer: counts tokens if the file holds text (see `open_tokenizer`).
+        request_rate: arrivals per second (a Poisson process) if the file records no arrivals.
         seed: of that process; 0 unless given.
         on_bad_row: "refuse" (an error names file, line and field) or "skip" (left out and counted by reason).
-        skip_first: requests left out at the start.
-        limit: the most requests after those.
-        rate_scale: 2.0 halves the time between arrivals, and with it think times.
+        skip_first: requests to leave out at the start.
+        limit: requests to use after those at most.
+        rate_scale: 2.0 halves the time between arrivals, and think times too.
+
+    Raises:
+        InputError: a file or an option cannot be used, or an option has no effect on the format.
     """
     options = OpenOptions(
         timestamp_unit, trace_block_size, tokenizer, request_rate, seed, on_bad_row, skip_first, limit, rate_scale
@@ -177,7 +193,7 @@ class TraceFile:
         self._files = tuple(files)
         self._format = trace_format
         self._options = options
-        self._tokenizer = options.open_tokenizer()
+        self._tokenizer: Tokenizer | None = None if options.tokenizer is None else open_tokenizer(options.tokenizer)
         self._units_per_second = options.units_per_second(trace_format)
         self._path = str(given[0]) if len(given) == 1 else f"{given[0]} and {len(given) - 1:,} more"
         self._known = self._describe(given, left_out, first_lines)
@@ -187,10 +203,10 @@ class TraceFile:
         """The requests of the window. Raises `InputError` at the first bad row unless bad rows are skipped."""
         self.info = info = self._fresh_info()
         yield from requests_in_window(self._usable_rows(info), info, self._units_per_second)
-        self._refuse_an_empty_window(info)
+        self._check_window_is_not_empty(info)
 
     def _usable_rows(self, info: TraceInfo) -> Iterator[Row]:
-        """Rows that pass every check; the others end the pass or are counted in `info`."""
+        """Rows that pass every check; a bad row ends the pass or is counted in `info`."""
         rows = self._rows(info)
         if not self._format.checks_its_rows:
             limit = self._options.limit
@@ -217,7 +233,7 @@ class TraceFile:
         )
 
     def _bad_row(self, info: TraceInfo, row: BadRow) -> None:
-        """Count it, or end the pass with the place, the fault and the way out."""
+        """Count the row, or raise `InputError` with its place, the fault and what to do."""
         field = f" field '{row.field}'" if row.field else ""
         message = f"{row.where or f'{self._path}:{row.place}'}:{field} {row.message}"
         if self._options.on_bad_row == "refuse":
@@ -232,8 +248,8 @@ class TraceFile:
         else:
             info.rows_skipped[row.reason] = SkippedRows(1, row.place, message)
 
-    def _refuse_an_empty_window(self, info: TraceInfo) -> None:
-        """A trace that was read to its end and gave nothing is an error, not an answer of zero."""
+    def _check_window_is_not_empty(self, info: TraceInfo) -> None:
+        """Raise `InputError` if the trace was read to its end without a request: zero would be no answer."""
         if info.num_requests:
             return
         if info.num_rows_read:
@@ -250,7 +266,7 @@ class TraceFile:
         raise InputError(f"{self._path}: holds no requests")
 
     def _describe(self, given: Sequence[Path], left_out: Sequence[str], first_lines: Sequence[bytes]) -> TraceInfo:
-        """What is known before any row is read."""
+        """The info that is known before any row is read."""
         options, trace_format = self._options, self._format
         block_size, source = options.block_size(trace_format, first_lines)
         info = TraceInfo(
@@ -273,7 +289,7 @@ class TraceFile:
         return info
 
     def _fresh_info(self) -> TraceInfo:
-        """A tally that nothing was counted in."""
+        """The info with all counts at zero."""
         known = self._known
         return attrs.evolve(
             known,

@@ -1,23 +1,41 @@
-"""What a trace format is to the rest of the package: how to recognise it, its units, and a reader of its rows."""
+"""Trace formats: how a file is recognised, which units it uses, and who reads its rows. formats/ has one file for each.
 
-from collections.abc import Callable, Iterator, Sequence
+A format is a subclass of `TraceFormat` in the registry. `open_trace` finds it by its name or by the file's content:
+
+    @trace_formats.register("plain")
+    class Plain(TraceFormat):
+        title, timestamp_unit, units_per_second = "three numbers a line", "s", 1
+        first_line = "0.5 512 64"
+
+        def matches(self, lines):
+            return lines[0].count(b" ") == 2
+
+        def read_rows(self, source):
+            for place, line in read_lines(source.path):
+                when, num_input, num_output = line.split()
+                yield place, float(when), int(num_input), int(num_output), None, None, 0
+"""
+
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import attrs
 
-from .bad_rows import BadRow
-from .lines import read_lines
-from .sessions import TurnRecord
+from ...core.errors import InputError
+from ...core.registry import Registry
+from .lines import first_lines
+from .rows import BadRow, Row
 from .text import Tokenizer
 from .trace import TraceInfo
 
-# (place, timestamp in the format's unit, input_length, output_length, hash_ids or None, session or None, priority)
-Row = tuple[int, int | float, int, int, tuple[int, ...] | None, TurnRecord | None, int]
+# The first rows may be the bad ones, so more than one line is compared with each format.
+LINES_TO_DETECT = 20
+BYTES_TO_DETECT = 1 << 16
 
 
 @attrs.frozen
 class TraceSource:
-    """What a reader reads: files, how they were opened, and the tally that it adds its remarks to."""
+    """What a reader reads: the files, the options they were opened with, and the tally that it adds remarks to."""
 
     paths: tuple[Path, ...]
     info: TraceInfo
@@ -32,78 +50,105 @@ class TraceSource:
         """The only file of a format that takes one."""
         return self.paths[0]
 
-    def lines(self) -> Iterator[tuple[int, bytes]]:
-        """(line number, line) of the only file."""
-        return read_lines(self.path)
 
-
-def never(_: Sequence[bytes]) -> bool:
-    """The answer of a format that never has what it is asked for."""
-    return False
-
-
-def nothing(_: Sequence[bytes]) -> None:
-    """The answer of a format that says no such thing in its files."""
-    return
-
-
-def always(_: Sequence[bytes]) -> bool:
-    """The answer of a format that always has what it is asked for."""
-    return True
-
-
-@attrs.frozen(kw_only=True)
 class TraceFormat:
-    """One file format.
+    """One file format; subclasses set the attributes and override the methods below.
 
     Attributes:
-        name: what `--format` calls it.
-        title: what people call it.
-        timestamp_unit: the unit of its timestamps, for the report.
-        units_per_second: how many of them a second has.
-        unit_is_settable: whether `--timestamp-unit` may say otherwise.
-        converts_units: whether `read_rows` makes `units_per_second` of whatever unit the file has.
-        trace_block_size: tokens that one hash id stands for, None where the format does not fix it.
-        block_size_is_settable: whether `--trace-block-size` may say otherwise.
-        text_block_size: tokens of the blocks that text is cut into where a tokenizer is named; None where text is no
-            part of the format.
-        block_size_in: asked with the first lines of a file: the trace block size that it states itself, if any.
+        name: the name that `--format` takes.
+        title: the name that people use.
+        timestamp_unit: unit of its timestamps, for the report.
+        units_per_second: timestamp units in a second.
+        unit_is_settable: whether `--timestamp-unit` may change the unit.
+        converts_units: whether `read_rows` converts every unit to `units_per_second`.
+        trace_block_size: tokens that one hash id represents; None where the format does not fix it.
+        block_size_is_settable: whether `--trace-block-size` may change it.
+        text_block_size: tokens per block of tokenized text; None where the format has no text.
         full_blocks_only: whether hash ids name full blocks only, `input_length // trace_block_size` of them.
-        fields: its names for what errors call (timestamp, input_length, hash_ids).
-        first_line: an example, for error messages.
+        fields: its names for the fields in errors (timestamp, input_length, hash_ids).
+        first_line: an example for error messages.
         needs_header: whether only the first line can identify a file.
-        matches: asked with the first lines of a file (the last may be cut off): is it of this format?
-        links_turns: asked with the same lines: does the trace say which requests are turns of one session?
-        records_think_times: asked with the same lines: do turns know how long their client waited?
-        read_rows: yields a `Row` or a `BadRow` for every request, holding no more than it must of the file.
-        checks_its_rows: whether `read_rows` has already made the checks of every row that `RowChecks` makes.
-        has_one_parent_each: whether its ids cannot but have one parent each, so that this need not be checked.
-        takes_many_files: whether several files, or a directory, make one trace.
+        has_turns: whether every trace says which requests are turns of one session (see `links_turns`).
+        has_think_times: whether every trace records how long clients waited (see `records_think_times`).
+        is_asked_last: whether `matches` also accepts files of other formats, which are then preferred.
+        checks_its_rows: whether `read_rows` has already made all checks of `RowChecks`.
+        has_one_parent_each: whether each id has one parent by construction, so that this is not checked.
+        takes_many_files: whether several files, or a folder, make one trace.
         needs_tokenizer: whether lengths have to be counted in text.
-        arrivals_unless_given: what is said of arrivals that it does not record, unless `--request-rate` says how fast
-            they come; None where it records them.
+        arrivals_unless_given: the note about arrivals that the file does not record, shown unless `--request-rate`
+            is given; None where arrivals are recorded.
     """
 
-    name: str
     title: str
     timestamp_unit: str
     units_per_second: int
-    unit_is_settable: bool = False
-    converts_units: bool = False
+    unit_is_settable = False
+    converts_units = False
     trace_block_size: int | None = None
-    block_size_is_settable: bool = False
+    block_size_is_settable = False
     text_block_size: int | None = None
-    block_size_in: Callable[[Sequence[bytes]], int | None] = nothing
-    full_blocks_only: bool = False
+    full_blocks_only = False
     fields: tuple[str, str, str] = ("timestamp", "input_length", "hash_ids")
     first_line: str
-    needs_header: bool = False
-    matches: Callable[[Sequence[bytes]], bool]
-    links_turns: Callable[[Sequence[bytes]], bool] = never
-    records_think_times: Callable[[Sequence[bytes]], bool] = never
-    read_rows: Callable[[TraceSource], Iterator[Row | BadRow]]
-    checks_its_rows: bool = False
-    has_one_parent_each: bool = False
-    takes_many_files: bool = False
-    needs_tokenizer: bool = False
+    needs_header = False
+    has_turns = False
+    has_think_times = False
+    is_asked_last = False
+    checks_its_rows = False
+    has_one_parent_each = False
+    takes_many_files = False
+    needs_tokenizer = False
     arrivals_unless_given: str | None = None
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def matches(self, lines: Sequence[bytes]) -> bool:
+        """Whether a file that begins with these lines has this format. The last line may be cut off."""
+        raise NotImplementedError
+
+    def read_rows(self, source: TraceSource) -> Iterator[Row | BadRow]:
+        """Yield a `Row` or a `BadRow` for every request, holding as little of the file as possible."""
+        raise NotImplementedError
+
+    def links_turns(self, lines: Sequence[bytes]) -> bool:
+        """Whether a trace that begins with these lines says which requests are turns of one session."""
+        return self.has_turns
+
+    def records_think_times(self, lines: Sequence[bytes]) -> bool:
+        """Whether turns record how long their client waited after an answer."""
+        return self.has_think_times
+
+    def block_size_in(self, lines: Sequence[bytes]) -> int | None:
+        """The trace block size that the file itself states, if any."""
+        return None
+
+
+trace_formats: Registry[type[TraceFormat]] = Registry("trace format", "kvledger.trace_formats")
+
+
+def recognise(path: Path, name: str | None) -> tuple[TraceFormat, list[bytes]]:
+    """The named format, or the format that the content shows, and the file's first lines.
+
+    Raises:
+        InputError: there is no such format, or the file has none of the formats.
+    """
+    formats = [trace_formats.get(each)(each) for each in trace_formats.names()]
+    wanted = None if name is None else trace_formats.get(name)(name)
+    numbered = first_lines(path, LINES_TO_DETECT, BYTES_TO_DETECT)
+    if not numbered:
+        raise InputError(f"{path}: the file is empty; a trace holds one request a line")
+    place, first_line = numbered[0]
+    lines = [line for _, line in numbered]
+    shown_line = first_line[:80].decode("utf-8", "replace")
+    if wanted is not None:
+        if wanted.needs_header and not wanted.matches(lines):
+            raise InputError(
+                f"{path}:{place}: is not the header of {wanted.title} ({wanted.first_line}); it reads {shown_line!r}"
+            )
+        return wanted, lines
+    for each in sorted(formats, key=lambda each: each.is_asked_last):
+        if each.matches(lines):
+            return each, lines
+    known = "; ".join(f"{each.name}: {each.first_line}" for each in formats)
+    raise InputError(f"{path}:{place}: no known trace format holds a line such as {shown_line!r}. Known lines: {known}")

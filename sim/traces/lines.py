@@ -1,25 +1,32 @@
-"""The lines of a trace file, gz or plain, one at a time: line endings gone, blank lines left out, numbered from 1."""
+"""Read a trace file, plain or gz: lines, JSON values of any size, JSON objects per line, CSV cells."""
 
 import codecs
+import csv
 import gzip
 import json
+import re
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from io import DEFAULT_BUFFER_SIZE, BufferedIOBase
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from ...core.errors import InputError
-from .bad_rows import BadRow
+from .rows import BadRow, Row, RowError, as_object, num_tokens, shown
+
+if TYPE_CHECKING:
+    from .format import TraceSource
 
 GZIP_MAGIC = b"\x1f\x8b"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def open_bytes(path: Path) -> BufferedIOBase:
-    """The file's bytes, decompressed where its content (not its name) says gzip."""
+    """Open the file's bytes; decompress them if the content (not the name) is gzip."""
     try:
         with open(path, "rb") as file:
             is_gzip = file.read(2) == GZIP_MAGIC
@@ -30,7 +37,7 @@ def open_bytes(path: Path) -> BufferedIOBase:
 
 @contextmanager
 def reading_errors(path: Path, last_line: Callable[[], int]) -> Iterator[None]:
-    """Turn what damaged or cut off files raise into `InputError` with the last line that was reached."""
+    """Raise `InputError` with the last line that was reached if the file is damaged or cut off."""
     try:
         yield
     except (EOFError, zlib.error, OSError) as error:
@@ -42,9 +49,10 @@ def reading_errors(path: Path, last_line: Callable[[], int]) -> Iterator[None]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (line number, line). Handles LF and CRLF, a byte order mark and a missing last newline; memory is one line.
+    """Yield (line number from 1, line) of every line that is not blank, holding one line in memory.
 
-    Raises `InputError` with the line reached where the file is cut off or its compression is damaged.
+    Line ends (LF or CRLF) and a byte order mark are stripped. Raises `InputError` with the line reached if the file is
+    cut off or its compression is damaged.
     """
     place = 0
     with open_bytes(path) as file, reading_errors(path, lambda: place):
@@ -57,7 +65,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _lines(file: BufferedIOBase) -> Iterator[bytes]:
-    """The lines of a file without their ends: what iterating over it gives, but for a call in Python a line."""
+    """The lines of a file without their ends. Iterating over the file would make a Python call per line."""
     pieces: list[bytes] = []
     while block := file.read1(DEFAULT_BUFFER_SIZE):
         first, *others = block.split(b"\n")
@@ -70,7 +78,7 @@ def _lines(file: BufferedIOBase) -> Iterator[bytes]:
 
 
 def first_lines(path: Path, at_most: int, num_bytes: int) -> list[tuple[int, bytes]]:
-    """The first lines that are not blank, out of the first `num_bytes`; the last one may be cut off."""
+    """(line number, line) of the first lines that are not blank in the first `num_bytes`; the last may be cut off."""
     place = 0
     with open_bytes(path) as file, reading_errors(path, lambda: place):
         head = file.read(num_bytes)
@@ -78,7 +86,7 @@ def first_lines(path: Path, at_most: int, num_bytes: int) -> list[tuple[int, byt
     return list(islice(((place, line) for place, line in lines if line), at_most))
 
 
-# JSON values one after the other out of a file of any size: a value a line, values across lines, or one big array.
+# JSON values from a file of any size: one value per line, values across lines, or one big array.
 
 CHUNK_BYTES = 1 << 16
 _DECODER = json.JSONDecoder()
@@ -90,8 +98,8 @@ _LONGEST_CUT = 16
 def read_json_values(path: Path, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, Any]]:
     """Yield (line on which it begins, value) for every top-level value, or for every element of one top-level array.
 
-    A value that is no JSON is yielded as a `BadRow`, and reading goes on with the next line; inside an array there is
-    no telling where the next one begins, so that it is an `InputError` there. Memory is one value.
+    A value that is not JSON is yielded as a `BadRow` and reading continues with the next line. Inside an array the next
+    value cannot be found, so there it raises `InputError`. Memory is one value.
     """
     with open_bytes(path) as file:
         yield from _Values(path, file, chunk_bytes).read()
@@ -127,10 +135,10 @@ class _Values:
             if character == ",":
                 self._move(1)
             elif character != "]":
-                raise self._broken_array(self._line, f"{character!r} stands where a comma or ] is due")
+                raise self._broken_array(self._line, f"{character!r} instead of a comma or ]")
         self._move(1)
         if self._next_character():
-            raise self._broken_array(self._line, "something follows the end of the array")
+            raise self._broken_array(self._line, "there is text after the end of the array")
 
     def _broken_array(self, line: int, fault: str) -> InputError:
         return InputError(
@@ -147,7 +155,7 @@ class _Values:
             return line, BadRow(line, None, "not_json", f"is not JSON ({error})")
 
     def _value(self) -> Any:
-        """The value at hand; reads on, twice as much every time, while it may only be cut off."""
+        """Decode the next value; read more, twice as much every time, while the value may only be cut off."""
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
@@ -156,13 +164,13 @@ class _Values:
                 if not cut_off or not self._read_more(len(self._text) - self._at):
                     raise
             else:
-                # A number at the very end may go on.
+                # A number at the very end of the text may continue.
                 if end < len(self._text) or isinstance(value, dict | list | str) or not self._read_more(0):
                     self._move(end - self._at)
                     return value
 
     def _next_character(self) -> str:
-        """The next character that is not white space, unread; empty at the end of the file."""
+        """Peek at the next character that is not white space; empty at the end of the file."""
         while True:
             text, at = self._text, self._at
             while at < len(text) and text[at] in _SPACE:
@@ -189,7 +197,7 @@ class _Values:
         self._at = end
 
     def _read_more(self, at_least: int) -> bool:
-        """Append to the text, dropping what is read; False at the end of the file."""
+        """Append to the text and drop what was read; False at the end of the file."""
         if self._is_complete:
             return False
         with reading_errors(self._path, lambda: self._line):
@@ -198,3 +206,107 @@ class _Values:
         self._text = self._text[self._at :] + self._decode(data, self._is_complete)
         self._at = 0
         return bool(data) or bool(self._text)
+
+
+# One JSON object per line.
+
+
+def read_objects(
+    source: "TraceSource", fields: frozenset[str], parse: Callable[[int, dict[str, object]], Row]
+) -> Iterator[Row | BadRow]:
+    """Yield `parse(place, object)` for every line; fields outside `fields` are noted as not read.
+
+    Python's `json` defines what a line means. orjson is several times as fast and agrees on everything that it accepts,
+    except integers beyond 64 bits: it turns them into floats of that size. No reader accepts such a float as an
+    integer, and as a number of seconds only where the integer would become the same float. So a row that `parse` makes
+    from orjson's object is right, and every other line is read again by `json`. (Fields that are not read may be nested
+    deeper than `json` can follow.)
+    """
+    unused_fields = source.info.unused_fields
+
+    def row_of(place: int, value: Any) -> Row:
+        row = as_object(value)
+        if len(row) > len(fields) or not row.keys() <= fields:
+            unused_fields.update(row.keys() - fields)
+        return parse(place, row)
+
+    for place, line in read_lines(source.path):
+        try:
+            yield row_of(place, orjson.loads(line))
+        except (orjson.JSONDecodeError, RowError, RecursionError):
+            try:
+                yield row_of(place, _json_value(line))
+            except RowError as error:
+                yield error.at(place)
+
+
+def _json_value(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise RowError("not_json", f"is not JSON ({error})") from error
+
+
+# Comma-separated files with a header.
+
+WHOLE = re.compile(r"\s*[+-]?\d{1,30}\s*")
+
+
+def _cells(line: bytes) -> list[str]:
+    """The cells of one line; a quoted cell may hold commas."""
+    text = line.decode("utf-8", "replace")
+    split = text.split(",")
+    if '"' in text:
+        # A cell may be longer than the parser accepts; then the line is cut at every comma.
+        with suppress(csv.Error):
+            split = next(csv.reader([text]))
+    return [cell.strip() for cell in split]
+
+
+def has_columns(lines: Sequence[bytes], columns: Sequence[str]) -> bool:
+    """Whether the first line is a header with these columns, in any order; other columns are allowed."""
+    return bool(lines) and set(columns) <= set(_cells(lines[0]))
+
+
+def read_cells(
+    source: "TraceSource",
+    required: Sequence[str],
+    optional: Sequence[str],
+    parse: Callable[[int, list[str | None]], Row],
+) -> Iterator[Row | BadRow]:
+    """Yield `parse(place, cells)` for every line after the header; other columns are noted as not read.
+
+    `cells` are those of the required columns in order, then of the optional ones; None where a column is missing.
+    """
+    header: list[str] = []
+    at: list[int | None] = []
+    for place, line in read_lines(source.path):
+        values = _cells(line)
+        if not header:
+            header = values
+            at = [header.index(name) if name in header else None for name in (*required, *optional)]
+            source.info.unused_fields.update(set(header) - {*required, *optional})
+            continue
+        try:
+            if line.count(b'"') % 2:
+                raise RowError("broken_quote", "opens a quote that it does not close")
+            if len(values) != len(header):
+                raise RowError("missing_field", f"has {len(values)} cells under a header of {len(header)}")
+            yield parse(place, [None if i is None else values[i] for i in at])
+        except RowError as error:
+            yield error.at(place)
+
+
+def number(cell: str | None, field: str) -> int | float:
+    """The number in a cell; whole ones stay exact."""
+    if not cell:
+        raise RowError("missing_field", "is empty", field)
+    try:
+        return int(cell) if WHOLE.fullmatch(cell) else float(cell)
+    except ValueError:
+        raise RowError("not_a_number", f"{shown(cell)} is not a number", field) from None
+
+
+def tokens_in(cell: str | None, field: str) -> int:
+    """The number of tokens in a cell."""
+    return num_tokens(number(cell, field), field)

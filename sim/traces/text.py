@@ -1,4 +1,4 @@
-"""Counting tokens in text: by the tokenizer that the user names, or by a stated estimate where one is asked for."""
+"""Count tokens in text, by a tokenizer or by an estimate, and name the blocks of prompts that are text."""
 
 import hashlib
 import re
@@ -9,7 +9,7 @@ from typing import Protocol
 import attrs
 
 from ...core.errors import InputError
-from .bad_rows import MAX_HASH_ID
+from .rows import MAX_HASH_ID
 
 CHARACTERS_PER_TOKEN = re.compile(r"chars:([1-9]\d{0,2})")
 HOW_TO_NAME_ONE = (
@@ -19,27 +19,27 @@ HOW_TO_NAME_ONE = (
 
 
 class Tokenizer(Protocol):
-    """Splits text into tokens. Equal tokens are equal content; what they are does not matter here."""
+    """Splits text into tokens. Equal tokens mean equal content; their values do not matter here."""
 
     @property
     def name(self) -> str:
-        """What the report calls it."""
+        """Its name in the report."""
         ...
 
     def encode(self, text: str) -> Sequence[int] | Sequence[str]:
-        """The tokens of a text, without any that the tokenizer would add around it."""
+        """The tokens of a text, without special tokens around it."""
         ...
 
 
 @attrs.frozen
 class CharacterEstimate:
-    """Every `characters` characters are a token: no tokenizer at all, but the right order of magnitude for English."""
+    """Counts every `characters` characters as a token: the right order of magnitude for English."""
 
     characters: int
 
     @property
     def name(self) -> str:
-        """Says that it is an estimate."""
+        """Its name in the report, which says that it is an estimate."""
         return f"an estimate: one token every {self.characters} characters"
 
     def encode(self, text: str) -> Sequence[str]:
@@ -51,7 +51,7 @@ class HuggingFaceTokenizer:
     """A tokenizer.json, read by the `tokenizers` package."""
 
     def __init__(self, path: Path) -> None:
-        """Load it. Raises `InputError` where the package is missing or the file is no tokenizer."""
+        """Load it. Raises `InputError` if the package is missing or the file is not a tokenizer."""
         try:
             from tokenizers import Tokenizer as FastTokenizer  # pyright: ignore[reportMissingImports] - optional
         except ImportError:
@@ -61,7 +61,7 @@ class HuggingFaceTokenizer:
             ) from None
         try:
             self._tokenizer = FastTokenizer.from_file(str(path))
-        except Exception as error:  # the package raises bare Exception for whatever is wrong with the file
+        except Exception as error:  # the package raises bare Exception for every fault of the file
             raise InputError(f"--tokenizer {path}: is not a Hugging Face tokenizer.json: {error}") from error
         self.name = str(path)
 
@@ -71,7 +71,7 @@ class HuggingFaceTokenizer:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """A tokenizer by the path of its file or folder, or the estimate `chars:N`; `InputError` for anything else."""
+    """A tokenizer by the path of its file or folder, or the estimate `chars:N`; raises `InputError` otherwise."""
     estimate = CHARACTERS_PER_TOKEN.fullmatch(name)
     if estimate:
         return CharacterEstimate(int(estimate.group(1)))
@@ -83,15 +83,12 @@ def open_tokenizer(name: str) -> Tokenizer:
     return HuggingFaceTokenizer(path)
 
 
-# Block ids of prompts that are known as text: a chain of digests over their tokens, so that equal prefixes match.
-
-
 class TextBlocks:
-    """The tokens of a growing text and the ids of its blocks.
+    """The tokens of a growing text and the ids of its blocks: a chain of digests, so that equal prefixes match.
 
-    An id binds the tokens of its block, all before them, and the salt (as a cache salt does, it enters the first
-    block and the chain carries it; field report B03). The last block may be partial; its id then stands for exactly
-    these tokens, as in Mooncake's traces.
+    An id depends on the tokens of its block, all tokens before them, and the salt (like a cache salt, it enters the
+    first block and the chain carries it; field report B03). The last block may be partial; its id then stands for
+    exactly these tokens, as in Mooncake's traces.
     """
 
     def __init__(self, block_size: int, salt: str | None = None) -> None:
@@ -106,7 +103,7 @@ class TextBlocks:
         return len(self._full_ids) * self._block_size + len(self._tail)
 
     def extend(self, tokens: Sequence[int] | Sequence[str]) -> None:
-        """Append tokens; blocks that become full get their final id."""
+        """Append tokens; each block that becomes full gets its final id."""
         self._tail.extend(tokens)
         num_full = len(self._tail) // self._block_size * self._block_size
         for start in range(0, num_full, self._block_size):

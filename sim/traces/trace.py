@@ -1,4 +1,4 @@
-"""A trace: a stream of requests that can be read again and again, and a tally of what a pass over it found."""
+"""A trace: a stream of requests that can be read repeatedly, and a tally of what the latest pass found."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
@@ -8,13 +8,13 @@ import attrs
 
 @attrs.frozen
 class Turn:
-    """Where a request stands in its session, for a closed loop: whose answers it waits for, and for how long after.
+    """The position of a request in its session, for a closed loop: which answers it waits for, and how long after them.
 
-    `number` counts the session's turns from 1; `is_last` where it is known that none follows. `waits_for` are the
-    places of earlier requests (none for a turn that opens a session). Once all of them are answered, the turn is sent
-    `think_s` later; where the trace does not record that time, it is sent `gap_s` after the last of them was sent, but
-    never before the answers. `answered_s` is the recorded time from this request to the answer that the next turn
-    waits for, None where it is not known. Times are in seconds, already divided by the rate scale.
+    `number` counts the session's turns from 1; `is_last` is set if no turn is known to follow. `waits_for` are the
+    places of earlier requests (none for a turn that opens a session). The turn is sent `think_s` after all of them were
+    answered; if the trace does not record that time, it is sent `gap_s` after the last of them was sent, but never
+    before the answers. `answered_s` is the recorded time from this request to the answer that the next turn waits for,
+    None if unknown. Times are in seconds, already divided by the rate scale.
     """
 
     session: str
@@ -40,11 +40,11 @@ class Turn:
 class TraceRequest:
     """One request. `arrival_s` counts from the first request of the window, already divided by the rate scale.
 
-    `hash_ids` are the ids of the prompt's blocks, or None where the prompt is shared with nobody: one for every block,
-    `ceil(input_length / trace_block_size)` of them (the last may be a partial block), or, where the trace's info says
+    `hash_ids` are the ids of the prompt's blocks, or None if the prompt shares nothing: one for every block,
+    `ceil(input_length / trace_block_size)` of them (the last may be a partial block), or, if the trace's info says
     `full_blocks_only`, one for every full block. `output_length` may be 0 (a prompt alone). `place` is the line in the
-    file, or the number of the request where lines mean nothing, from 1. `turn` says how it hangs together with earlier
-    requests, None where the trace does not know; `priority` is the scheduler's (lower is served first).
+    file, or the number of the request where lines mean nothing, from 1. `turn` links it to earlier requests, None if
+    the trace records no sessions; `priority` is the scheduler's (lower is served first).
     """
 
     arrival_s: float
@@ -58,7 +58,7 @@ class TraceRequest:
 
 @attrs.define
 class SkippedRows:
-    """Rows left out for one reason: how many, and the first of them as an example."""
+    """Rows skipped for one reason: how many, and the first one as an example."""
 
     num_rows: int
     first_place: int
@@ -67,7 +67,7 @@ class SkippedRows:
 
 @attrs.define
 class Window:
-    """The part of the trace that was measured; every figure depends on it, so it is always shown.
+    """The measured part of the trace; every figure depends on it, so it is always shown.
 
     Times are on the trace's own clock, before the rate scale, in seconds after its first usable row.
     """
@@ -87,16 +87,21 @@ class Window:
 
 @attrs.define
 class TraceInfo:
-    """What a trace is and what a pass over it found; the counts grow while a pass runs and are final when it ends.
+    """Describes a trace and counts what a pass over it found; the counts grow during a pass and are final at its end.
 
-    `trace_block_size` is the number of tokens that one hash id stands for, None where there are no ids;
-    `trace_block_size_source` says who chose it. With `full_blocks_only` the trace has no id for the partial block at
-    the end of a prompt. `links_turns` says whether requests may be turns of sessions, `records_think_times` whether
-    turns know how long their client waited after the answer before. `workload` holds the seed and the parameters of a
-    built-in workload, None for a file; `arrivals` says where times come from that the file does not record,
-    `tokenizer` who counted tokens, `about` what else is to be said of the source. `num_rows_read` counts usable rows,
-    those before the window too; `rows_skipped` maps a reason to the rows left out for it; `remarks` maps what else is
-    to be known to how often it happened.
+    Attributes:
+        trace_block_size: tokens that one hash id represents, None without ids.
+        trace_block_size_source: who chose it.
+        full_blocks_only: the trace has no id for the partial block at the end of a prompt.
+        links_turns: whether requests may be turns of sessions.
+        records_think_times: whether turns record how long their client waited after the answer before.
+        workload: seed and parameters of a built-in workload, None for a file.
+        arrivals: where arrival times come from that the file does not record.
+        tokenizer: who counted tokens.
+        about: another note about the source.
+        num_rows_read: usable rows, including those before the window.
+        rows_skipped: reason -> the rows skipped for it.
+        remarks: other notes -> how often each happened.
     """
 
     name: str
@@ -124,31 +129,31 @@ class TraceInfo:
     remarks: dict[str, int] = attrs.field(factory=dict)
 
     def remark(self, text: str, count: int = 1) -> None:
-        """Count something that is no fault but has to be known; `text` follows a number in a sentence."""
+        """Count something that is not a fault but that readers should know; `text` follows a number in a sentence."""
         self.remarks[text] = self.remarks.get(text, 0) + count
 
     @property
     def claims_reuse(self) -> bool:
-        """Whether any request read carries block ids; without them a hit rate says nothing about the traffic."""
+        """Whether any request read has block ids; without them a hit rate says nothing about the traffic."""
         return self.num_requests > self.num_requests_without_hash_ids
 
     @property
     def num_rows_skipped(self) -> int:
-        """Rows left out, whatever the reason."""
+        """Rows skipped for any reason."""
         return sum(rows.num_rows for rows in self.rows_skipped.values())
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Everything but the window, ready for JSON."""
         out = attrs.asdict(self, filter=lambda field, _: field.name != "window")
         out["unused_fields"] = sorted(self.unused_fields)
         return out
 
-    def window_as_dict(self) -> dict[str, Any]:
+    def window_as_dict(self) -> dict[str, object]:
         """The window, ready for JSON."""
         return {**attrs.asdict(self.window), "duration_s": self.window.duration_s, "num_requests": self.num_requests}
 
     def notes(self) -> list[str]:
-        """What a reader of any figure from this trace must know, one sentence each."""
+        """What a reader of any figure from this trace must know, one sentence per note."""
         out: list[str] = []
         if self.num_requests and not self.claims_reuse:
             out.append("no request carries hash_ids: prompts are taken as unique, so no reuse can be claimed")
@@ -176,18 +181,16 @@ class TraceInfo:
 
 @runtime_checkable
 class Trace(Protocol):
-    """Requests in order of arrival. Each `iter()` is a fresh pass, and `info` is the latest pass's tally."""
+    """Requests in order of arrival. Each `iter()` is a new pass, and `info` is the tally of the latest pass."""
 
     @property
     def info(self) -> TraceInfo:
-        """The tally of the latest pass; before the first one, what is known without reading."""
+        """The tally of the latest pass; before the first pass, what is known without reading."""
         ...
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """The requests, one at a time; memory does not grow with the trace."""
+        """The requests, one at a time; memory does not grow with the length of the trace."""
         ...
 
-
-# The units in which traces count time.
 
 UNITS_PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}

@@ -1,15 +1,15 @@
-"""A workload fitted to a trace: the same lengths, arrivals and reuse, none of its blocks, and seeded.
+"""Fit the parameters of a seeded workload to a trace: the same lengths, arrivals and reuse, none of its blocks.
 
-Every request of the trace is described by how it hangs together with an earlier one: how many requests ago that was,
-how long its prompt was, how many blocks the two share, and how many tokens are new. A generated request draws one of
-these descriptions and looks, around as many requests ago, for the generated request that fits it best:
+Every request of the trace is described by its relation to an earlier one: how many requests ago that was, how long its
+prompt was, how many blocks the two share, and how many tokens are new. A generated request draws one of these
+descriptions and searches, about as many requests ago, for the generated request that fits it best:
 
     fresh      shares nothing; only its length counts
     continues  its prompt begins with the whole earlier one (a next turn): the same growth
     repeats    its prompt is the earlier one
-    branches   shares some first blocks and goes on in another way: the same number of blocks, the same rest
+    branches   shares some first blocks, then differs: the same number of blocks, the same rest
 
-Kept are up to MAX_SAMPLES descriptions of seven numbers each and the tables of `ArrivalModel`.
+A model keeps up to MAX_SAMPLES descriptions of seven numbers each and the tables of `ArrivalModel`.
 """
 
 from array import array
@@ -27,20 +27,18 @@ from ..cache.prompt_blocks import PromptBlocks, read_prompt_blocks
 from ..random_draws import Draws
 from ..traces import Trace, TraceInfo, TraceRequest
 
-# When requests come: a point process fitted to recorded times, and seeded draws from it.
-
 NUM_CLASSES = 8
-# Quantiles kept of the gaps of a class and of the batch sizes.
+# Quantiles that are kept of the gaps of each class and of the batch sizes.
 NUM_QUANTILES = 128
 
 
 @attrs.frozen
 class ArrivalModel:
-    """The process. Each table lists equally likely values, smallest first.
+    """When requests arrive: a point process. Each table lists equally likely values, smallest first.
 
     Attributes:
         gaps_s: for each class of gaps, seconds between two batches.
-        next_class: for each class, the chances of the class that follows it, added up.
+        next_class: for each class, the cumulative probabilities of the class that follows it.
         batch_sizes: requests that share a timestamp.
     """
 
@@ -49,7 +47,7 @@ class ArrivalModel:
     batch_sizes: tuple[int, ...]
 
     def times(self, draws: Draws) -> Iterator[float]:
-        """Arrivals for ever, from 0 s on."""
+        """Arrival times without end, from 0 s on."""
         now, kind = 0.0, 0
         while True:
             for _ in range(_drawn(self.batch_sizes, draws)):
@@ -59,7 +57,7 @@ class ArrivalModel:
             kind = bisect_right(self.next_class[kind], draws.uniform())
             now += _drawn(self.gaps_s[kind], draws)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Its size and means, for the report."""
         return {
             "gap_classes": len(self.gaps_s),
@@ -69,7 +67,7 @@ class ArrivalModel:
 
 
 def fit_arrivals(times_s: npt.NDArray[np.float64]) -> ArrivalModel:
-    """The model of recorded arrivals (seconds, not decreasing). Raises `InputError` where there are none."""
+    """The model of recorded arrivals (seconds, not decreasing). Raises `InputError` if there are none."""
     if not len(times_s):
         raise InputError("there are no arrivals to fit a workload to")
     batches, sizes = np.unique(times_s, return_counts=True)
@@ -94,7 +92,7 @@ def fit_arrivals(times_s: npt.NDArray[np.float64]) -> ArrivalModel:
 
 
 def _added_up(chances: Sequence[float]) -> tuple[float, ...]:
-    """Cumulative chances without the last one, which is 1: what a uniform draw is compared with."""
+    """Cumulative probabilities without the last one, which is 1; a uniform draw is compared with them."""
     return tuple(accumulate(chances))[:-1]
 
 
@@ -131,9 +129,9 @@ class Samples:
         age: requests back to the earlier request, at least 1; 0 for a fresh one.
         earlier_length: tokens of the earlier prompt.
         shared_blocks: blocks of it that the prompt begins with.
-        new_tokens: tokens beyond the earlier prompt (continues), beyond the shared blocks (branches), or all (fresh).
+        new_tokens: tokens after the earlier prompt (continues), after the shared blocks (branches), or all (fresh).
         output_length: tokens of the answer.
-        turn_age: requests back to the turn before it in its session, 0 where it opens one or none is known.
+        turn_age: requests back to the turn before it in its session; 0 if it opens a session or none is known.
         think_s, gap_s, answered_s: as in `Turn`, UNKNOWN_S for None; float64.
     """
 
@@ -153,7 +151,7 @@ class Samples:
         return len(self.kind)
 
     def thinned(self, at_most: int) -> "Samples":
-        """Evenly spaced ones, so many at most."""
+        """At most `at_most` of them, evenly spaced."""
         if len(self) <= at_most:
             return self
         at = np.arange(at_most) * len(self) // at_most
@@ -162,7 +160,7 @@ class Samples:
 
 @attrs.frozen(eq=False)
 class FittedParameters:
-    """What was fitted; `links_turns` says whether requests carry turns, `source` what trace it was."""
+    """The fitted parameters; `links_turns`: whether requests carry turns; `source`: the trace's name."""
 
     source: str
     block_size: int | None
@@ -175,7 +173,7 @@ class FittedParameters:
     samples: Samples
 
     def as_dict(self) -> dict[str, object]:
-        """Its shape, for the report; the tables stay out."""
+        """A summary for the report, without the tables."""
         kinds = np.bincount(self.samples.kind, minlength=len(KINDS))
         return {
             "fitted_to": self.source,
@@ -189,13 +187,13 @@ class FittedParameters:
 
 
 def fit_parameters(trace: Trace) -> tuple[FittedParameters, PromptBlocks, IntArray]:
-    """What a trace's requests are like; besides, its prompts and the lengths of its answers, to compare with.
+    """Fit to a trace. Also returns its prompts and the lengths of its answers, to compare a workload with.
 
     Raises:
         InputError: the trace cannot be read.
     """
     recorded = _Recorded(trace)
-    # Without ids, whatever the block size, a prompt shares nothing.
+    # A prompt without ids shares nothing, whatever the block size.
     prompts = read_prompt_blocks(recorded, NO_BLOCKS if trace.info.trace_block_size is None else None)
     info = trace.info
     arrivals_s = prompts.arrivals_s
@@ -215,7 +213,7 @@ def fit_parameters(trace: Trace) -> tuple[FittedParameters, PromptBlocks, IntArr
 
 
 class OutputLengths:
-    """A trace that notes the lengths of its answers as it is read."""
+    """Wraps a trace and records the lengths of its answers while it is read."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -238,7 +236,7 @@ class OutputLengths:
 
 
 class _Recorded(OutputLengths):
-    """Notes how turns hang together besides."""
+    """Also records the links between turns."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace)

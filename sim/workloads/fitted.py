@@ -1,24 +1,46 @@
-"""Requests drawn from a fitted workload: the same shape as the trace it was fitted to, under ids of its own."""
+"""Seeded workloads fitted to a trace: the same shape under other block ids, and how close the two are."""
 
 from collections.abc import Iterator
+from typing import Any
 
+import attrs
 import numpy as np
+import numpy.typing as npt
 
+from ..cache.lru_curve import LruCurve, lru_curve
+from ..cache.prompt_blocks import PromptBlocks, read_prompt_blocks
+from ..cache.reuse import reuse_times
 from ..random_draws import Draws
-from ..traces.sessions import TurnRecord
-from .fit import BRANCHES, CONTINUES, FRESH, REPEATS, UNKNOWN_S, FittedParameters, IntArray
-from .stream import BlockIds, TurnRequest
+from ..traces import Trace
+from ..traces.rows import TurnRecord
+from .fit import (
+    BRANCHES,
+    CONTINUES,
+    FRESH,
+    NO_BLOCKS,
+    REPEATS,
+    UNKNOWN_S,
+    FittedParameters,
+    FloatArray,
+    IntArray,
+    OutputLengths,
+    fit_parameters,
+)
+from .stream import BlockIds, TurnRequest, Workload, WorkloadModel, open_stream
 
-# How far around the age that was drawn the best earlier request is looked for: this many requests and this share of
-# the age. A longer prompt is rarer, so that it takes a wider look to find one.
+# The best earlier request is searched around the drawn age: within this many requests plus this share of the age. Long
+# prompts are rare, so finding one takes a wider search.
 SEARCH_WINDOW = 32
 SEARCH_SHARE = 4
-# Worse than any difference in length: an earlier request that was continued already.
+# The cost of an earlier request that was continued already: worse than any difference in length.
 _CONTINUED = 1 << 40
+PERCENTILES = (10, 50, 90, 99)
+# Capacities at which hit rates are compared, as shares of the trace's distinct blocks.
+CAPACITY_SHARES = (0.005, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0)
 
 
 def fitted_requests(parameters: FittedParameters, seed: int) -> Iterator[TurnRequest]:
-    """Requests for ever, in order of arrival from 0 s on."""
+    """Requests without end, in order of arrival from 0 s on."""
     draws = Draws(seed)
     generator = _Generator(parameters)
     for now in parameters.arrivals.times(draws):
@@ -26,7 +48,7 @@ def fitted_requests(parameters: FittedParameters, seed: int) -> Iterator[TurnReq
 
 
 class _Generator:
-    """Holds the requests that later ones may build on: as many as the largest age."""
+    """Generates requests; holds those that later requests may build on, as many as the largest age."""
 
     def __init__(self, parameters: FittedParameters) -> None:
         self._parameters = parameters
@@ -41,7 +63,7 @@ class _Generator:
         self._num_made = 0
 
     def next_request(self, draws: Draws) -> tuple[int, int, tuple[int, ...] | None, TurnRecord | None]:
-        """(input length, output length, hash ids, session facts) of one more request."""
+        """(input length, output length, hash ids, session record) of one more request."""
         sample = self._draw_sample(draws)
         samples = self._samples
         kind = int(samples.kind[sample])
@@ -57,7 +79,7 @@ class _Generator:
         return length, int(samples.output_length[sample]), self._known(ids, length), record
 
     def _draw_sample(self, draws: Draws) -> int:
-        """One whose earlier request can have been made by now."""
+        """Draw a sample whose earlier request can exist by now."""
         while True:
             sample = int(draws.uniform() * len(self._samples))
             if self._samples.age[sample] <= self._num_made and self._samples.turn_age[sample] <= self._num_made:
@@ -66,7 +88,7 @@ class _Generator:
                 return sample
 
     def _find_earlier(self, sample: int, kind: int) -> int:
-        """The number of the earlier request that is most like the one described, about as many requests ago."""
+        """The number of the earlier request that is most like the one described, about `age` requests ago."""
         samples = self._samples
         age = int(samples.age[sample])
         target = self._num_made - age
@@ -85,7 +107,7 @@ class _Generator:
         return int(numbers[int(costs.argmin())])
 
     def _built_on(self, earlier: int, sample: int, kind: int) -> tuple[int, list[int]]:
-        """The length of the new prompt, and the ids that it has from the earlier one."""
+        """The length of the new prompt, and the ids that it takes from the earlier one."""
         samples, block_size = self._samples, self._block_size or 1
         at = earlier % self._held
         earlier_length, earlier_ids = int(self._lengths[at]), self._ids[at]
@@ -99,7 +121,7 @@ class _Generator:
         return kept * block_size + new_tokens, earlier_ids[:kept]
 
     def _turn(self, sample: int, earlier: int | None) -> TurnRecord | None:
-        """The request as a turn after the one it builds on, or after one about as far back as its turn was."""
+        """The request as a turn after the one it builds on, or after the request that is `turn_age` back."""
         samples, number = self._samples, self._num_made
         if not self._parameters.links_turns:
             return None
@@ -124,7 +146,7 @@ class _Generator:
         self._num_made += 1
 
     def _known(self, ids: list[int], length: int) -> tuple[int, ...] | None:
-        """The ids as the trace would name them: none, one for every block, or one for every full block."""
+        """The ids as the trace would have them: None, one per block, or one per full block."""
         if self._block_size is None:
             return None
         return tuple(ids[: length // self._block_size] if self._parameters.full_blocks_only else ids)
@@ -136,3 +158,165 @@ def _search_window(age: int) -> int:
 
 def _seconds(value: float) -> float | None:
     return None if value == UNKNOWN_S else float(value)
+
+
+@attrs.frozen(eq=False)
+class Shape:
+    """The properties of a stream of requests that are compared; `curve` is None if prompts have no ids."""
+
+    input_lengths: npt.NDArray[np.int64]
+    output_lengths: npt.NDArray[np.int64]
+    arrivals_s: FloatArray
+    num_block_events: int
+    num_distinct_blocks: int
+    curve: LruCurve | None
+    reuse_times_s: dict[str, float]
+
+    @classmethod
+    def of(cls, prompts: PromptBlocks, output_lengths: npt.NDArray[np.int64], has_ids: bool) -> "Shape":
+        """The shape of prompts and the lengths of their answers."""
+        return cls(
+            prompts.input_lengths,
+            output_lengths,
+            prompts.arrivals_s,
+            prompts.num_block_events,
+            prompts.num_distinct_blocks,
+            lru_curve(prompts) if has_ids else None,
+            reuse_times(prompts) if has_ids else {},
+        )
+
+
+def closeness(trace: Shape, workload: Shape) -> dict[str, Any]:
+    """Figures of both and their distances.
+
+    `ks` is the Kolmogorov-Smirnov distance: the largest difference of the two cumulative distributions, 0 to 1. Hit
+    rates are LRU, as shares of blocks, at the same capacities in blocks.
+    """
+    out: dict[str, Any] = {
+        "requests": {"trace": len(trace.input_lengths), "workload": len(workload.input_lengths)},
+        "input_length": _compared(trace.input_lengths, workload.input_lengths),
+        "output_length": _compared(trace.output_lengths, workload.output_lengths),
+        "gap_s": _compared(np.diff(trace.arrivals_s), np.diff(workload.arrivals_s)),
+        "requests_per_s": {"trace": _rate(trace.arrivals_s), "workload": _rate(workload.arrivals_s)},
+        "gap_variation": {"trace": _variation(trace.arrivals_s), "workload": _variation(workload.arrivals_s)},
+    }
+    if trace.curve is not None and workload.curve is not None:
+        sizes = sorted({max(1, round(share * trace.num_distinct_blocks)) for share in CAPACITY_SHARES})
+        rates = [
+            {
+                "num_blocks": size,
+                "trace": trace.curve.at(size).hit_blocks / trace.num_block_events,
+                "workload": workload.curve.at(size).hit_blocks / workload.num_block_events,
+            }
+            for size in sizes
+        ]
+        out["hit_rate"] = rates
+        out["largest_hit_rate_difference"] = max(abs(rate["trace"] - rate["workload"]) for rate in rates)
+        out["reuse_time_s"] = {"trace": trace.reuse_times_s, "workload": workload.reuse_times_s}
+    return out
+
+
+def closeness_sentence(figures: dict[str, Any]) -> str:
+    """A summary in one sentence, for a note on the terminal."""
+    parts = [
+        f"mean prompt {figures['input_length']['workload']['mean']:,.0f} tokens beside "
+        f"{figures['input_length']['trace']['mean']:,.0f}",
+        f"mean answer {figures['output_length']['workload']['mean']:,.1f} beside "
+        f"{figures['output_length']['trace']['mean']:,.1f}",
+        f"{figures['requests_per_s']['workload']:,.3g} requests a second beside "
+        f"{figures['requests_per_s']['trace']:,.3g}",
+    ]
+    if "hit_rate" in figures:
+        parts.append(f"LRU hit rates within {figures['largest_hit_rate_difference'] * 100:.1f} points")
+    return "fitted workload beside its trace: " + ", ".join(parts)
+
+
+def _compared(trace: npt.NDArray[Any], workload: npt.NDArray[Any]) -> dict[str, Any]:
+    return {"trace": _figures(trace), "workload": _figures(workload), "ks": _ks_distance(trace, workload)}
+
+
+def _figures(values: npt.NDArray[Any]) -> dict[str, float]:
+    if not len(values):
+        return {}
+    return {
+        "mean": float(values.mean()),
+        **{f"p{percent}": float(np.percentile(values, percent, method="inverted_cdf")) for percent in PERCENTILES},
+    }
+
+
+def _ks_distance(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float | None:
+    if not len(one) or not len(other):
+        return None
+    values = np.concatenate((one, other))
+    ranks = [np.searchsorted(np.sort(each), values, side="right") / len(each) for each in (one, other)]
+    return float(np.abs(ranks[0] - ranks[1]).max())
+
+
+def _rate(arrivals_s: FloatArray) -> float | None:
+    span = float(arrivals_s[-1] - arrivals_s[0]) if len(arrivals_s) else 0.0
+    return (len(arrivals_s) - 1) / span if span else None
+
+
+def _variation(arrivals_s: FloatArray) -> float | None:
+    """Standard deviation of the gaps divided by their mean: 1 for a Poisson process, more for bursts."""
+    gaps = np.diff(arrivals_s)
+    mean = float(gaps.mean()) if len(gaps) else 0.0
+    return float(gaps.std()) / mean if mean else None
+
+
+@attrs.frozen(eq=False)
+class FittedWorkload:
+    """A model of a trace. `open` makes workloads; `closeness` compares one with the trace.
+
+    model = fit_workload(open_trace("conversation_trace.jsonl.gz"))
+    replay(model.open(seed=1, limit=100_000), ...)
+    """
+
+    parameters: FittedParameters
+    shape: Shape
+
+    def model(self, closeness: dict[str, Any] | None = None) -> WorkloadModel:
+        """The workload model; `closeness` is shown in the report."""
+        parameters = self.parameters
+        return WorkloadModel(
+            name=f"fitted to {parameters.source}",
+            resembles=parameters.source,
+            parameters=parameters,
+            requests=fitted_requests,
+            duration_s=parameters.duration_s or 1.0,
+            trace_block_size=parameters.block_size,
+            stated={**parameters.as_dict(), **({} if closeness is None else {"closeness": closeness})},
+            about=None if closeness is None else closeness_sentence(closeness),
+            timestamp_unit="us",
+            format="fitted workload",
+            full_blocks_only=parameters.full_blocks_only,
+            links_turns=parameters.links_turns,
+            records_think_times=parameters.records_think_times and parameters.links_turns,
+        )
+
+    def open(self, *, seed: int = 0, **window: Any) -> Workload:
+        """A workload; options as in `open_stream`. It lasts as long as the trace unless a duration is given."""
+        return open_stream(self.model(), seed=seed, **window)
+
+    def closeness(self, seed: int = 0) -> dict[str, Any]:
+        """Compare lengths, arrivals and reuse of as many requests as the trace has with the trace's own."""
+        recorded = OutputLengths(self.open(seed=seed, limit=self.parameters.num_requests))
+        prompts = read_prompt_blocks(recorded, NO_BLOCKS if self.parameters.block_size is None else None)
+        generated = Shape.of(prompts, recorded.as_array(), self.parameters.block_size is not None)
+        return closeness(self.shape, generated)
+
+
+def fit_workload(trace: Trace) -> FittedWorkload:
+    """Fit a workload to a trace in one pass, with 4 bytes of memory per block event.
+
+    Raises:
+        InputError: the trace cannot be read.
+    """
+    parameters, prompts, output_lengths = fit_parameters(trace)
+    return FittedWorkload(parameters, Shape.of(prompts, output_lengths, parameters.block_size is not None))
+
+
+def open_fitted(trace: Trace, *, seed: int = 0, **window: Any) -> Workload:
+    """Fit to a trace, measure how close the fit is, and open a workload whose report states both."""
+    fitted = fit_workload(trace)
+    return open_stream(fitted.model(fitted.closeness(seed)), seed=seed, **window)

@@ -1,4 +1,4 @@
-"""Several traces or workloads on one engine: merged in order of arrival, each at its own rate, sharing no blocks."""
+"""Mix several traces or workloads: merged in order of arrival, each at its own rate, sharing no blocks."""
 
 import math
 import re
@@ -11,21 +11,19 @@ import attrs
 
 from ...core.errors import InputError
 from ..traces import Trace, TraceInfo, TraceRequest, Window, open_trace
-from ..traces.format import Row
-from ..traces.reblocking import ReblockedTrace
-from ..traces.sessions import TurnRecord
-from ..traces.window import check_window, requests_in_window
+from ..traces.derived import ReblockedTrace
+from ..traces.rows import Row, TurnRecord, check_window, requests_in_window
 from .builtin import open_workload
 
 NANOSECONDS = 1_000_000_000
 PART = re.compile(r"(?P<name>.*?)(?:\*(?P<factor>[0-9.eE+-]+)|@(?P<rate>[0-9.eE+-]+))?")
-# So that two parts of one name are not the same requests twice.
+# Seeds of the parts differ by this, so that two parts of one name are not the same requests twice.
 SEED_STEP = 1_000_003
 
 
 @attrs.frozen
 class MixPart:
-    """One part of a mix: a trace whose requests come `rate_scale` times as fast as it says."""
+    """One part of a mix: a trace whose requests come `rate_scale` times as fast as recorded."""
 
     trace: Trace
     rate_scale: float = 1.0
@@ -36,7 +34,7 @@ class MixPart:
 
 
 def part_at_rate(trace: Trace, requests_per_s: float) -> MixPart:
-    """A part that sends so many requests a second, measured by a pass over its trace.
+    """A part that sends `requests_per_s`, scaled by the trace's own rate, which one pass over it measures.
 
     Raises:
         InputError: the rate is not above 0, or the trace has no rate because all its requests come at once.
@@ -66,8 +64,8 @@ def mix_workloads(
 ) -> "Mix":
     """A `Trace` of all parts; each begins at 0 s, and the mix ends with the first part that ends.
 
-    Parts share no blocks. Where their block sizes differ, ids are re-blocked to the greatest common one; where one
-    names full blocks only, so do all. Raises `InputError` for fewer than two parts or an option out of range.
+    Parts share no blocks. If their block sizes differ, ids are re-blocked to the greatest common divisor; if one names
+    full blocks only, so do all. Raises `InputError` for fewer than two parts or an option out of range.
     """
     if len(parts) < 2:
         raise InputError(f"a mix of {len(parts)} part is no mix; give two or more")
@@ -76,7 +74,7 @@ def mix_workloads(
 
 
 def is_mix(name: str) -> bool:
-    """Whether a workload's name describes a mix."""
+    """Whether a workload's name is the description of a mix."""
     return any(mark in name for mark in "+*@")
 
 
@@ -84,9 +82,9 @@ def open_mix(description: str, *, seed: int = 0, limit: int | None = None, **win
     """A mix by its description: parts joined by `+`, such as `conversation*0.5+code@2+trace.csv`.
 
     A part is a built-in workload or a trace file; `*F` scales its rate, `@R` sets it in requests a second. Raises
-    `InputError` for a description that makes no sense.
+    `InputError` for a description that cannot be read.
     """
-    # Asked for a number of requests, built-in parts go on until there are as many.
+    # With a number of requests, built-in parts continue until the mix has them.
     duration_s = None if limit is None else math.inf
     parts: list[MixPart] = []
     for index, piece in enumerate(description.split("+")):
@@ -121,7 +119,7 @@ def _number(text: str, description: str) -> float:
 
 
 class Mix:
-    """A `Trace` of several; see `mix_workloads`."""
+    """A `Trace` of several traces; see `mix_workloads`."""
 
     def __init__(self, parts: Sequence[MixPart], window: Window, rate_scale: float) -> None:
         sizes = [part.trace.info.trace_block_size for part in parts]

@@ -1,6 +1,6 @@
 """Multi-turn chat sessions over shared system prompts, with fixed lengths and rates that change in stages.
 
-What load generators such as inference-perf send, and what golden/measured_serving.jsonl describes: its
+Load generators such as inference-perf send this, and golden/measured_serving.jsonl describes it:
 `unique_system_prompts x users_per_system_prompt` sessions take turns, one request of each after the other.
 """
 
@@ -19,7 +19,7 @@ ARRIVALS = ("random", "even")
 
 @attrs.frozen
 class Stage:
-    """A stretch of time with one rate."""
+    """A period with one request rate."""
 
     duration_s: float
     requests_per_s: float
@@ -40,12 +40,12 @@ class MultiTurnParameters:
     """Sessions, lengths in tokens, and stages.
 
     Attributes:
-        block_size: tokens of the blocks that prompts are named by.
-        turns: what a session's next request holds. "repeated": the same system prompt and question again;
+        block_size: tokens per block id of a prompt.
+        turns: the content of a session's next request. "repeated": the same system prompt and question again;
             "fresh": the system prompt and a new question; "resent": all earlier questions and answers, and a new
-            question, until `max_input_length`, when the session starts anew.
-        arrivals: "random": as many as the stage's rate says, at independent uniform times (a Poisson process of known
-            count, which is what exponential gaps scaled to the stage's duration are); "even": equal gaps.
+            question; when that exceeds `max_input_length`, the session starts over.
+        arrivals: "random": the stage's number of requests at independent uniform times (a Poisson process of known
+            count, which is the same as exponential gaps scaled to the stage's duration); "even": equal gaps.
         max_input_length: longest prompt of "resent" turns.
     """
 
@@ -69,12 +69,12 @@ class MultiTurnParameters:
 
     @property
     def duration_s(self) -> float:
-        """Of all stages."""
+        """Seconds of all stages."""
         return sum(stage.duration_s for stage in self.stages)
 
 
 def multi_turn_requests(parameters: MultiTurnParameters, seed: int) -> Iterator[SessionRequest]:
-    """The requests of all stages, in order of arrival from 0 s on; sessions take turns in an order that is drawn."""
+    """The requests of all stages, in order of arrival from 0 s on; sessions take turns in a random order."""
     draws, ids = Draws(seed), BlockIds()
     sessions = _shuffled(_open_sessions(parameters, ids), draws)
     turns = count()
@@ -107,7 +107,7 @@ def _open_sessions(parameters: MultiTurnParameters, ids: BlockIds) -> list[Itera
 
 
 def _session(p: MultiTurnParameters, ids: BlockIds, system_ids: list[int]) -> Iterator[_Prompt]:
-    """The session's prompts, without end."""
+    """The session's prompts, in an endless stream."""
     first_tokens = p.system_prompt_tokens + p.question_tokens
     shared_ids, shared_tokens, num_tokens = system_ids, p.system_prompt_tokens, first_tokens
     while True:

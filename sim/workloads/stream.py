@@ -1,4 +1,4 @@
-"""A generated stream of requests as a `Trace`: what built-in, fitted and mixed workloads have in common."""
+"""A generated stream of requests as a `Trace`; built-in, fitted and mixed workloads use it."""
 
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
@@ -9,49 +9,47 @@ import attrs
 
 from ...core.errors import InputError
 from ..traces import TraceInfo, TraceRequest, Window
-from ..traces.format import Row
-from ..traces.sessions import TurnRecord
+from ..traces.rows import Row, TurnRecord, check_window, requests_in_window
 from ..traces.trace import UNITS_PER_SECOND
-from ..traces.window import check_window, requests_in_window
-
-# Many sessions at once: each is a generator of its own requests, and they are merged in order of arrival.
 
 # (arrival in seconds, input_length, output_length, hash_ids or None)
 SessionRequest = tuple[float, int, int, tuple[int, ...] | None]
-# The same, and what is known of the session.
+# The same, and the request's place in its session.
 TurnRequest = tuple[float, int, int, tuple[int, ...] | None, TurnRecord | None]
 AnyRequest = TypeVar("AnyRequest", SessionRequest, TurnRequest)
 
 
 def merge_sessions(
-    starts: Iterator[float], open_session: Callable[[float], Iterator[AnyRequest]]
+    starts: Iterator[float], open_session: Callable[[int, float], Iterator[AnyRequest]]
 ) -> Iterator[AnyRequest]:
-    """Requests of all sessions in order of arrival; sessions open at `starts` (s, rising), memory is the open ones."""
+    """Merge the requests of many sessions in order of arrival. Memory holds the open sessions.
+
+    Args:
+        starts: when sessions open, in seconds, not decreasing.
+        open_session: makes the generator of one session's requests from its number (from 0) and its start.
+    """
     waiting: list[tuple[float, int, AnyRequest, Iterator[AnyRequest]]] = []
+
+    def push_next(number: int, session: Iterator[AnyRequest]) -> None:
+        request = next(session, None)
+        if request is not None:
+            heappush(waiting, (request[0], number, request, session))
+
+    def pop_first() -> AnyRequest:
+        _, number, request, session = heappop(waiting)
+        push_next(number, session)
+        return request
+
     for number, start in enumerate(starts):
         while waiting and waiting[0][0] <= start:
-            yield from _serve_first(waiting)
-        _push_next(waiting, number, open_session(start))
+            yield pop_first()
+        push_next(number, open_session(number, start))
     while waiting:
-        yield from _serve_first(waiting)
-
-
-def _serve_first(
-    waiting: list[tuple[float, int, AnyRequest, Iterator[AnyRequest]]],
-) -> Iterator[AnyRequest]:
-    _, number, request, session = heappop(waiting)
-    _push_next(waiting, number, session)
-    yield request
-
-
-def _push_next(waiting: list, number: int, session: Iterator[AnyRequest]) -> None:
-    request = next(session, None)
-    if request is not None:
-        heappush(waiting, (request[0], number, request, session))
+        yield pop_first()
 
 
 class BlockIds:
-    """Hands out block ids that nobody else has, from 0."""
+    """Hands out unused block ids, from 0."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -63,7 +61,7 @@ class BlockIds:
         return list(range(first, self._next))
 
     def grown(self, ids: list[int], shared_tokens: int, num_tokens: int, block_size: int) -> list[int]:
-        """Ids of a prompt of `num_tokens` whose first `shared_tokens` are those of the prompt that has `ids`.
+        """Ids of a prompt of `num_tokens` that shares its first `shared_tokens` with the prompt that has `ids`.
 
         Only blocks that both prompts fill keep their id; a partial block's content depends on where it ends.
         """
@@ -73,10 +71,16 @@ class BlockIds:
 
 @attrs.frozen
 class WorkloadModel:
-    """A generator and its parameters. `duration_s` is how long the stream lasts unless told otherwise.
+    """A generator and its parameters.
 
-    `stated` is what the report says of the parameters, all of them unless given, and `about` a sentence; arrivals are
-    rounded to `timestamp_unit`. The other fields are those of `TraceInfo`.
+    Attributes:
+        requests: the generator: (parameters, seed) -> requests in order of arrival.
+        duration_s: length of the stream unless another is given.
+        stated: the parameters in the report; all of them unless given.
+        about: a note for the report.
+        timestamp_unit: arrivals are rounded to it.
+
+    The other fields are those of `TraceInfo`.
     """
 
     name: str
@@ -85,7 +89,7 @@ class WorkloadModel:
     requests: Callable[[Any, int], Iterator[SessionRequest] | Iterator[TurnRequest]]
     duration_s: float
     trace_block_size: int | None
-    stated: dict[str, Any] | None = None
+    stated: dict[str, object] | None = None
     about: str | None = None
     timestamp_unit: str = "ms"
     format: str = "built-in workload"
@@ -110,7 +114,7 @@ def open_stream(
     """
     check_window(skip_first, limit, rate_scale)
     if duration_s is None:
-        # Asked for a number of requests and no time, the stream runs until it has them.
+        # With a number of requests and no time, the stream runs until it has them.
         duration_s = model.duration_s if limit is None else float("inf")
     if not duration_s > 0:
         raise InputError(f"the workload's duration is {duration_s} s; it must be above 0")
@@ -130,7 +134,7 @@ class Workload:
         self.info = self._empty_info()
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """The requests of the window, the same ones in every pass."""
+        """The requests of the window, the same in every pass."""
         self.info = info = self._empty_info()
         yield from requests_in_window(self._rows(), info, self._units_per_second)
         if info.num_requests == 0:

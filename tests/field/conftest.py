@@ -11,7 +11,7 @@ from kvledger.core.keys.token_keys import TokenKeySource
 from kvledger.core.scheduler.config import SchedulerConfig
 from kvledger.core.scheduler.scheduler import Scheduler
 from kvledger.core.types import StepLoad
-from kvledger.sim.engine.trace_keys import TraceKeySource
+from kvledger.sim.engine.arrivals import TraceKeySource
 
 
 class DrivenLedger:

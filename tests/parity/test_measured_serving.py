@@ -1,7 +1,7 @@
 """Measured servers, predicted from their configuration and workload: one test per row of measured_serving.jsonl.
 
 The quick tests compare the mean decode step of each stage; the slow ones simulate every server's whole workload and
-hold the errors over all of them to the goals of `kvledger.sim.fidelity.fidelity`.
+hold the errors over all of them to the goals of `bench.fidelity.served_run`.
 """
 
 import functools
@@ -9,12 +9,18 @@ from pathlib import Path
 
 import pytest
 from kvledger.core.errors import InputError
-from kvledger.sim.fidelity.fidelity import ComparedRun, mape_over_runs, missed_goals
-from kvledger.sim.fidelity.measured_serving import MeasuredServer, read_measured_serving
-from kvledger.sim.fidelity.served_run import ClientTerms, measured_steps, simulate_server
 from kvledger.sim.latency.calibration import FITTED_FACTORS, fit_factors, leave_one_out, mean_absolute_percentage_error
 from kvledger.sim.latency.devices import device_factors, expected_factors, find_device
 
+from bench.fidelity.measured_serving import MeasuredServer, read_measured_serving
+from bench.fidelity.served_run import (
+    ClientTerms,
+    ComparedRun,
+    mape_over_runs,
+    measured_steps,
+    missed_goals,
+    simulate_server,
+)
 from tests.parity.golden import golden_dir
 
 CALIBRATED_ON = Path(__file__).parents[1] / "golden" / "measured_serving.jsonl"

@@ -1,12 +1,12 @@
 """Coding-assistant conversations (kv-cache-tester and its collections): JSON documents, one a conversation.
 
 A document holds block_size, hash_id_scope and requests with t (seconds on the conversation's own clock), in, out,
-hash_ids, think_time, api_time; among them sub-conversations (type "subagent") with requests of their own. A trace is
-any number of documents: a file of one, a file of one a line, several files, or a folder of them.
+hash_ids, think_time, api_time; some entries are sub-conversations (type "subagent") with requests of their own. A trace
+is any number of documents: one file with one document or with one a line, several files, or a folder of them.
 
-* hash_ids name full blocks only: `in // block_size` of them. The partial block at the end of a prompt has none.
-* With scope "local" an id means nothing outside its document, so ids are kept apart per document; "global" ones are
-  the same content everywhere. Where the scope is not given, local is taken: it claims the least reuse.
+* hash_ids name full blocks only: `in // block_size` of them. The partial block at the end of a prompt has no id.
+* With scope "local" an id means nothing outside its document, so ids of different documents never match; a "global" id
+  is the same content everywhere. Without a scope, local is assumed: it claims the least reuse.
 * think_time is how long the client took after the answer before: the next turn waits for that answer.
 * No document says when its conversation began. They begin together, or at a rate that the user gives.
 """
@@ -21,28 +21,39 @@ import attrs
 
 from ....core.errors import InputError
 from ...random_draws import Draws
-from ..bad_rows import BadRow, RowError, finite_number, hash_ids, num_tokens, shown, timestamp, whole_number
 from ..checks import RowChecks
-from ..format import Row, TraceFormat, TraceSource, always
+from ..format import TraceFormat, TraceSource, trace_formats
 from ..lines import read_json_values
-from ..sessions import TurnRecord
-from .rows import as_object, required
-
-# One coding-assistant conversation: its requests in order of time, each knowing whose answers it waited for.
+from ..rows import (
+    BadRow,
+    Row,
+    RowError,
+    TurnRecord,
+    as_list,
+    as_object,
+    finite_number,
+    hash_ids,
+    num_tokens,
+    optional_seconds,
+    required,
+    shown,
+    timestamp,
+    whole_number,
+)
 
 REQUEST_FIELDS = frozenset(("t", "type", "in", "out", "hash_ids", "think_time", "api_time"))
 SUB_CONVERSATION_FIELDS = frozenset(("t", "type", "duration_ms", "status", "requests"))
 REQUEST_TYPES = ("n", "s")
 SUB_CONVERSATION = "subagent"
-# A sub-conversation that its parent did not wait for.
+# The status of a sub-conversation that its parent did not wait for.
 IN_BACKGROUND = "async_launched"
-# Times are recorded in whole seconds: an answer up to this much later than the request after it came before it.
+# Times are recorded in whole seconds: an answer up to this much later than a request counts as earlier than it.
 ROUNDING_S = 1.0
 
 
 @attrs.define(eq=False)
 class ConversationRequest:
-    """One request. Times are seconds on the conversation's clock; `when` is `t`, or later if it waits so long."""
+    """One request. Times are seconds on the conversation's clock; `when` is `t`, or later if the request waited."""
 
     where: str
     order: int
@@ -62,16 +73,19 @@ class ConversationRequest:
 
     @property
     def end_s(self) -> float:
-        """When its answer was there, as far as is recorded; never before it was sent."""
+        """The time of its answer, as far as recorded; never before it was sent."""
         return self.t + (self.api_time or 0.0)
 
 
-# Asked of every request before it is linked; raises `RowError` for one that cannot be used.
+# Called for every request before it is linked; raises `RowError` for one that cannot be used.
 UsableCheck = Callable[[ConversationRequest], None]
 
 
 class ConversationReader:
-    """Reads the requests of one conversation; faults are kept as `bad_rows`, names of fields not read in a set."""
+    """Reads the requests of one conversation, in order of time, and links each to the answers that it waited for.
+
+    Faults are collected in `bad_rows`, names of fields that are not read in `unused_fields`.
+    """
 
     def __init__(self, where: str, unused_fields: set[str]) -> None:
         self._where = where
@@ -112,7 +126,7 @@ class ConversationReader:
                 self.bad_rows.append(error.at(0, f"{self._where}: {where}"))
         return items
 
-    def _request(self, entry: dict[str, Any], where: str, clock: float) -> ConversationRequest:
+    def _request(self, entry: dict[str, object], where: str, clock: float) -> ConversationRequest:
         if entry.get("type", REQUEST_TYPES[0]) not in REQUEST_TYPES:
             raise RowError(
                 "unknown_type",
@@ -129,22 +143,20 @@ class ConversationReader:
             input_length=num_tokens(required(entry, "in"), "in"),
             output_length=num_tokens(required(entry, "out"), "out"),
             hash_ids=None if ids is None else hash_ids(ids, "hash_ids"),
-            think_time=_seconds(entry, "think_time"),
-            api_time=(api_time := _seconds(entry, "api_time")),
+            think_time=optional_seconds(entry, "think_time"),
+            api_time=(api_time := optional_seconds(entry, "api_time")),
             answered_s=api_time,
         )
 
     def _sub_conversation(
-        self, entry: dict[str, Any], where: str, clock: float, usable: UsableCheck
+        self, entry: dict[str, object], where: str, clock: float, usable: UsableCheck
     ) -> "_SubConversation":
         self._unused_fields.update(entry.keys() - SUB_CONVERSATION_FIELDS)
-        requests = required(entry, "requests")
-        if not isinstance(requests, list):
-            raise RowError("not_a_list", f"{shown(requests)} is not a list of requests", "requests")
+        requests = entries_of(entry)
         t = timestamp(required(entry, "t"), "t", 1)
         duration_ms = entry.get("duration_ms")
         end = None if duration_ms is None else clock + t + finite_number(duration_ms, "duration_ms") / 1_000
-        # Most recordings keep one clock; where a request would come before its sub-conversation, it has its own.
+        # Most recordings keep one clock; a sub-conversation whose first request would precede it has its own clock.
         first = requests[0].get("t") if requests and isinstance(requests[0], dict) else None
         has_own_clock = isinstance(first, int | float) and first < t
         items = self._parsed(requests, f"{where}.requests", clock + t if has_own_clock else clock, usable)
@@ -159,7 +171,7 @@ class ConversationReader:
         stream: str,
         out: list[ConversationRequest],
     ) -> "list[_Pending]":
-        """Link the requests of one list; returns those whose answers nobody in it has waited for."""
+        """Link the requests of one list; return those whose answers no request in the list has waited for."""
         pending: list[_Pending] = []
         after = opened_by
         previous: ConversationRequest | None = None
@@ -195,7 +207,7 @@ class _SubConversation:
 
 @attrs.frozen(eq=False)
 class _Pending:
-    """A request whose answer is still to be waited for, and when it was there."""
+    """A request whose answer no other request has waited for yet, and the time of the answer."""
 
     request: ConversationRequest
     end_s: float
@@ -205,10 +217,10 @@ _Item = ConversationRequest | _SubConversation
 
 
 def _set_times(request: ConversationRequest, is_plain: bool) -> None:
-    """How long after the answers before it a request was sent, where the recording tells.
+    """Set how long after the answers before it a request was sent, if the recording says so.
 
-    A recorded think time counts from the last answer whose end was recorded: where the answer before has none and the
-    think time is not shorter than the time since that request, it belongs to an earlier one and says nothing.
+    A recorded think time counts from the last answer whose end was recorded. If the answer before has no recorded end
+    and the think time is not shorter than the time since that request, it counts from an earlier answer and is ignored.
     """
     after = request.after
     request.when = max((before.when for before in after), default=0.0)
@@ -227,17 +239,9 @@ def _set_times(request: ConversationRequest, is_plain: bool) -> None:
         latest.answered_s = max(latest.answered_s or 0.0, until_answer)
 
 
-def _seconds(entry: dict[str, Any], field: str) -> float | None:
-    value = entry.get(field)
-    return None if value is None else float(finite_number(value, field))
-
-
-def entries_of(document: Any) -> list[Any]:
-    """The entries of a conversation document. Raises `RowError` where it holds no list of them."""
-    requests = required(as_object(document), "requests")
-    if not isinstance(requests, list):
-        raise RowError("not_a_list", f"{shown(requests)} is not a list of requests", "requests")
-    return requests
+def entries_of(document: dict[str, object]) -> list[Any]:
+    """The entries of a conversation or a sub-conversation. Raises `RowError` if it has no list of them."""
+    return as_list(required(document, "requests"), "requests", "requests")
 
 
 FIELDS = frozenset(("id", "block_size", "hash_id_scope", "requests"))
@@ -245,7 +249,7 @@ SCOPES = ("local", "global")
 LARGEST_BLOCK_SIZE = 1_000_000
 BLOCK_SIZE = re.compile(rb'"block_size"\s*:\s*(\d{1,7})\b')
 LARGEST_GLOBAL_ID = 2**62 - 1
-# A request, how many ids it shares with the one before it, and the names of its other ids; None where it has none.
+# A request, how many ids it shares with the request before it, and its other ids; None where it has no ids.
 NamedRequest = tuple[ConversationRequest, int, "array[int] | None"]
 TOGETHER = (
     "the files do not say when conversations began: they begin together at 0 s, unless --request-rate says how many "
@@ -253,37 +257,51 @@ TOGETHER = (
 )
 
 
-def matches(lines: Sequence[bytes]) -> bool:
-    """Whether the beginning of the file is that of a conversation's document."""
-    head = b"\n".join(lines)
-    return b'"requests"' in head and any(
-        name in head for name in (b'"hash_id_scope"', b'"block_size"', b'"think_time"')
-    )
+@trace_formats.register("agentic")
+class Agentic(TraceFormat):
+    """Coding-assistant conversations."""
+
+    title = "coding-assistant conversations"
+    timestamp_unit = "s"
+    units_per_second = 1
+    block_size_is_settable = True
+    full_blocks_only = True
+    fields = ("t", "in", "hash_ids")
+    has_turns = True
+    has_think_times = True
+    first_line = '{"id": ..., "block_size": 64, "hash_id_scope": "local", "requests": [{"t": ..., "in": ...}, ...]}'
+    checks_its_rows = True
+    takes_many_files = True
+    arrivals_unless_given = TOGETHER
+
+    def matches(self, lines: Sequence[bytes]) -> bool:
+        """Whether the file begins with a conversation's document."""
+        head = b"\n".join(lines)
+        return b'"requests"' in head and any(
+            name in head for name in (b'"hash_id_scope"', b'"block_size"', b'"think_time"')
+        )
+
+    def block_size_in(self, lines: Sequence[bytes]) -> int | None:
+        """The block size that the first document states at its beginning."""
+        found = BLOCK_SIZE.search(b"\n".join(lines))
+        return int(found.group(1)) if found and int(found.group(1)) else None
+
+    def read_rows(self, source: TraceSource) -> Iterator[Row | BadRow]:
+        """Yield a row for every request of all conversations, in order of time.
+
+        Memory holds the conversations that have begun and are not over.
+        """
+        num_rows = 0
+        for row in _merged(_Conversations(source, self), source):
+            if isinstance(row, BadRow):
+                yield row
+            else:
+                num_rows += 1
+                yield (num_rows, *row[1:])
 
 
-def block_size_of(lines: Sequence[bytes]) -> int | None:
-    """What the first document says one id stands for, where it says so at its beginning."""
-    found = BLOCK_SIZE.search(b"\n".join(lines))
-    return int(found.group(1)) if found and int(found.group(1)) else None
-
-
-def read_rows(source: TraceSource) -> Iterator[Row | BadRow]:
-    """Yield a `Row`, or a `BadRow`, for every request of all conversations, in order of time.
-
-    Memory is that of the conversations that have begun and are not over.
-    """
-    num_rows = 0
-    for row in _merged(source):
-        if isinstance(row, BadRow):
-            yield row
-        else:
-            num_rows += 1
-            yield (num_rows, *row[1:])
-
-
-def _merged(source: TraceSource) -> Iterator[Row | BadRow]:
+def _merged(conversations: "_Conversations", source: TraceSource) -> Iterator[Row | BadRow]:
     """Rows of all conversations in order of time, not numbered yet."""
-    conversations = _Conversations(source)
     starts = _starts(source)
     under_way: list[tuple[float, int, Row, Iterator[Row]]] = []
     begun = 0
@@ -311,7 +329,7 @@ def _push_next(under_way: list[tuple[float, int, Row, Iterator[Row]]], number: i
 
 
 def _starts(source: TraceSource) -> Iterator[float]:
-    """When each conversation begins, seconds: all at 0, or by a Poisson process."""
+    """The start of each conversation in seconds: all at 0, or a Poisson process."""
     draws, now = Draws(source.seed), 0.0
     while True:
         yield now
@@ -321,7 +339,7 @@ def _starts(source: TraceSource) -> Iterator[float]:
 
 @attrs.frozen
 class ReadConversation:
-    """What came of one document: its bad rows, its requests in order of time, and its own name."""
+    """One document after reading: its bad rows, its requests in order of time, and its own name."""
 
     bad_rows: list[BadRow]
     requests: list[NamedRequest] = attrs.field(factory=list)
@@ -331,10 +349,11 @@ class ReadConversation:
 class _Conversations:
     """The conversations of a trace in the order of files and documents."""
 
-    def __init__(self, source: TraceSource) -> None:
+    def __init__(self, source: TraceSource, trace_format: TraceFormat) -> None:
         self._source = source
+        self._format = trace_format
         self._num_local_ids = 0
-        self._global_checks = RowChecks(AGENTIC, source.info, 1)
+        self._global_checks = RowChecks(trace_format, source.info, 1)
 
     def __iter__(self) -> Iterator[ReadConversation]:
         for path in self._source.paths:
@@ -349,7 +368,7 @@ class _Conversations:
                     yield ReadConversation([error.at(line, where)])
 
     def rows(self, read: ReadConversation, conversation: int, start: float) -> Iterator[Row]:
-        """Rows of one conversation, not numbered yet; each request is let go once it has been taken."""
+        """Rows of one conversation, not numbered yet; each request is dropped from memory once it was yielded."""
         requests, name = read.requests, read.name or str(conversation)
         requests.reverse()
         ids: list[int] = []
@@ -379,7 +398,7 @@ class _Conversations:
         info.unused_fields.update(fields.keys() - FIELDS)
         self._check_block_size(fields, where)
         scope = self._scope(fields)
-        checks = self._global_checks if scope == "global" else RowChecks(AGENTIC, info, 1)
+        checks = self._global_checks if scope == "global" else RowChecks(self._format, info, 1)
         reader = ConversationReader(where, info.unused_fields)
 
         def check(request: ConversationRequest) -> None:
@@ -393,7 +412,7 @@ class _Conversations:
         name = fields.get("id")
         return ReadConversation(reader.bad_rows, self._named(requests, scope), name if isinstance(name, str) else None)
 
-    def _check_block_size(self, fields: dict[str, Any], where: str) -> None:
+    def _check_block_size(self, fields: dict[str, object], where: str) -> None:
         expected = self._source.info.trace_block_size
         if "block_size" not in fields:
             if self._source.info.trace_block_size_source == "given":
@@ -407,7 +426,7 @@ class _Conversations:
                 "conversations apart"
             )
 
-    def _scope(self, fields: dict[str, Any]) -> str:
+    def _scope(self, fields: dict[str, object]) -> str:
         scope = fields.get("hash_id_scope")
         if scope is None:
             self._source.info.remark("conversations do not say what their hash ids are compared with: taken as local")
@@ -417,7 +436,7 @@ class _Conversations:
         return scope
 
     def _named(self, requests: list[ConversationRequest], scope: str) -> list[NamedRequest]:
-        """The same requests with ids that no other document has: odd ones. Global ids become even ones."""
+        """The requests with new ids: odd ids that no other document has; global ids become even."""
         named: list[NamedRequest] = []
         local: dict[int, int] = {}
         first, latest = self._num_local_ids, ()
@@ -427,7 +446,7 @@ class _Conversations:
                 named.append((request, 0, None))
                 continue
             request.hash_ids = None
-            num_kept = num_equal(latest, ids)
+            num_kept = _num_equal(latest, ids)
             rest = ids[num_kept:]
             if scope == "global":
                 names = [2 * hash_id for hash_id in rest]
@@ -439,30 +458,9 @@ class _Conversations:
         return named
 
 
-def num_equal(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many of the first items of both are the same."""
+def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common prefix."""
     for position, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return position
     return min(len(one), len(other))
-
-
-AGENTIC = TraceFormat(
-    name="agentic",
-    title="coding-assistant conversations",
-    timestamp_unit="s",
-    units_per_second=1,
-    block_size_is_settable=True,
-    block_size_in=block_size_of,
-    full_blocks_only=True,
-    fields=("t", "in", "hash_ids"),
-    first_line='{"id": ..., "block_size": 64, "hash_id_scope": "local", "requests": [{"t": ..., "in": ...}, ...]}',
-    matches=matches,
-    links_turns=always,
-    records_think_times=always,
-    read_rows=read_rows,
-    checks_its_rows=True,
-    has_one_parent_each=False,
-    takes_many_files=True,
-    arrivals_unless_given=TOGETHER,
-)

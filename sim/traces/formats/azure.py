@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta, timezone
 
-from ..bad_rows import BadRow, RowError, num_tokens, shown
-from ..format import Row, TraceFormat, TraceSource
-from .rows import has_columns, number, read_cells
+from ..format import TraceFormat, TraceSource, trace_formats
+from ..lines import has_columns, read_cells, tokens_in
+from ..rows import BadRow, Row, RowError, shown
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 UNITS_PER_SECOND = 1_000_000_000
@@ -20,31 +20,41 @@ DATE_AND_TIME = re.compile(
 )
 
 
-def matches(lines: Sequence[bytes]) -> bool:
-    """Whether the first line of a file is this format's header (columns in any order, others beside them)."""
-    return has_columns(lines, COLUMNS)
+@trace_formats.register("azure")
+class Azure(TraceFormat):
+    """Azure LLM inference CSV."""
+
+    title = "Azure LLM inference CSV"
+    timestamp_unit = "wall-clock dates"
+    units_per_second = UNITS_PER_SECOND
+    fields = ("TIMESTAMP", "ContextTokens", "hash_ids")
+    first_line = ",".join(COLUMNS)
+    needs_header = True
+
+    def matches(self, lines: Sequence[bytes]) -> bool:
+        """Whether the first line is the header."""
+        return has_columns(lines, COLUMNS)
+
+    def read_rows(self, source: TraceSource) -> Iterator[Row | BadRow]:
+        """Yield a row for every line after the header."""
+        return read_cells(source, COLUMNS, (), _row)
 
 
-def read_rows(source: TraceSource) -> Iterator[Row | BadRow]:
-    """Yield a `Row`, or a `BadRow`, for every line after the header."""
-
-    def parse(place: int, cells: list[str | None]) -> Row:
-        when, num_input, num_output = cells
-        return (
-            place,
-            _nanoseconds(when),
-            num_tokens(number(num_input, COLUMNS[1]), COLUMNS[1]),
-            num_tokens(number(num_output, COLUMNS[2]), COLUMNS[2]),
-            None,
-            None,
-            0,
-        )
-
-    return read_cells(source, COLUMNS, (), parse)
+def _row(place: int, cells: list[str | None]) -> Row:
+    when, num_input, num_output = cells
+    return (
+        place,
+        _nanoseconds(when),
+        tokens_in(num_input, COLUMNS[1]),
+        tokens_in(num_output, COLUMNS[2]),
+        None,
+        None,
+        0,
+    )
 
 
 def _nanoseconds(cell: str | None) -> int:
-    """Nanoseconds since 1970, exact: floats hold a date of today only to some 200 ns."""
+    """Nanoseconds since 1970, exact: a float holds today's date only to about 200 ns."""
     if not cell:
         raise RowError("missing_field", "is empty", COLUMNS[0])
     found = DATE_AND_TIME.fullmatch(cell)
@@ -61,16 +71,3 @@ def _nanoseconds(cell: str | None) -> int:
         raise RowError("not_a_date", f"{shown(cell)} is not a date ({error})", COLUMNS[0]) from None
     since = moment - EPOCH
     return (since.days * 86_400 + since.seconds) * UNITS_PER_SECOND + int((fraction or "").ljust(9, "0"))
-
-
-AZURE = TraceFormat(
-    name="azure",
-    title="Azure LLM inference CSV",
-    timestamp_unit="wall-clock dates",
-    units_per_second=UNITS_PER_SECOND,
-    fields=("TIMESTAMP", "ContextTokens", "hash_ids"),
-    first_line=",".join(COLUMNS),
-    needs_header=True,
-    matches=matches,
-    read_rows=read_rows,
-)

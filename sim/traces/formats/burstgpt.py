@@ -1,55 +1,63 @@
-"""BurstGPT CSV: arrival, prompt and output lengths of a year of a university's chat service; no block ids.
+"""BurstGPT CSV: arrival, prompt and output lengths from a year of a university's chat service; no block ids.
 
 Header Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type; timestamps are seconds. Its third file
-has Session ID and Elapsed time (seconds to the answer) beside them: sessions with think times. Rows without request
-tokens, and rows without response tokens (the service failed), exist in the files named "without_fails" too.
+also has Session ID and Elapsed time (seconds to the answer): sessions with think times. Rows without request tokens,
+and rows without response tokens (the service failed), also occur in the files named "without_fails".
 """
 
 from collections.abc import Iterator, Sequence
 
-from ..bad_rows import BadRow, RowError, finite_number, num_tokens, timestamp
-from ..format import Row, TraceFormat, TraceSource
-from ..sessions import TurnRecord
-from .rows import has_columns, number, read_cells
+from ..format import TraceFormat, TraceSource, trace_formats
+from ..lines import has_columns, number, read_cells, tokens_in
+from ..rows import BadRow, Row, RowError, TurnRecord, finite_number, timestamp
 
 REQUIRED = ("Timestamp", "Request tokens", "Response tokens")
 OPTIONAL = ("Total tokens", "Session ID", "Elapsed time")
 
 
-def matches(lines: Sequence[bytes]) -> bool:
-    """Whether the first line is this format's header."""
-    return has_columns(lines, REQUIRED)
+@trace_formats.register("burstgpt")
+class BurstGPT(TraceFormat):
+    """BurstGPT CSV."""
 
+    title = "BurstGPT CSV"
+    timestamp_unit = "s"
+    units_per_second = 1
+    unit_is_settable = True
+    fields = ("Timestamp", "Request tokens", "hash_ids")
+    first_line = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
+    needs_header = True
 
-def links_turns(lines: Sequence[bytes]) -> bool:
-    """Whether the header names sessions."""
-    return has_columns(lines, OPTIONAL[1:2])
+    def matches(self, lines: Sequence[bytes]) -> bool:
+        """Whether the first line is the header."""
+        return has_columns(lines, REQUIRED)
 
+    def links_turns(self, lines: Sequence[bytes]) -> bool:
+        """Whether the header names sessions."""
+        return has_columns(lines, OPTIONAL[1:2])
 
-def records_think_times(lines: Sequence[bytes]) -> bool:
-    """Whether the header names sessions and how long answers took."""
-    return has_columns(lines, OPTIONAL[1:])
+    def records_think_times(self, lines: Sequence[bytes]) -> bool:
+        """Whether the header names sessions and the time to each answer."""
+        return has_columns(lines, OPTIONAL[1:])
 
+    def read_rows(self, source: TraceSource) -> Iterator[Row | BadRow]:
+        """Yield a row for every line after the header."""
 
-def read_rows(source: TraceSource) -> Iterator[Row | BadRow]:
-    """Yield a `Row`, or a `BadRow`, for every line after the header."""
+        def parse(place: int, cells: list[str | None]) -> Row:
+            when, request, response, total, session, elapsed = cells
+            arrival = timestamp(number(when, REQUIRED[0]), REQUIRED[0], source.units_per_second)
+            num_input = tokens_in(request, REQUIRED[1])
+            num_output = tokens_in(response, REQUIRED[2])
+            if num_input and not num_output:
+                raise RowError("empty_answer", "is 0: the service failed to answer", REQUIRED[2])
+            if total is not None and tokens_in(total, OPTIONAL[0]) != num_input + num_output:
+                raise RowError(
+                    "total_mismatch",
+                    f"is {total}, but request and response tokens add up to {num_input + num_output}",
+                    OPTIONAL[0],
+                )
+            return place, arrival, num_input, num_output, None, _turn(session, elapsed), 0
 
-    def parse(place: int, cells: list[str | None]) -> Row:
-        when, request, response, total, session, elapsed = cells
-        arrival = timestamp(number(when, REQUIRED[0]), REQUIRED[0], source.units_per_second)
-        num_input = num_tokens(number(request, REQUIRED[1]), REQUIRED[1])
-        num_output = num_tokens(number(response, REQUIRED[2]), REQUIRED[2])
-        if num_input and not num_output:
-            raise RowError("empty_answer", "is 0: the service failed to answer", REQUIRED[2])
-        if total is not None and num_tokens(number(total, OPTIONAL[0]), OPTIONAL[0]) != num_input + num_output:
-            raise RowError(
-                "total_mismatch",
-                f"is {total}, but request and response tokens add up to {num_input + num_output}",
-                OPTIONAL[0],
-            )
-        return place, arrival, num_input, num_output, None, _turn(session, elapsed), 0
-
-    return read_cells(source, REQUIRED, OPTIONAL, parse)
+        return read_cells(source, REQUIRED, OPTIONAL, parse)
 
 
 def _turn(session: str | None, elapsed: str | None) -> TurnRecord | None:
@@ -57,19 +65,3 @@ def _turn(session: str | None, elapsed: str | None) -> TurnRecord | None:
         return None
     answered_s = None if not elapsed else float(finite_number(number(elapsed, OPTIONAL[2]), OPTIONAL[2]))
     return TurnRecord(key=session, after=(session,), answered_s=answered_s)
-
-
-BURSTGPT = TraceFormat(
-    name="burstgpt",
-    title="BurstGPT CSV",
-    timestamp_unit="s",
-    units_per_second=1,
-    unit_is_settable=True,
-    fields=("Timestamp", "Request tokens", "hash_ids"),
-    first_line="Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type",
-    needs_header=True,
-    matches=matches,
-    links_turns=links_turns,
-    records_think_times=records_think_times,
-    read_rows=read_rows,
-)

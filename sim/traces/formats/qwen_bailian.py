@@ -2,34 +2,34 @@
 
 Fields (KVCache Cache in the Wild, ATC'25): chat_id, parent_chat_id (-1 for the first of a chat), timestamp,
 input_length, output_length, type, turn, hash_ids. Every request is complete in itself: a later turn's prompt holds
-the whole chat. How long users thought is not recorded, only when requests were sent.
+the whole chat. Only the times of requests are recorded, not how long users thought.
 
-The trace's blocks are said to be hashed one by one, so an id may name a content wherever it stands. A cached block
-is its content *and* all before it, so one id after different prefixes is told apart here (see `PrefixNames`).
+The trace's blocks are said to be hashed one by one, so one id may stand for a content after any prefix. A cached block
+is its content *and* everything before it, so this reader distinguishes one id after different prefixes (`PrefixNames`).
 """
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from ..bad_rows import BadRow, RowError, hash_ids, num_tokens, shown, timestamp, whole_number
-from ..format import Row, TraceFormat, TraceSource, always
-from ..sessions import TurnRecord
+from ..checks import NO_PARENT, UNSEEN, make_room
+from ..format import TraceFormat, TraceSource, trace_formats
+from ..lines import read_objects
+from ..rows import BadRow, Row, RowError, TurnRecord, hash_ids, num_tokens, required, shown, timestamp, whole_number
 from ..trace import TraceInfo
-from .rows import read_objects, required
 
-# Ids that name a content become ids that name a content after one prefix, which is what a prefix cache looks up.
-
-_UNSEEN = -2
-_NO_PARENT = -1
 FIRST_NEW_NAME = 1 << 62
+FIELDS = frozenset(
+    ("chat_id", "parent_chat_id", "timestamp", "input_length", "output_length", "type", "turn", "hash_ids")
+)
+NO_PARENT_CHAT = -1
+LARGEST_TURN = 1_000_000
 
 
 class PrefixNames:
-    """Renames an id wherever it follows another prefix than where it was first seen.
+    """Renames an id wherever it follows a different prefix than at its first occurrence.
 
     An id keeps its name after the prefix of its first occurrence, so a trace whose ids have one parent each comes out
-    as it is. Costs 8 bytes an id where ids are dense, and a dict entry for each that is sparse or renamed.
+    unchanged. Costs 8 bytes an id where ids are dense, and a dict entry for each id that is sparse or renamed.
     """
 
     def __init__(self, info: TraceInfo) -> None:
@@ -40,21 +40,19 @@ class PrefixNames:
         self._renamed: dict[tuple[int, int], int] = {}
 
     def renamed(self, hash_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The same ids, those that follow an unusual prefix under new names. `RowError` for ids from 2**62 on."""
+        """The same ids, with new names after unusual prefixes. Raises `RowError` for ids from 2**62 on."""
         if hash_ids:
             largest = max(hash_ids)
             if largest >= FIRST_NEW_NAME:
                 raise RowError("huge", f"holds {largest}; ids of this format are below 2**62", "hash_ids")
-            self._make_room(largest)
-        parent = _NO_PARENT
+            make_room(self._dense, largest, self._num_seen)
+        parent = NO_PARENT
         names: list[int] | None = None
         for position, hash_id in enumerate(hash_ids):
             name = self._name_after(parent, hash_id)
-            if name != hash_id:
-                if names is None:
-                    names = list(hash_ids[:position])
-                names.append(name)
-            elif names is not None:
+            if names is None and name != hash_id:
+                names = list(hash_ids[:position])
+            if names is not None:
                 names.append(name)
             parent = name
         return hash_ids if names is None else tuple(names)
@@ -62,12 +60,12 @@ class PrefixNames:
     def _name_after(self, parent: int, hash_id: int) -> int:
         dense = self._dense
         is_dense = hash_id < len(dense)
-        known = dense[hash_id] if is_dense else _UNSEEN
-        if known == _UNSEEN and self._sparse:
-            known = self._sparse.get(hash_id, _UNSEEN)
+        known = dense[hash_id] if is_dense else UNSEEN
+        if known == UNSEEN and self._sparse:
+            known = self._sparse.get(hash_id, UNSEEN)
         if known == parent:
             return hash_id
-        if known == _UNSEEN:
+        if known == UNSEEN:
             if is_dense:
                 dense[hash_id] = parent
             else:
@@ -81,73 +79,57 @@ class PrefixNames:
             self._info.remark("blocks have an id that was seen after another prefix; they are told apart")
         return name
 
-    def _make_room(self, largest: int) -> None:
-        """Grow the dense table to hold `largest`, unless ids are so sparse that it would be mostly empty."""
-        size = len(self._dense)
-        if largest >= size and largest < 1024 + 8 * (self._num_seen + 1):
-            self._dense.extend([_UNSEEN] * (largest + 1 + largest // 4 - size))
+
+@trace_formats.register("qwen-bailian")
+class QwenBailian(TraceFormat):
+    """Qwen-Bailian JSONL."""
+
+    title = "Qwen-Bailian JSONL"
+    timestamp_unit = "s"
+    units_per_second = 1
+    unit_is_settable = True
+    trace_block_size = 16
+    block_size_is_settable = True
+    has_turns = True
+    first_line = '{"chat_id": ..., "parent_chat_id": ..., "timestamp": ..., "input_length": ..., "hash_ids": [...]}'
+    has_one_parent_each = True
+
+    def matches(self, lines: Sequence[bytes]) -> bool:
+        """Whether any line has the fields that only this format has."""
+        return any(b'"chat_id"' in line or b'"parent_chat_id"' in line for line in lines)
+
+    def read_rows(self, source: TraceSource) -> Iterator[Row | BadRow]:
+        """Yield a row for every line."""
+        names = PrefixNames(source.info)
+
+        def parse(place: int, row: dict[str, object]) -> Row:
+            when = required(row, "timestamp")
+            num_input = required(row, "input_length")
+            num_output = required(row, "output_length")
+            ids = row.get("hash_ids")
+            return (
+                place,
+                timestamp(when, "timestamp", source.units_per_second),
+                num_tokens(num_input, "input_length"),
+                num_tokens(num_output, "output_length"),
+                None if ids is None else names.renamed(hash_ids(ids)),
+                _turn(row),
+                0,
+            )
+
+        return read_objects(source, FIELDS, parse)
 
 
-FIELDS = frozenset(
-    ("chat_id", "parent_chat_id", "timestamp", "input_length", "output_length", "type", "turn", "hash_ids")
-)
-NO_PARENT = -1
-LARGEST_TURN = 1_000_000
-
-
-def matches(lines: Sequence[bytes]) -> bool:
-    """Whether any of the lines carries the fields that only this format has."""
-    return any(b'"chat_id"' in line or b'"parent_chat_id"' in line for line in lines)
-
-
-def read_rows(source: TraceSource) -> Iterator[Row | BadRow]:
-    """Yield a `Row`, or a `BadRow`, for every line."""
-    names = PrefixNames(source.info)
-
-    def parse(place: int, row: dict[str, Any]) -> Row:
-        when = required(row, "timestamp")
-        num_input = required(row, "input_length")
-        num_output = required(row, "output_length")
-        ids = row.get("hash_ids")
-        return (
-            place,
-            timestamp(when, "timestamp", source.units_per_second),
-            num_tokens(num_input, "input_length"),
-            num_tokens(num_output, "output_length"),
-            None if ids is None else names.renamed(hash_ids(ids, "hash_ids")),
-            _turn(row),
-            0,
-        )
-
-    return read_objects(source, FIELDS, parse)
-
-
-def _turn(row: dict[str, Any]) -> TurnRecord:
+def _turn(row: dict[str, object]) -> TurnRecord:
     chat, parent = _chat_id(row, "chat_id"), _chat_id(row, "parent_chat_id")
     number = whole_number(required(row, "turn"), "turn", LARGEST_TURN)
-    if parent == NO_PARENT:
+    if parent == NO_PARENT_CHAT:
         return TurnRecord(key=chat, session=str(chat), number=number)
     return TurnRecord(key=chat, after=(parent,), number=number)
 
 
-def _chat_id(row: dict[str, Any], field: str) -> int:
+def _chat_id(row: dict[str, object], field: str) -> int:
     value = required(row, field)
     if type(value) is not int:
         raise RowError("not_a_number", f"{shown(value)} is not a chat's number", field)
     return value
-
-
-QWEN_BAILIAN = TraceFormat(
-    name="qwen-bailian",
-    title="Qwen-Bailian JSONL",
-    timestamp_unit="s",
-    units_per_second=1,
-    unit_is_settable=True,
-    trace_block_size=16,
-    block_size_is_settable=True,
-    first_line='{"chat_id": ..., "parent_chat_id": ..., "timestamp": ..., "input_length": ..., "hash_ids": [...]}',
-    matches=matches,
-    links_turns=always,
-    read_rows=read_rows,
-    has_one_parent_each=True,
-)

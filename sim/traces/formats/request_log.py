@@ -2,28 +2,39 @@
 
 | field | | meaning |
 |---|---|---|
-| arrival_s | one of the two | when it arrived, in seconds |
+| arrival_s | one of the two | arrival time in seconds |
 | timestamp | | the same in the unit that `unit` on the line, or --timestamp-unit, names: s, ms, us or ns |
 | input_tokens, output_tokens | or text | its lengths |
 | prompt, output | | its text instead, counted by --tokenizer |
 | hash_ids | optional | ids of the prompt's blocks, --trace-block-size tokens each (the last may be partial) |
-| session | optional | requests with the same one are turns of a session, in their order |
+| session | optional | requests with the same session are its turns, in their order |
 | duration_s | optional | seconds from its arrival to its last token; think times are derived from it |
 | think_time_s | optional | seconds from the answer before it in its session to its arrival |
 | cache_salt | optional | prompts under different salts share nothing |
-| priority | optional | lower is served first, where the scheduler goes by priority |
+| priority | optional | lower is served first, with the priority scheduling policy |
 """
 
 import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..bad_rows import MAX_HASH_ID, BadRow, RowError, finite_number, hash_ids, num_tokens, shown, timestamp
-from ..format import Row, TraceFormat, TraceSource
-from ..sessions import TurnRecord
+from ..format import TraceFormat, TraceSource, trace_formats
+from ..lines import read_objects
+from ..rows import (
+    MAX_HASH_ID,
+    BadRow,
+    Row,
+    RowError,
+    TurnRecord,
+    hash_ids,
+    num_tokens,
+    optional_seconds,
+    required,
+    shown,
+    timestamp,
+)
 from ..text import HOW_TO_NAME_ONE, TextBlocks, Tokenizer
 from ..trace import UNITS_PER_SECOND
-from .rows import read_objects, required
 
 FIELDS = frozenset(
     (
@@ -37,36 +48,44 @@ TEXT_BLOCK_SIZE = 16
 LARGEST_PRIORITY = 1 << 31
 
 
-def matches(lines: Sequence[bytes]) -> bool:
-    """Whether any of the lines carries a field that only this format has."""
-    return any(line.startswith(b"{") and field in line for line in lines for field in OWN_FIELDS)
+@trace_formats.register("log")
+class RequestLog(TraceFormat):
+    """A request log as JSONL. Rows are in nanoseconds, whatever the unit of their line."""
 
+    title = "request log as JSONL"
+    timestamp_unit = "s (arrival_s), or what each line says"
+    units_per_second = NANOSECONDS
+    unit_is_settable = True
+    converts_units = True
+    text_block_size = TEXT_BLOCK_SIZE
+    block_size_is_settable = True
+    fields = ("arrival_s", "input_tokens", "hash_ids")
+    first_line = '{"arrival_s": ..., "input_tokens": ..., "output_tokens": ..., "session": ...}'
 
-def links_turns(lines: Sequence[bytes]) -> bool:
-    """Whether the first lines name sessions."""
-    return b'"session"' in b"\n".join(lines)
+    def matches(self, lines: Sequence[bytes]) -> bool:
+        """Whether any line has a field that only this format has."""
+        return any(line.startswith(b"{") and field in line for line in lines for field in OWN_FIELDS)
 
+    def links_turns(self, lines: Sequence[bytes]) -> bool:
+        """Whether the first lines name sessions."""
+        return b'"session"' in b"\n".join(lines)
 
-def records_think_times(lines: Sequence[bytes]) -> bool:
-    """Whether the first lines name sessions and how long answers or clients took."""
-    head = b"\n".join(lines)
-    return links_turns(lines) and (b'"duration_s"' in head or b'"think_time_s"' in head)
+    def records_think_times(self, lines: Sequence[bytes]) -> bool:
+        """Whether the first lines name sessions, and how long answers or clients took."""
+        head = b"\n".join(lines)
+        return self.links_turns(lines) and (b'"duration_s"' in head or b'"think_time_s"' in head)
 
-
-def read_rows(source: TraceSource) -> Iterator[Row | BadRow]:
-    """Yield a `Row`, or a `BadRow`, for every line. Times are nanoseconds, whatever the line's unit."""
-    parser = _Parser(source)
-    return read_objects(source, FIELDS, parser.row)
+    def read_rows(self, source: TraceSource) -> Iterator[Row | BadRow]:
+        """Yield a row for every line."""
+        return read_objects(source, FIELDS, _Parser(source).row)
 
 
 class _Parser:
     def __init__(self, source: TraceSource) -> None:
         self._source = source
-        self._unit = source.timestamp_unit
         self._block_size = source.info.trace_block_size or TEXT_BLOCK_SIZE
-        self._may_have_ids = source.info.trace_block_size_source == "given"
 
-    def row(self, place: int, row: dict[str, Any]) -> Row:
+    def row(self, place: int, row: dict[str, object]) -> Row:
         salt = _text(row, "cache_salt")
         if salt == "":
             raise RowError("empty_salt", "is empty: leave it out, or name the tenant", "cache_salt")
@@ -86,38 +105,38 @@ class _Parser:
         return place, when, num_input, num_output, blocks, _turn(row), _priority(row)
 
     def _given_ids(self, ids: Any, salt: str | None) -> tuple[int, ...]:
-        if not self._may_have_ids:
+        if self._source.info.trace_block_size_source != "given":
             raise RowError(
                 "no_block_size",
                 "are there, and nothing says for how many tokens one stands: give --trace-block-size",
                 "hash_ids",
             )
-        return _salted(hash_ids(ids, "hash_ids"), salt)
+        return _salted(hash_ids(ids), salt)
 
     def _tokenizer(self, field: str) -> Tokenizer:
         if self._source.tokenizer is None:
             raise RowError("no_tokenizer", f"is text, and nothing says how to count it: {HOW_TO_NAME_ONE}", field)
         return self._source.tokenizer
 
-    def _nanoseconds(self, row: dict[str, Any]) -> int:
+    def _nanoseconds(self, row: dict[str, object]) -> int:
         if "arrival_s" in row:
             return round(timestamp(row["arrival_s"], "arrival_s", 1) * NANOSECONDS)
         if "timestamp" not in row:
             raise RowError("missing_field", "is missing, and so is timestamp with its unit", "arrival_s")
-        unit = row.get("unit", self._unit)
+        unit = row.get("unit", self._source.timestamp_unit)
         if unit is None:
             raise RowError(
                 "no_unit",
                 "has no unit: give --timestamp-unit s, ms, us or ns, or a field unit on the line",
                 "timestamp",
             )
-        if unit not in UNITS_PER_SECOND:
+        if not isinstance(unit, str) or unit not in UNITS_PER_SECOND:
             raise RowError("unknown_unit", f"{shown(unit)} is none of {', '.join(UNITS_PER_SECOND)}", "unit")
         when = timestamp(row["timestamp"], "timestamp", UNITS_PER_SECOND[unit])
         return round(when * (NANOSECONDS // UNITS_PER_SECOND[unit]))
 
 
-def _turn(row: dict[str, Any]) -> TurnRecord | None:
+def _turn(row: dict[str, object]) -> TurnRecord | None:
     session = row.get("session")
     if session is None:
         return None
@@ -126,29 +145,19 @@ def _turn(row: dict[str, Any]) -> TurnRecord | None:
     return TurnRecord(
         key=session,
         after=(session,),
-        think_s=_seconds(row, "think_time_s"),
-        answered_s=_seconds(row, "duration_s"),
+        think_s=optional_seconds(row, "think_time_s"),
+        answered_s=optional_seconds(row, "duration_s"),
     )
 
 
-def _seconds(row: dict[str, Any], field: str) -> float | None:
-    value = row.get(field)
-    if value is None:
-        return None
-    try:
-        return float(finite_number(value, field))
-    except OverflowError:
-        raise RowError("huge", f"{shown(value)} is more seconds than a float holds", field) from None
-
-
-def _text(row: dict[str, Any], field: str) -> str | None:
+def _text(row: dict[str, object], field: str) -> str | None:
     value = row.get(field)
     if value is not None and not isinstance(value, str):
         raise RowError("not_text", f"{shown(value)} is not text", field)
     return value
 
 
-def _priority(row: dict[str, Any]) -> int:
+def _priority(row: dict[str, object]) -> int:
     value = row.get("priority", 0)
     if type(value) is not int or abs(value) > LARGEST_PRIORITY:
         raise RowError("not_a_number", f"{shown(value)} is not a whole number within 2**31", "priority")
@@ -156,7 +165,7 @@ def _priority(row: dict[str, Any]) -> int:
 
 
 def _salted(ids: tuple[int, ...], salt: str | None) -> tuple[int, ...]:
-    """The same ids under a salt: other ids, the same ones for the same salt."""
+    """Other ids for the same blocks; one salt always gives the same ones."""
     if salt is None:
         return ids
     key = hashlib.blake2b(salt.encode(), digest_size=16).digest()
@@ -165,21 +174,3 @@ def _salted(ids: tuple[int, ...], salt: str | None) -> tuple[int, ...]:
         & MAX_HASH_ID
         for hash_id in ids
     )
-
-
-REQUEST_LOG = TraceFormat(
-    name="log",
-    title="request log as JSONL",
-    timestamp_unit="s (arrival_s), or what each line says",
-    units_per_second=NANOSECONDS,
-    unit_is_settable=True,
-    converts_units=True,
-    text_block_size=TEXT_BLOCK_SIZE,
-    block_size_is_settable=True,
-    fields=("arrival_s", "input_tokens", "hash_ids"),
-    first_line='{"arrival_s": ..., "input_tokens": ..., "output_tokens": ..., "session": ...}',
-    matches=matches,
-    links_turns=links_turns,
-    records_think_times=records_think_times,
-    read_rows=read_rows,
-)

@@ -1,10 +1,9 @@
 """ShareGPT JSON: conversations as text; every answer in one is a request whose prompt is all that came before it.
 
 A file is an array of `{"id": ..., "conversations": [{"from": "human" | "gpt" | "system", "value": ...}, ...]}`, or
-one of these a line. Nothing is counted in it, so a tokenizer has to be named, and nothing is timed: conversations
-begin at a rate that the user gives, or all at once, and each turn follows the answer before it at once. Messages are
-tokenized one by one and without a chat template. Blocks get their ids from the text, so that what conversations share
-is known.
+one of these a line. It holds no token counts, so a tokenizer has to be named, and no times: conversations begin at a
+rate that the user gives, or all at once, and each turn follows the answer before it immediately. Messages are tokenized
+one by one and without a chat template. Block ids come from the text, so it is known what conversations share.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,12 +11,10 @@ from typing import Any
 
 from ....core.errors import InputError
 from ...random_draws import Draws
-from ..bad_rows import BadRow, RowError, shown
-from ..format import Row, TraceFormat, TraceSource, always
+from ..format import TraceFormat, TraceSource, trace_formats
 from ..lines import read_json_values
-from ..sessions import TurnRecord
+from ..rows import BadRow, Row, RowError, TurnRecord, as_list, as_object, required, shown
 from ..text import HOW_TO_NAME_ONE, TextBlocks, Tokenizer
-from .rows import as_object, required
 
 FIELDS = frozenset(("id", "conversations"))
 MESSAGE_FIELDS = frozenset(("from", "value"))
@@ -29,59 +26,73 @@ AT_ONCE = (
 )
 
 
-def matches(lines: Sequence[bytes]) -> bool:
-    """Whether the beginning of the file is that of such conversations."""
-    head = b"\n".join(lines)
-    return b'"conversations"' in head and b'"from"' in head
+@trace_formats.register("sharegpt")
+class ShareGPT(TraceFormat):
+    """ShareGPT JSON."""
 
+    title = "ShareGPT JSON"
+    timestamp_unit = "none (the file records no times)"
+    units_per_second = 1
+    text_block_size = 16
+    block_size_is_settable = True
+    fields = ("none", "input_length", "hash_ids")
+    has_turns = True
+    has_think_times = True
+    first_line = '[{"id": ..., "conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}, ...]'
+    has_one_parent_each = True
+    needs_tokenizer = True
+    arrivals_unless_given = AT_ONCE
 
-def read_rows(source: TraceSource) -> Iterator[Row | BadRow]:
-    """Yield a `Row` for every answered prompt, conversation after conversation, or a `BadRow` for a conversation."""
-    tokenizer, block_size = source.tokenizer, source.info.trace_block_size
-    if tokenizer is None or block_size is None:
-        raise InputError(f"{source.path}: ShareGPT holds text and no token counts; {HOW_TO_NAME_ONE}")
-    draws, now, num_rows = Draws(source.seed), 0.0, 0
-    for line, value in read_json_values(source.path):
-        if isinstance(value, BadRow):
-            yield value
-            continue
-        try:
-            messages = _messages(value, source.info.unused_fields)
-        except RowError as error:
-            yield error.at(line)
-            continue
-        exchanges = _exchanges(messages, tokenizer, block_size)
-        for number, (num_input, ids, num_output, is_last) in enumerate(exchanges, 1):
-            num_rows += 1
-            turn = TurnRecord(
-                key=(line, number),
-                after=((line, number - 1),) if number > 1 else (),
-                session=str(line),
-                number=number,
-                think_s=0.0,
-                answered_s=0.0,
-                num_waiting=0 if is_last else 1,
-            )
-            yield num_rows, now, num_input, num_output, ids, turn, 0
-        if not exchanges:
-            source.info.remark("conversations hold no answered prompt and were left out")
-        elif source.request_rate is not None:
-            now += draws.exponential(1 / source.request_rate)
+    def matches(self, lines: Sequence[bytes]) -> bool:
+        """Whether the file begins with such conversations."""
+        head = b"\n".join(lines)
+        return b'"conversations"' in head and b'"from"' in head
+
+    def read_rows(self, source: TraceSource) -> Iterator[Row | BadRow]:
+        """Yield a `Row` for every answered prompt, conversation by conversation, or a `BadRow` for a conversation."""
+        tokenizer, block_size = source.tokenizer, source.info.trace_block_size
+        if tokenizer is None or block_size is None:
+            raise InputError(f"{source.path}: ShareGPT holds text and no token counts; {HOW_TO_NAME_ONE}")
+        draws, now, num_rows = Draws(source.seed), 0.0, 0
+        for line, value in read_json_values(source.path):
+            if isinstance(value, BadRow):
+                yield value
+                continue
+            try:
+                messages = _messages(value, source.info.unused_fields)
+            except RowError as error:
+                yield error.at(line)
+                continue
+            exchanges = _exchanges(messages, tokenizer, block_size)
+            for number, (num_input, ids, num_output) in enumerate(exchanges, 1):
+                num_rows += 1
+                turn = TurnRecord(
+                    key=(line, number),
+                    after=((line, number - 1),) if number > 1 else (),
+                    session=str(line),
+                    number=number,
+                    think_s=0.0,
+                    answered_s=0.0,
+                    num_waiting=0 if number == len(exchanges) else 1,
+                )
+                yield num_rows, now, num_input, num_output, ids, turn, 0
+            if not exchanges:
+                source.info.remark("conversations hold no answered prompt and were left out")
+            elif source.request_rate is not None:
+                now += draws.exponential(1 / source.request_rate)
 
 
 def _exchanges(
     messages: list[tuple[bool, str]], tokenizer: Tokenizer, block_size: int
-) -> list[tuple[int, tuple[int, ...], int, bool]]:
-    """(prompt tokens, ids of its blocks, answer tokens, is it the last) of every answered prompt."""
+) -> list[tuple[int, tuple[int, ...], int]]:
+    """(prompt tokens, ids of its blocks, answer tokens) of every answered prompt."""
     text = TextBlocks(block_size)
-    exchanges: list[tuple[int, tuple[int, ...], int, bool]] = []
+    exchanges: list[tuple[int, tuple[int, ...], int]] = []
     for is_answer, words in messages:
         tokens = tokenizer.encode(words)
         if is_answer and text.num_tokens:
-            exchanges.append((text.num_tokens, text.ids(), len(tokens), False))
+            exchanges.append((text.num_tokens, text.ids(), len(tokens)))
         text.extend(tokens)
-    if exchanges:
-        exchanges[-1] = (*exchanges[-1][:3], True)
     return exchanges
 
 
@@ -89,9 +100,7 @@ def _messages(value: Any, unused_fields: set[str]) -> list[tuple[bool, str]]:
     """(is it an answer, text) of every message."""
     conversation = as_object(value)
     unused_fields.update(conversation.keys() - FIELDS)
-    messages = required(conversation, "conversations")
-    if not isinstance(messages, list):
-        raise RowError("not_a_list", f"{shown(messages)} is not a list of messages", "conversations")
+    messages = as_list(required(conversation, "conversations"), "conversations", "messages")
     return [_message(message, f"conversations[{index}]", unused_fields) for index, message in enumerate(messages)]
 
 
@@ -109,22 +118,3 @@ def _message(message: Any, where: str, unused_fields: set[str]) -> tuple[bool, s
         )
     unused_fields.update(message.keys() - MESSAGE_FIELDS)
     return message["from"] in ANSWERS, message["value"]
-
-
-SHAREGPT = TraceFormat(
-    name="sharegpt",
-    title="ShareGPT JSON",
-    timestamp_unit="none (the file records no times)",
-    units_per_second=1,
-    text_block_size=16,
-    block_size_is_settable=True,
-    fields=("none", "input_length", "hash_ids"),
-    first_line='[{"id": ..., "conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}, ...]',
-    matches=matches,
-    links_turns=always,
-    records_think_times=always,
-    read_rows=read_rows,
-    has_one_parent_each=True,
-    needs_tokenizer=True,
-    arrivals_unless_given=AT_ONCE,
-)

@@ -9,7 +9,7 @@ from kvledger.core.pool.eviction_order import EvictionOrder, make_eviction_order
 from kvledger.core.pool.policies.belady import BeladyOrder, FutureUses
 from kvledger.sim.cache.policies import replay_policy
 from kvledger.sim.cache.prompt_blocks import read_prompt_blocks
-from kvledger.sim.engine.trace_keys import TraceKeySource
+from kvledger.sim.engine.arrivals import TraceKeySource
 from kvledger.sim.traces import open_trace
 
 BLOCK_SIZE = 512

@@ -11,7 +11,7 @@ from kvledger.core import AllocatorConfig, Commit, EventLog, FullAttention, KVCa
 from kvledger.core.scheduler.config import SchedulerConfig
 from kvledger.core.scheduler.scheduler import Scheduler
 from kvledger.core.scheduler.waiting import RefusedAdmission
-from kvledger.sim.engine.trace_keys import TraceKeySource
+from kvledger.sim.engine.arrivals import TraceKeySource
 
 SIZE = 16
 

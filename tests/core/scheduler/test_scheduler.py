@@ -17,7 +17,7 @@ from kvledger.core import (
 )
 from kvledger.core.scheduler.config import SchedulerConfig
 from kvledger.core.scheduler.scheduler import Scheduler
-from kvledger.sim.engine.trace_keys import TraceKeySource
+from kvledger.sim.engine.arrivals import TraceKeySource
 
 
 def make(num_blocks: int = 101, log: EventLog | None = None, groups=None, watermark: int = 0, **limits) -> Scheduler:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvledger.core.errors import DoesNotFitError, InputError
-from kvledger.sim.baselines.baselines import AllocatorUsage, compare_allocators
-from kvledger.sim.baselines.saturated_run import MAX_SAMPLES, Fragmentation
+from kvledger.sim.baselines.baselines import MAX_SAMPLES, AllocatorUsage, Fragmentation, compare_allocators
 
 NAMES = ["static", "pow2", "oracle", "growing", "paged"]
 SEEDS = range(4)

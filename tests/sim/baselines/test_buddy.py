@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvledger.core.errors import InputError, MisuseError
-from kvledger.sim.baselines.heaps import BuddyAllocator, Chunk
+from kvledger.sim.baselines.placement import BuddyAllocator, Chunk
 
 # Positive: allocate that much. Negative or zero: release the live chunk of that index.
 STEPS = st.lists(st.integers(-10, 70), max_size=60)

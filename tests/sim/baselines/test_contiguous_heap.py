@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvledger.core.errors import InputError, MisuseError
-from kvledger.sim.baselines.heaps import ContiguousHeap
+from kvledger.sim.baselines.placement import ContiguousHeap
 
 STEPS = st.lists(st.tuples(st.sampled_from(["allocate", "extend", "release"]), st.integers(1, 40)), max_size=60)
 

@@ -13,9 +13,9 @@ from kvledger.sim.cache.capacity_curve import capacity_curve, series_up_to
 from kvledger.sim.cache.lru_curve import lru_curve
 from kvledger.sim.cache.policies import policy_names, replay_policy
 from kvledger.sim.cache.prompt_blocks import read_prompt_blocks
-from kvledger.sim.engine.trace_keys import TraceKeySource
+from kvledger.sim.engine.arrivals import TraceKeySource
 from kvledger.sim.traces import TraceInfo, TraceRequest, Window, open_trace
-from kvledger.sim.traces.reblocking import ReblockedTrace
+from kvledger.sim.traces.derived import ReblockedTrace
 from kvledger.sim.workloads.builtin import open_workload
 
 SIZES = (1_000, 5_000, 10_000, 30_000, 50_000, 100_000)

@@ -14,7 +14,7 @@ from kvledger.sim.cache.lru_curve import lru_curve
 from kvledger.sim.cache.prompt_blocks import at_block_size, read_prompt_blocks
 from kvledger.sim.cache.reuse import reuse_distances, reuse_times, shared_tokens, working_sets
 from kvledger.sim.traces import TraceInfo, TraceRequest, Window, open_trace
-from kvledger.sim.traces.reblocking import ReblockedTrace, reblocked_ids
+from kvledger.sim.traces.derived import ReblockedTrace, reblocked_ids
 
 TRACES = os.environ.get("KVLEDGER_TRACES")
 

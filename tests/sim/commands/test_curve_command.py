@@ -148,7 +148,7 @@ def test_a_trace_without_ids_claims_no_reuse(kvledger, tmp_path):
     [
         ([], "give a trace file, --workload NAME or --fit FILE"),
         (["TRACE", "--workload", "code"], "not more than one of them"),
-        (["--workload", "chat"], "the built-in ones are"),
+        (["--workload", "chat"], "unknown workload 'chat'; known: conversation, sharegpt"),
         (["--workload", "code", "--on-bad-row", "skip"], "--on-bad-row skip has no effect on a built-in workload"),
         (["--workload", "agentic", "--trace-block-size", "16"], "--trace-block-size 16 has no effect on a built-in"),
         (["TRACE", "--seed", "3"], "--seed 3 has no effect on a trace file"),

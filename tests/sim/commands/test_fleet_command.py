@@ -81,7 +81,7 @@ def test_tiers_behind_each_pool_find_more_and_are_accounted_for() -> None:
     ("arguments", "message"),
     [
         (("--replicas", "0"), "num_replicas is 0; it must be at least 1"),
-        (("--routing", "luck"), "it is one of round-robin, least-outstanding-work, sticky, prefix-aware"),
+        (("--routing", "luck"), "known: round-robin, least-outstanding-work, sticky, prefix-aware"),
         (("--routing", "sticky", "--routing-load-weight", "1"), "has no effect on --routing sticky"),
         (("--event-delay-ms", "-1"), "event_delay_s is -0.001"),
         (("--host-blocks", "10"), "--host-blocks and --host-gb-s go together; neither has a default"),

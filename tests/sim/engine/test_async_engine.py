@@ -42,28 +42,28 @@ def _ms(sketch) -> float:
 
 def test_an_idle_engine_starts_a_request_at_once():
     recorder, _, _ = _run([(0.05, 10, 1)])
-    assert _ms(recorder.ttft_ns) == pytest.approx(100)
+    assert _ms(recorder.latencies.ttft_ns) == pytest.approx(100)
 
 
 @pytest.mark.parametrize("macro_steps", [True, False])
 def test_a_request_that_arrives_during_a_step_joins_the_one_after_the_next(macro_steps: bool):
     # Steps start at 0.0, 0.1, ...; the second request arrives 30 ms into the fourth one: 70 + 100 + 100 ms.
     recorder, _, _ = _run([(0.0, 10, 20), (0.33, 10, 1)], macro_steps=macro_steps)
-    assert _ms(recorder.ttft_ns) == pytest.approx(270)
+    assert _ms(recorder.latencies.ttft_ns) == pytest.approx(270)
     synchronous, _, _ = _run([(0.0, 10, 20), (0.33, 10, 1)], engine=SimulatedEngine, macro_steps=macro_steps)
-    assert _ms(synchronous.ttft_ns) == pytest.approx(170)
+    assert _ms(synchronous.latencies.ttft_ns) == pytest.approx(170)
 
 
 def test_a_request_that_arrives_during_the_last_step_starts_when_it_ends():
     recorder, _, _ = _run([(0.0, 10, 3), (0.25, 10, 1)])
-    assert _ms(recorder.ttft_ns) == pytest.approx(150)
+    assert _ms(recorder.latencies.ttft_ns) == pytest.approx(150)
 
 
 def test_running_requests_are_not_slowed_down():
     times = []
     for engine in (AsyncSchedulingEngine, SimulatedEngine):
         recorder, _, _ = _run([(0.0, 10, 20), (0.33, 10, 20)], engine=engine)
-        times.append((recorder.itl_ns.maximum, recorder.itl_ns.count))
+        times.append((recorder.latencies.itl_ns.maximum, recorder.latencies.itl_ns.count))
     assert times[0] == times[1] == (100_000_000, 38)
 
 
@@ -84,7 +84,7 @@ def test_macro_steps_change_no_figure(arrivals, blocks):
     figures = []
     for macro_steps in (True, False):
         recorder, scheduler, _ = _run(arrivals, macro_steps=macro_steps, blocks=blocks)
-        sketches = (recorder.ttft_ns, recorder.itl_ns, recorder.e2e_ns)
+        sketches = (recorder.latencies.ttft_ns, recorder.latencies.itl_ns, recorder.latencies.e2e_ns)
         figures.append(
             [(s.count, s.total, s.maximum) for s in sketches]
             + [(recorder.num_steps, scheduler.stats.num_finished, scheduler.stats.num_preemptions)]

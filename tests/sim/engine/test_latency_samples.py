@@ -47,10 +47,10 @@ def test_asking_in_between_changes_no_figure(requests, asked_after) -> None:
             samples.steps[request.num_prompt_tokens] += 1
             samples.finished(request)
         if number in asked_after:
-            assert asked.e2e_ns.count == asked.histograms.e2e_ns.count == number + 1
+            assert asked.sketches.e2e_ns.count == asked.histograms.e2e_ns.count == number + 1
     assert _state(asked.histograms) == _state(at_the_end.histograms)
     for name in ("ttft_ns", "itl_ns", "tpot_ns", "e2e_ns"):
-        assert vars(getattr(asked, name)) == vars(getattr(at_the_end, name))
+        assert vars(getattr(asked.sketches, name)) == vars(getattr(at_the_end.sketches, name))
 
 
 def test_what_waits_to_be_counted_stays_within_bounds() -> None:
@@ -59,7 +59,8 @@ def test_what_waits_to_be_counted_stays_within_bounds() -> None:
         samples.gaps[nanoseconds] += 2
         samples.count_when_many()
         assert len(samples.gaps) < MAX_PENDING
-    assert (samples.itl_ns.count, samples.itl_ns.maximum) == (10 * MAX_PENDING, 5 * MAX_PENDING - 1)
+    gaps = samples.sketches.itl_ns
+    assert (gaps.count, gaps.maximum) == (10 * MAX_PENDING, 5 * MAX_PENDING - 1)
 
 
 @settings(max_examples=10)

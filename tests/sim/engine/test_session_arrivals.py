@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvledger.core import AllocatorConfig, FullAttention, InputError
 from kvledger.core.scheduler.config import SchedulerConfig
 from kvledger.core.types import Request
+from kvledger.sim.engine.arrivals import NANOSECONDS, SessionArrivals
 from kvledger.sim.engine.replay import replay
-from kvledger.sim.engine.session_arrivals import NANOSECONDS, SessionArrivals
 from kvledger.sim.latency.linear import LinearLatency
 from kvledger.sim.traces import TraceRequest, Turn, open_trace
 

@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvledger.sim.engine.trace_keys import TraceKeySource
+from kvledger.sim.engine.arrivals import TraceKeySource
 
 
 def keys(ids, input_length, block_size, trace_block_size, ordinal=0, num_tokens=None):

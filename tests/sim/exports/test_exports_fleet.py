@@ -12,8 +12,7 @@ import pytest
 from kvledger.core import AllocatorConfig, FullAttention
 from kvledger.core.scheduler.config import SchedulerConfig
 from kvledger.sim.exports.run_exports import ExportOptions, RunExports
-from kvledger.sim.fleet.disaggregated_replay import replay_disaggregated
-from kvledger.sim.fleet.disaggregation import DisaggregatedShape
+from kvledger.sim.fleet.disaggregation import DisaggregatedShape, replay_disaggregated
 from kvledger.sim.fleet.fleet import EngineParts, FleetShape, replay_fleet
 from kvledger.sim.fleet.links import TransferModel
 from kvledger.sim.fleet.routing import make_router

@@ -10,11 +10,10 @@ from kvledger.core import AllocatorConfig, Commit, EventLog, FullAttention, Inpu
 from kvledger.core.events import PoolCreated
 from kvledger.core.ledger.audit import ConservationAudit
 from kvledger.core.scheduler.config import SchedulerConfig
-from kvledger.sim.fleet.disaggregated_replay import replay_disaggregated
-from kvledger.sim.fleet.disaggregation import DisaggregatedFleet, DisaggregatedShape
+from kvledger.sim.fleet.disaggregation import DisaggregatedFleet, DisaggregatedShape, replay_disaggregated
 from kvledger.sim.fleet.fleet import EngineParts, FleetShape, replay_fleet
 from kvledger.sim.fleet.links import TransferModel
-from kvledger.sim.fleet.routing import ROUTINGS, make_router
+from kvledger.sim.fleet.routing import make_router, routers
 from kvledger.sim.fleet.tiers import Tier
 from kvledger.sim.latency.linear import LinearLatency
 from kvledger.sim.traces import TraceRequest
@@ -311,7 +310,7 @@ class Audit:
     gb_s=st.sampled_from([math.inf, 1.0, 0.01]),
     sharing=st.sampled_from(["fair", "fifo"]),
     first=st.sampled_from(["prefill", "decode"]),
-    routing=st.sampled_from(ROUTINGS),
+    routing=st.sampled_from(routers.names()),
     async_scheduling=st.booleans(),
 )
 @settings(max_examples=25, deadline=None)
@@ -353,7 +352,7 @@ def test_conservation_across_both_ledgers(
         assert fleet._handovers == {}
         for engine in (*fleet.prefill, *fleet.decode):
             assert engine.view.num_outstanding_requests == 0
-        for run, log in zip(fleet.runs, logs, strict=True):
+        for run, log in zip(fleet.engines, logs, strict=True):
             allocator = run.scheduler.allocator
             assert allocator.pool.num_held_blocks == 0
             assert not run.scheduler.has_unfinished

@@ -10,7 +10,7 @@ from kvledger.core import AllocatorConfig, EventLog, FullAttention, InputError, 
 from kvledger.core.scheduler.config import SchedulerConfig
 from kvledger.sim.engine.replay import replay
 from kvledger.sim.fleet.fleet import EngineParts, Fleet, FleetShape, replay_fleet
-from kvledger.sim.fleet.routing import ROUTINGS, make_router
+from kvledger.sim.fleet.routing import make_router, routers
 from kvledger.sim.latency.linear import LinearLatency
 from kvledger.sim.traces import TraceRequest, open_trace
 from kvledger.sim.workloads.builtin import open_workload
@@ -68,7 +68,7 @@ def figures(report) -> dict:
     }
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("routing", routers.names())
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_fleet_of_one_is_a_replay(routing: str, async_scheduling: bool) -> None:
     made_of = parts(async_scheduling=async_scheduling)
@@ -114,7 +114,7 @@ def test_a_closed_loop_over_a_trace_without_sessions_is_refused() -> None:
         serve(2, trace=open_workload("code", limit=5), closed_loop=True)
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("routing", routers.names())
 def test_every_request_is_served_by_exactly_one_replica(routing: str) -> None:
     report = serve(3, routing)
     assert report.requests == {"total": 150, "finished": 150, "rejected": 0, "aborted": 0}
@@ -146,14 +146,14 @@ def test_what_can_never_fit_is_refused_and_does_not_weigh_on_the_router() -> Non
     long, short = TraceRequest(0.0, 10 * BLOCK, 1, None, 1), [TraceRequest(0.1 * n, 8, 1, None, 1 + n) for n in (1, 2)]
     fleet = Fleet(FleetShape(num_replicas=1), small, make_router("least-outstanding-work"), None)
     fleet.run([long, *short])
-    assert fleet.runs[0].rejections
-    assert fleet.runs[0].scheduler.stats.num_finished == 2
+    assert fleet.engines[0].rejections
+    assert fleet.engines[0].scheduler.stats.num_finished == 2
     assert fleet.views[0].outstanding_prefill_tokens() == 0
     assert fleet.views[0].num_outstanding_requests == 0
 
 
 @pytest.mark.parametrize("groups", [[FullAttention(16)], [SlidingWindow(16, 64), FullAttention(32)]])
-@given(st.integers(0, 5), st.sampled_from(ROUTINGS), st.integers(1, 3))
+@given(st.integers(0, 5), st.sampled_from(routers.names()), st.integers(1, 3))
 @settings(max_examples=4, deadline=None)
 def test_a_view_holds_the_keys_and_the_requests_that_the_engine_holds(groups, seed, routing, num_replicas) -> None:
     """At any arrival, without a delay: the router's books, folded from events, equal the ledger."""
@@ -169,7 +169,7 @@ def test_a_view_holds_the_keys_and_the_requests_that_the_engine_holds(groups, se
     fleet = Fleet(FleetShape(num_replicas=num_replicas), fleet_parts, make_router(routing), 512)
 
     def check(_count: int) -> None:
-        for view, run in zip(fleet.views, fleet.runs, strict=True):
+        for view, run in zip(fleet.views, fleet.engines, strict=True):
             scheduler = run.scheduler
             pool = scheduler.allocator.state.pool
             keys = [
@@ -195,7 +195,7 @@ def test_events_that_come_late_find_less() -> None:
     assert hits[0] > hits[1] >= hits[2]
 
 
-@given(st.integers(0, 1000), st.sampled_from(ROUTINGS), st.integers(1, 4), st.booleans(), st.booleans())
+@given(st.integers(0, 1000), st.sampled_from(routers.names()), st.integers(1, 4), st.booleans(), st.booleans())
 @settings(max_examples=6, deadline=None)
 def test_macro_steps_change_no_figure(
     seed: int, routing: str, num_replicas: int, async_scheduling: bool, closed_loop: bool

@@ -134,7 +134,7 @@ def test_without_sessions_a_turn_follows_the_prompt_that_it_goes_beyond() -> Non
 
 
 def test_unknown_names_and_options_without_effect_are_refused() -> None:
-    with pytest.raises(InputError, match="it is one of round-robin, least-outstanding-work, sticky, prefix-aware"):
+    with pytest.raises(InputError, match="'random'; known: round-robin, least-outstanding-work, sticky, prefix-aware"):
         make_router("random")
     with pytest.raises(InputError, match="has no effect on --routing sticky"):
         make_router("sticky", 1.0)

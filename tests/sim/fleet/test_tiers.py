@@ -180,7 +180,7 @@ def test_conservation_across_tiers(rows, num_blocks: int, sizes: list[int], take
         make_router("round-robin"),
         16,
     )
-    run = fleet.runs[0]
+    run = fleet.engines[0]
     auditor.store, auditor.pool = run.tiers, run.scheduler.allocator.state.pool
     fleet.run(trace)
     assert run.scheduler.stats.num_finished == len(trace)
@@ -277,10 +277,10 @@ def test_a_reset_clears_the_tiers_as_well() -> None:
         16,
     )
     fleet.run([TraceRequest(float(n), 33, 1, (3 * n, 3 * n + 1, 3 * n + 2), n + 1) for n in range(3)])
-    store = fleet.runs[0].tiers
+    store = fleet.engines[0].tiers
     assert store is not None
     assert len(store.kept(1)) > 0
-    fleet.runs[0].scheduler.allocator.reset_prefix_cache()
+    fleet.engines[0].scheduler.allocator.reset_prefix_cache()
     assert store.kept(1) == store.keys_in_pool == frozenset()
 
 

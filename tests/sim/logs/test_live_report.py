@@ -13,8 +13,16 @@ from kvledger.backends.sinks import DurableLog, FlushPolicy, LogReader, StepComp
 from kvledger.core import AllocatorConfig, FullAttention, InputError, KVCacheAllocator, SchedulerConfig, StepLoad
 from kvledger.core.models.geometry import load_geometry
 from kvledger.sim.latency.devices import find_device
-from kvledger.sim.latency.fitted import BASE, PLAIN, PREFILL_STEP, FittedLatency, fit_latency
-from kvledger.sim.latency.measured_steps import COLUMNS, MeasuredSteps, measured_steps
+from kvledger.sim.latency.fitted import (
+    BASE,
+    COLUMNS,
+    PLAIN,
+    PREFILL_STEP,
+    FittedLatency,
+    MeasuredSteps,
+    fit_latency,
+    measured_steps,
+)
 from kvledger.sim.latency.roofline import RooflineLatency
 from kvledger.sim.logs.live_report import fit_roofline, live_report
 

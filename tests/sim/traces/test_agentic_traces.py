@@ -9,7 +9,7 @@ import pytest
 from kvledger.core.errors import InputError
 from kvledger.sim.cache.lru_curve import lru_curve
 from kvledger.sim.cache.prompt_blocks import read_prompt_blocks
-from kvledger.sim.engine.trace_keys import TraceKeySource
+from kvledger.sim.engine.arrivals import TraceKeySource
 from kvledger.sim.traces import TraceRequest, open_trace
 
 TRACES = os.environ.get("KVLEDGER_TRACES")

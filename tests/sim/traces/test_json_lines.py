@@ -6,7 +6,8 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvledger.sim.traces import FORMATS, TraceInfo, Window, json_lines
+from kvledger.sim.traces import TraceInfo, Window, trace_formats
+from kvledger.sim.traces import lines as trace_lines
 from kvledger.sim.traces.format import TraceSource
 
 NAMES = {
@@ -57,7 +58,7 @@ def lines(draw, names: tuple[str, ...]) -> bytes:
 def read(path, format_name: str) -> tuple[str, set[str]]:
     """What a format's reader makes of a file, to the last sign, and the fields that it has not used."""
     info = TraceInfo("lines", str(path), format_name, "s", 16, "given", 1.0, Window(0, None))
-    rows = FORMATS[format_name].read_rows(TraceSource((path,), info, 1_000, "s"))
+    rows = trace_formats.get(format_name)(format_name).read_rows(TraceSource((path,), info, 1_000, "s"))
     return "\n".join(map(repr, rows)), info.unused_fields
 
 
@@ -77,7 +78,7 @@ def test_lines_are_read_and_refused_as_by_python_s_own_decoder(path, format_name
     path.write_bytes(b"\n".join(data.draw(st.lists(lines(NAMES[format_name]), min_size=1, max_size=6))))
     fast = read(path, format_name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_lines.orjson, "loads", refuse)
+        patch.setattr(trace_lines.orjson, "loads", refuse)
         assert fast == read(path, format_name)
 
 

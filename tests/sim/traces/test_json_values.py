@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvledger.core.errors import InputError
-from kvledger.sim.traces.bad_rows import BadRow
 from kvledger.sim.traces.lines import read_json_values
+from kvledger.sim.traces.rows import BadRow
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 JSON = st.recursive(
@@ -66,8 +66,8 @@ def test_nesting_without_end_is_a_bad_value(path):
     ("text", "message"),
     [
         ('[{"a": 1}, {"b": ', "values.json:1: the array is broken here"),
-        ('[{"a": 1} {"b": 2}]', "'{' stands where a comma or ] is due"),
-        ('[{"a": 1}]\n{"b": 2}', "values.json:2: .*something follows the end of the array"),
+        ('[{"a": 1} {"b": 2}]', "'{' instead of a comma or ]"),
+        ('[{"a": 1}]\n{"b": 2}', "values.json:2: .*there is text after the end of the array"),
         ('[{"a": 1},\n', "the array is broken here"),
     ],
 )

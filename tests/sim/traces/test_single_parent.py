@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvledger.sim.traces.bad_rows import RowError
 from kvledger.sim.traces.checks import SingleParentCheck
+from kvledger.sim.traces.rows import RowError
 
 # Dense ids, sparse ones, and both in one trace.
 IDS = st.integers(0, 6) | st.sampled_from([10**6, 10**6 + 1, 10**9])

@@ -7,7 +7,9 @@ import pytest
 from kvledger.core.errors import InputError
 from kvledger.sim.cache.lru_curve import lru_curve
 from kvledger.sim.cache.prompt_blocks import read_prompt_blocks
-from kvledger.sim.traces import FORMATS, open_trace
+from kvledger.sim.traces import open_trace, trace_formats
+from kvledger.sim.traces.format import TraceFormat
+from kvledger.sim.traces.lines import read_lines
 
 BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
 5,ChatGPT,472,18,490,Conversation log
@@ -156,10 +158,33 @@ def test_a_file_is_recognised_by_its_content(tmp_path, text, name):
 
 
 def test_every_format_is_named_and_says_what_its_lines_look_like():
-    assert list(FORMATS) == ["azure", "burstgpt", "vidur", "qwen-bailian", "agentic", "sharegpt", "log", "mooncake"]
-    for name, each in FORMATS.items():
-        assert each.name == name
+    ours = ("azure", "burstgpt", "vidur", "qwen-bailian", "agentic", "sharegpt", "log", "mooncake")
+    assert trace_formats.names() == ours
+    for each in trace_formats:
+        assert each.title
         assert each.first_line
+
+
+def test_a_format_that_is_added_is_found_by_its_content_before_formats_that_accept_more(tmp_path):
+    class TabSeparated(TraceFormat):
+        title, timestamp_unit, units_per_second = "tab-separated", "s", 1
+        first_line = "arrival<TAB>input_length: prompt<TAB>output"
+
+        def matches(self, lines):
+            return lines[0].count(b"\t") == 2
+
+        def read_rows(self, source):
+            for place, line in read_lines(source.path):
+                when, num_input, num_output = line.split(b"\t")
+                yield place, float(when), int(num_input.split()[-1]), int(num_output), None, None, 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace_formats, "_entries", {**trace_formats._entries, "tabs": TabSeparated})
+        trace = open_trace(write(tmp_path, '0.5\t"input_length": 10\t4\n2\t"input_length": 0\t4\n'), on_bad_row="skip")
+        requests = list(trace)
+    assert trace.info.format == "tabs"
+    assert [(one.arrival_s, one.input_length, one.output_length) for one in requests] == [(0.0, 10, 4)]
+    assert trace.info.rows_skipped["empty_prompt"].num_rows == 1
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from kvledger.sim.cache.lru_curve import lru_curve
 from kvledger.sim.cache.prompt_blocks import read_prompt_blocks
 from kvledger.sim.random_draws import Draws
 from kvledger.sim.traces import Trace
-from kvledger.sim.workloads.builtin import open_workload, workload_models
+from kvledger.sim.workloads.builtin import open_workload, workloads
 
 NAMES = ("conversation", "sharegpt", "code", "agentic", "multi-turn")
 # SHA-256 of the first 500 requests at seed 0. They change only when a workload is changed on purpose.
@@ -39,7 +39,7 @@ def conversation(request):
 
 
 def test_the_built_in_workloads_are_these():
-    assert tuple(workload_models()) == NAMES
+    assert workloads.names() == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -101,7 +101,7 @@ def test_the_seed_and_every_parameter_are_stated(name):
     info = open_workload(name, seed=3).info
     assert info.workload is not None
     assert info.workload["seed"] == 3
-    assert info.workload["parameters"] == attrs.asdict(workload_models()[name].parameters)
+    assert info.workload["parameters"] == attrs.asdict(workloads.get(name)().parameters)
 
 
 def test_the_window_is_cut_and_rebased():
@@ -121,7 +121,7 @@ def test_a_duration_ends_the_stream():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "chat"}, "--workload is 'chat'; the built-in ones are conversation, sharegpt, code, agentic, multi"),
+        ({"name": "chat"}, "unknown workload 'chat'; known: conversation, sharegpt, code, agentic, multi-turn"),
         ({"name": "code", "limit": 0}, "--limit is 0"),
         ({"name": "code", "duration_s": 0.0}, "duration is 0.0 s; it must be above 0"),
     ],

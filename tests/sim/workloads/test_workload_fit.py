@@ -12,7 +12,7 @@ from kvledger.sim.random_draws import Draws
 from kvledger.sim.traces import Trace, open_trace
 from kvledger.sim.workloads.builtin import open_workload
 from kvledger.sim.workloads.fit import KINDS, fit_arrivals
-from kvledger.sim.workloads.fitting import closeness_sentence, fit_workload, open_fitted
+from kvledger.sim.workloads.fitted import closeness_sentence, fit_workload, open_fitted
 
 TRACES = os.environ.get("KVLEDGER_TRACES")
 

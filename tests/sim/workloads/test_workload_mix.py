@@ -111,7 +111,7 @@ def test_two_parts_of_one_name_are_different_requests():
         ("code*x+code", "'code\\*x'"),
         ("code*0+code", "rate scale 0.0; it must be a number above 0"),
         ("code@0+code", "0.0 requests a second; it must be a number above 0"),
-        ("code+chat", "--workload is 'chat'; the built-in ones are"),
+        ("code+chat", "unknown workload 'chat'; known: conversation"),
         ("code*1e+code", "'1e' is not a number"),
     ],
 )

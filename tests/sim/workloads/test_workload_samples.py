@@ -10,8 +10,8 @@ from kvledger.sim.commands.cli import main
 from kvledger.sim.engine.replay import replay
 from kvledger.sim.latency.linear import LinearLatency
 from kvledger.sim.traces import Trace, open_trace
+from kvledger.sim.traces.derived import SampledTrace
 from kvledger.sim.workloads.builtin import open_workload
-from kvledger.sim.workloads.samples import SampledTrace
 
 
 def run(trace, **options):

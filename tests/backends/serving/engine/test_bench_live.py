@@ -9,8 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="live serving needs torch")
 pytest.importorskip("transformers", reason="real models need transformers")
 
-from kvledger.sim.latency.fitted import BASE, FittedLatency  # noqa: E402
-from kvledger.sim.latency.measured_steps import MeasuredSteps  # noqa: E402
+from kvledger.sim.latency.fitted import BASE, FittedLatency, MeasuredSteps  # noqa: E402
 
 from bench import live_contenders, live_timing  # noqa: E402
 from bench import test_gpu_live as bench  # noqa: E402

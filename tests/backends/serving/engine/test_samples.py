@@ -23,7 +23,7 @@ from kvledger.core.events import BlockCopied, BlocksShared  # noqa: E402
 from kvledger.core.keys.block_hash import block_hasher  # noqa: E402
 from kvledger.sim.logs.live_rerun import run_live_again  # noqa: E402
 from kvledger.sim.logs.verification import verify_log  # noqa: E402
-from kvledger.sim.traces.recorded import LiveTrace  # noqa: E402
+from kvledger.sim.traces.logged import LiveTrace  # noqa: E402
 
 from tests.backends.serving.cache_reader import Context  # noqa: E402
 from tests.backends.serving.plain_sampling import outputs_alone  # noqa: E402

@@ -19,7 +19,7 @@ def run_storm(make_server, tmp_path, num_requests, num_at_once, traces_memory):
     from kvledger.backends.serving.engine.recording import LiveRecording
     from kvledger.backends.sinks import FlushPolicy
     from kvledger.sim.logs.verification import verify_log
-    from kvledger.sim.traces.event_log import open_event_log
+    from kvledger.sim.traces.logged import open_event_log
 
     def recording(allocator, scheduler):
         flush = FlushPolicy(every_commits=50)

@@ -1,29 +1,94 @@
-"""The requests of a recorded run as a trace again: arrivals, lengths and prompts as they were, everything else free."""
+"""The requests of a recorded run as a trace: arrivals, lengths and prompts as recorded, everything else free.
 
-from collections.abc import Iterator
-from typing import Any
+An event log is recognised here without pyarrow, which only reading it needs.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ...backends.serving.engine.recording import COMMAND
 from ...backends.sinks.log.keys import encode_key
-from ...backends.sinks.log.reader import LogReader
-from ...backends.sinks.log.rows import RequestArrived, RequestEnded, RunEnded
+from ...backends.sinks.log.manifest import MANIFEST
 from ...core.errors import InputError
 from .trace import SkippedRows, TraceInfo, TraceRequest, Turn, Window
 
+if TYPE_CHECKING:
+    from ...backends.sinks.log.reader import LogReader
+    from ...backends.sinks.log.rows import RequestArrived
+
+ABORTED = "requests were aborted; they are taken with the output that they had produced"
+UNENDED = "requests have no end in the log; they are taken without output"
+ABOUT = (
+    "a live run: block ids stand for the prompts' block hashes; what a request generates is found again only where the "
+    "run's later prompts contain it"
+)
+
+
+def the_event_log(trace: str | Path | Sequence[str | Path]) -> Path | None:
+    """The path given as a trace if it is a single directory that holds an event log; else None."""
+    given = [trace] if isinstance(trace, str | Path) else trace
+    return Path(given[0]) if len(given) == 1 and (Path(given[0]) / MANIFEST).is_file() else None
+
+
+def need_log_libraries() -> None:
+    """Raise `InputError` with what to install unless logs can be read and written."""
+    try:
+        import pyarrow  # noqa: F401
+    except ModuleNotFoundError:
+        raise InputError("event logs need pyarrow: pip install 'kvledger[log]'") from None
+
+
+def open_event_log(directory: str | Path) -> "LogReader":
+    """Open a log for reading.
+
+    Raises:
+        InputError: there is no such directory, or a library is missing; says what to install.
+        LogDamagedError: the log is damaged.
+    """
+    need_log_libraries()
+    from ...backends.sinks.log.reader import LogReader
+
+    return LogReader(directory)
+
+
+def is_live(reader: "LogReader") -> bool:
+    """Whether a live engine wrote the log."""
+    return reader.manifest.header.get("command") == COMMAND
+
+
+def open_logged_trace(directory: str | Path, **chosen: Any) -> "LoggedTrace | LiveTrace":
+    """The trace of a recorded run. `chosen` are the options that select or change requests; None: not given.
+
+    Raises:
+        InputError: one of them is given, since the log holds the requests after them; or the log is of no such run.
+    """
+    for name, value in chosen.items():
+        if value is not None:
+            name = {"trace_format": "format"}.get(name, name)
+            raise InputError(
+                f"--{name.replace('_', '-')} {value} has no effect on an event log, which holds the requests of one "
+                "run as they came; leave it out"
+            )
+    reader = open_event_log(directory)
+    return LiveTrace(reader) if is_live(reader) else LoggedTrace(reader)
+
 
 class LoggedTrace:
-    """A `Trace` of the requests that a log noted, in their order.
+    """A `Trace` of the requests in the log of a simulated run, in their order.
 
     Attributes:
-        info: of the trace that was recorded; where the run did not end, counted from the requests in the log.
+        info: that of the trace that was recorded; if the run did not end, counted from the requests in the log.
     """
 
-    def __init__(self, reader: LogReader) -> None:
-        """Find out what the log recorded.
+    def __init__(self, reader: "LogReader") -> None:
+        """Read what the log recorded.
 
         Raises:
             InputError: it is not the log of a run on a trace.
         """
+        from ...backends.sinks.log.rows import RunEnded
+
         self._reader = reader
         header = reader.manifest.header
         if "trace" not in header:
@@ -31,24 +96,27 @@ class LoggedTrace:
                 f"{reader.directory} does not say which requests led to it: only the log of a run on a trace "
                 "(kvledger replay --log) can be run again"
             )
-        self._at_start: dict[str, Any] = header["trace"]
         ended = [each.note for each in reader.notes() if isinstance(each.note, RunEnded)]
-        self._at_end: dict[str, Any] | None = ended[-1].facts.get("trace") if ended else None
-        self.info: TraceInfo = restored_info(self._at_end or self._at_start)
+        at_end = ended[-1].facts.get("trace") if ended else None
+        self._has_ended = bool(at_end)
+        self._recorded_info: Any = at_end or header["trace"]
+        self.info: TraceInfo = restored_info(self._recorded_info)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         """The requests, one at a time."""
-        self.info = info = restored_info(self._at_end or self._at_start)
+        from ...backends.sinks.log.rows import RequestArrived
+
+        self.info = info = restored_info(self._recorded_info)
         for logged in self._reader.notes():
             if isinstance(logged.note, RequestArrived):
                 row = row_of(logged.note)
-                if self._at_end is None:
+                if not self._has_ended:
                     _count(info, row)
                 yield row
 
 
-def row_of(note: RequestArrived) -> TraceRequest:
-    """The row of a trace that was noted."""
+def row_of(note: "RequestArrived") -> TraceRequest:
+    """The trace row that a note recorded."""
     hash_ids: Any = note.prompt_keys or (() if "hash_ids" in note.facts else None)
     turn = note.facts.get("turn")
     return TraceRequest(
@@ -63,7 +131,7 @@ def row_of(note: RequestArrived) -> TraceRequest:
 
 
 def restored_info(plain: dict[str, Any]) -> TraceInfo:
-    """The `TraceInfo` that `plain_info` wrote down."""
+    """The `TraceInfo` that `plain_info` wrote."""
     rows_skipped = {reason: SkippedRows(**each) for reason, each in plain["rows_skipped"].items()}
     return TraceInfo(
         **plain
@@ -89,36 +157,23 @@ def _count(info: TraceInfo, row: TraceRequest) -> None:
     window.end_s = window.start_s + row.arrival_s * info.rate_scale
 
 
-# The requests of a live run as a trace: arrivals, lengths and prompts as they were, everything else free.
-
-ABORTED = "requests were aborted; they are taken with the output that they had produced"
-UNENDED = "requests have no end in the log; they are taken without output"
-ABOUT = (
-    "a live run: block ids stand for the prompts' block hashes; what a request generates is found again only where the "
-    "run's later prompts contain it"
-)
-
-
-def is_live(reader: LogReader) -> bool:
-    """Whether a log was written by a live engine."""
-    return reader.manifest.header.get("command") == COMMAND
-
-
 class LiveTrace:
-    """A `Trace` of the requests that a live engine noted, in the order of their arrival.
+    """A `Trace` of the requests in the log of a live engine, in the order of their arrival.
 
     Attributes:
         info: the tally of the latest pass.
     """
 
-    def __init__(self, reader: LogReader) -> None:
+    def __init__(self, reader: "LogReader") -> None:
         """`reader` reads the log of a live run."""
         self._reader = reader
         self._block_size = reader.created.hash_block_size
         self.info = self._new_info()
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """The requests, one at a time; all that was noted of them is read first."""
+        """The requests, one at a time; all notes are read first."""
+        from ...backends.sinks.log.rows import RequestArrived
+
         self.info = info = self._new_info()
         outputs = self._outputs()
         numbers: dict[bytes, int] = {}
@@ -128,7 +183,6 @@ class LiveTrace:
         for place, note in enumerate(sorted(arrived, key=lambda note: note.arrival_s), start=1):
             if place == 1:
                 first_s = info.window.start_s = note.arrival_s
-                info.window.first_place = 1
             num_outputs, reason = next(outputs[note.request_id], (0, "none"))
             if reason in ("abort", "error"):
                 info.remark(ABORTED)
@@ -142,15 +196,14 @@ class LiveTrace:
                 place=place,
                 priority=note.facts["priority"],
             )
-            info.num_requests = info.num_rows_read = info.window.last_place = place
-            info.input_tokens += row.input_length
-            info.output_tokens += row.output_length
-            info.num_requests_without_hash_ids += row.hash_ids is None
+            _count(info, row)
             info.window.end_s = note.arrival_s
             yield row
 
     def _outputs(self) -> dict[str, Iterator[tuple[int, str]]]:
-        """By request id, the output tokens and the reason of each end: an id may be used again afterwards."""
+        """By request id, the output tokens and the reason of each end: a later request may reuse the id."""
+        from ...backends.sinks.log.rows import RequestArrived, RequestEnded
+
         ends: dict[str, list[tuple[int, str]]] = {}
         for logged in self._reader.notes():
             note = logged.note
@@ -160,8 +213,8 @@ class LiveTrace:
                 ends.setdefault(note.request_id, []).append((note.num_output_tokens, note.reason))
         return {request_id: iter(each) for request_id, each in ends.items()}
 
-    def _block_ids(self, note: RequestArrived, numbers: dict[bytes, int]) -> tuple[int, ...] | None:
-        """Numbers for the keys of its full blocks; None for a prompt whose blocks may not be shared."""
+    def _block_ids(self, note: "RequestArrived", numbers: dict[bytes, int]) -> tuple[int, ...] | None:
+        """Numbers for the block hashes of its full blocks; None for a prompt whose blocks may not be shared."""
         if not note.prompt_keys and note.num_prompt_tokens >= self._block_size:
             return None
         return tuple([numbers.setdefault(encode_key(key), len(numbers)) for key in note.prompt_keys])

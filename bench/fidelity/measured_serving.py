@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import attrs
-
-from ...core.errors import InputError
-from ..workloads.multi_turn import MultiTurnParameters, Stage
+from kvledger.core.errors import InputError
+from kvledger.sim.workloads.multi_turn import MultiTurnParameters, Stage
 
 _SIXTEEN_BITS = "fp16/bf16"
 _LATENCIES = ("e2e_mean", "e2e_p90", "e2e_p99", "ttft_mean", "ttft_p90", "ttft_p99", "itl_mean")

@@ -6,10 +6,18 @@ from pathlib import Path
 import attrs
 import pytest
 from kvledger.core.errors import InputError
-from kvledger.sim.fidelity.fidelity import ComparedRun, mape_over_runs, missed_goals
-from kvledger.sim.fidelity.measured_serving import MeasuredServer, read_measured_serving
-from kvledger.sim.fidelity.served_run import ClientTerms, measured_steps, served_geometry, simulate_server
 from kvledger.sim.workloads.multi_turn import Stage
+
+from bench.fidelity.measured_serving import MeasuredServer, read_measured_serving
+from bench.fidelity.served_run import (
+    ClientTerms,
+    ComparedRun,
+    mape_over_runs,
+    measured_steps,
+    missed_goals,
+    served_geometry,
+    simulate_server,
+)
 
 LATENCIES = {
     "e2e_mean": 1020.0,

@@ -1,0 +1,85 @@
+"""Latency models by name: how long an engine step takes.
+
+Any object with `step_seconds(load)` and `assumptions()` is a latency model (`core.types.LatencyModel`). A class in the
+registry also has `from_inputs`, which makes the model from what the user gave, and may name in `takes` the inputs that
+it reads:
+
+    @latency_models.register("constant")
+    class Constant:
+        ignores_context = True
+
+        @classmethod
+        def from_inputs(cls, inputs: LatencyInputs) -> "Constant":
+            return cls()
+
+        def step_seconds(self, load: StepLoad) -> float:
+            return 0.010
+
+        def assumptions(self) -> dict[str, object]:
+            return {"latency_model": "10 ms a step, whatever it computes (a guess)"}
+"""
+
+from typing import Protocol
+
+import attrs
+
+from ...core.deployment.deployment import Deployment
+from ...core.errors import InputError
+from ...core.registry import Registry
+from ...core.types import LatencyModel
+from .devices import Device
+
+
+@attrs.frozen(kw_only=True)
+class LatencyInputs:
+    """Everything that a latency model can be made from; None: not given.
+
+    Attributes:
+        base_ms: fixed time of a step, milliseconds.
+        us_per_prefill_token: microseconds per prompt token.
+        us_per_decoding_sequence: microseconds per decoding request.
+        latency_table: path of a CSV file of measured steps.
+        deployment: model, ranks and limits.
+        device: the GPU of each rank.
+        weights_dtype: a quantization scheme, a dtype, or `auto`: what the model's config says.
+    """
+
+    base_ms: float | None = None
+    us_per_prefill_token: float | None = None
+    us_per_decoding_sequence: float | None = None
+    latency_table: str | None = None
+    deployment: Deployment | None = None
+    device: Device | None = None
+    weights_dtype: str = "auto"
+
+
+# Inputs that only some models read. Giving one to another model is an error.
+OWN_INPUTS = ("base_ms", "us_per_prefill_token", "us_per_decoding_sequence", "latency_table")
+
+
+class LatencyFactory(Protocol):
+    """A class of latency models."""
+
+    def from_inputs(self, inputs: LatencyInputs) -> LatencyModel:
+        """Make a model. Raises `InputError` if it needs an input that is not given."""
+        ...
+
+
+latency_models: Registry[LatencyFactory] = Registry("latency model", "kvledger.latency_models")
+
+
+def make_latency(name: str | None, inputs: LatencyInputs) -> LatencyModel:
+    """A latency model by name; None: `table` with a latency table, `roofline` with a deployment, else `linear`.
+
+    Raises:
+        InputError: there is no such model, it needs an input that is not given, or a given input has no effect on it.
+    """
+    if name is None:
+        name = "table" if inputs.latency_table else "roofline" if inputs.deployment else "linear"
+    factory = latency_models.get(name)
+    for field in OWN_INPUTS:
+        value = getattr(inputs, field)
+        if value is not None and field not in getattr(factory, "takes", ()):
+            option = f"--{field.replace('_', '-')}"
+            raise InputError(f"{option} {value} has no effect on --latency {name}; leave it out")
+    return factory.from_inputs(inputs)
