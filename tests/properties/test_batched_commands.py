@@ -35,7 +35,7 @@ def state_of(adapter: LedgerAdapter) -> dict[str, Any]:
     """The state, without how many commits it took and in which order equal keys were registered."""
     state = adapter.allocator.state.snapshot()
     del state["next_sequence"]
-    state["index"] = [{key: set(blocks) for key, blocks in group.items()} for group in state["index"]]
+    state["copies"] = [{key: set(blocks) for key, blocks in group} for group in state["copies"]]
     return state
 
 
