@@ -174,7 +174,7 @@ class EngineDriver:
         self._on_ended = on_ended
         self._generations: dict[str, Generation] = {}
         self.sampler = StepSampler(self._generation_in, now_ns, scheduler.config.max_num_seqs)
-        self._loop = engine_loop(scheduler, [self._deliver_all, *observers, lambda *_: self._take_orders()])
+        self._loop = engine_loop(scheduler, [self._deliver_all, *observers, self._between_steps])
         self._move: ScheduledStep | Wait = next(self._loop)
 
     def advance(self) -> bool:
@@ -215,6 +215,9 @@ class EngineDriver:
             else:
                 self._lead(list(order))
         return bool(orders)
+
+    def _between_steps(self, _step: ScheduledStep, _result: StepResult, _outcome: StepOutcome) -> None:
+        self._take_orders()
 
     def _lead(self, generations: list[Generation]) -> None:
         """Let the first request compute the prompt for all of them."""
