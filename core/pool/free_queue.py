@@ -1,8 +1,8 @@
 """The free queue: unreferenced blocks in the order in which they will be taken, with O(1) removal from the middle.
 
-Keyed blocks join a line at its back, unkeyed ones a stack in front of it. A prefix hit takes a block out of the middle
-by noting that one more of its entries in the line is out of date; a block's entries stand in the order in which it
-was queued, so it is the oldest ones that are, and whoever meets one at the head skips it. When the line has grown to
+Keyed blocks join a line at its back, unkeyed ones a stack in front of it. A prefix hit removes a block from the middle
+by counting one more of its entries in the line as outdated. A block's entries are in the order in which it was queued,
+so the oldest ones are the outdated ones; they are skipped when they reach the head. When the line has grown to
 twice the pool its outdated entries are dropped, which happens after at least a pool of insertions and so costs a few
 nanoseconds each. Whole batches come and go as slices of a list. A linked list of objects, the usual structure, costs
 100 bytes a block and a pointer chase per step.
@@ -14,7 +14,7 @@ from ..errors import MisuseError
 
 
 class FreeQueue:
-    """Unreferenced blocks, head first. The LRU order of vLLM's pool: see `BlockPool.release` for who goes where.
+    """Unreferenced blocks, head first: the LRU order of vLLM's pool. `BlockPool.release` picks the end that a block joins.
 
     Blocks are ids `1 .. num_blocks - 1` (0 is the null block and never queued); each is queued at most once, which
     the pool guarantees. 16 bytes a block and the 32 of its id; up to 8 more for each outdated entry.
@@ -25,13 +25,13 @@ class FreeQueue:
 
     def __init__(self, num_blocks: int) -> None:
         self._line = list(range(1, num_blocks))
-        self._head = 0  # of the line: what stands before it has been taken
+        self._head = 0  # of the line: entries before it have been taken
         self._capacity = 2 * num_blocks + 64
         # How many entries of a block in the line are out of date.
         self._num_outdated = [0] * num_blocks
-        self._front: list[int] = []  # the next one to be taken stands last
+        self._front: list[int] = []  # the next one to be taken is the last
         self._num_queued = num_blocks - 1
-        # What stands at the head, settled, as the last `peek` saw it; None: something has changed since.
+        # The blocks that the last `peek` returned; None if the queue has changed since.
         self._peeked: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class FreeQueue:
         return blocks
 
     def take(self, blocks: tuple[int, ...]) -> None:
-        """Remove blocks that a decision took from the head (`peek` said which; a replay reads them from the event)."""
+        """Remove blocks that a decision took from the head (`peek` named them; a replay reads them from the event)."""
         if blocks is not self._peeked and blocks != self.peek(len(blocks)):
             self.remove(self._taken_behind_front(blocks))
             return
@@ -74,7 +74,7 @@ class FreeQueue:
         self._peeked = None
 
     def remove(self, blocks: Sequence[int]) -> None:
-        """Remove blocks from wherever they stand in the line (a prefix hit adopts them)."""
+        """Remove blocks from anywhere in the line (a prefix hit adopts them)."""
         num_outdated = self._num_outdated
         for block in blocks:
             num_outdated[block] += 1
@@ -105,7 +105,7 @@ class FreeQueue:
         """Not called, see `on_cached`."""
 
     def _settle(self, count: int) -> list[int]:
-        """The next `count` live entries of the line, from whose head the outdated ones between them are dropped."""
+        """Return the next `count` live entries of the line, and drop the outdated ones between them from its head."""
         line, num_outdated = self._line, self._num_outdated
         at = self._head
         chunk = line[at : at + count]
@@ -129,8 +129,9 @@ class FreeQueue:
         return settled
 
     def _taken_behind_front(self, blocks: Sequence[int]) -> list[int]:
-        """Take what stands in front of blocks that are not the head as it is, but one group's share of it, between
-        those of others. Hands back the ones in the line.
+        """Take those of the blocks that are in the front stack, and return the others, which are in the line.
+
+        The blocks are one group's share of the head, so blocks of other groups can be between them.
         """
         missing = set(blocks)
         front = self._front
