@@ -1,4 +1,4 @@
-"""How much of a trace's prompts a prefix cache serves at each capacity: LRU at every size, beside other policies."""
+"""Computes the share of a trace's prompts that a prefix cache serves: LRU at every capacity, other policies at some."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,11 +23,11 @@ ASSUMPTIONS = (
 
 @attrs.frozen(eq=False)
 class CapacityCurve:
-    """Hit rates of a trace: `points` of each policy at the capacities asked for, and LRU at every other one too.
+    """Hit rates of a trace: `policies` at the requested capacities, and `lru` at every capacity.
 
     `num_block_events` counts the blocks of all prompts (the denominator of a block hit rate), `num_distinct_blocks`
-    those that differ; `prompts` are the prompts in the cache's blocks, `shared` what they share as far as the trace
-    knows; `seconds` is the wall time of reading, of the one LRU pass, and of the replays.
+    the different ones. `prompts` are the prompts in the cache's blocks, `shared` the tokens that they share as far as
+    the trace knows. `seconds` is the wall time of reading, of the one LRU pass, and of the replays.
     """
 
     info: TraceInfo
@@ -43,7 +43,7 @@ class CapacityCurve:
 
     @property
     def infinite(self) -> CachePoint:
-        """The ceiling, the same for every policy."""
+        """An unlimited cache: the ceiling of every policy."""
         return self.lru.infinite
 
     def block_hit_rate(self, point: CachePoint) -> float:
@@ -74,15 +74,15 @@ class CapacityCurve:
 
     @property
     def block_sizes(self) -> list[int]:
-        """Sizes at which reuse is compared: usual ones, the trace's own and the cache's."""
+        """Block sizes at which reuse is compared: the usual ones, the trace's and the cache's."""
         return sorted({*BLOCK_SIZES, self.block_size, *filter(None, [self.info.trace_block_size])})
 
     def for_share_of_ceiling(self, share: float, bytes_per_block: int | None = None) -> dict[str, Any]:
-        """The smallest LRU cache that serves `share` of what an infinite one would: its point on the curve."""
+        """Return the point of the smallest LRU cache that serves `share` of what an unlimited one would."""
         return {"share": share, **self.point_as_dict(self.lru.at(self.lru.smallest_for(share)), bytes_per_block)}
 
     def near_misses(self) -> dict[str, Any]:
-        """What is shared, as far as the trace knows, and yet not found in blocks of the cache's size (B02)."""
+        """Count tokens that are shared, as far as the trace knows, but not found at this block size (B02)."""
         here = self.shared.at(self.block_size)
         return {
             "block_size": self.block_size,
@@ -94,7 +94,7 @@ class CapacityCurve:
         }
 
     def working_set(self) -> dict[str, Any]:
-        """Distinct blocks, the LRU capacity for shares of the ceiling, and what is shared but below a whole block."""
+        """Count distinct blocks, the LRU blocks for shares of the ceiling, and tokens shared in less than a block."""
         shares = {f"{share:.0%}": self.lru.smallest_for(share) for share in (0.5, 0.9, 0.95, 0.99, 1.0)}
         return {
             "distinct_blocks": self.num_distinct_blocks,
@@ -138,11 +138,11 @@ def capacity_curve(
     block_size: int | None = None,
     on_point: Callable[[str, int], None] | None = None,
 ) -> CapacityCurve:
-    """Hit rates of `policies` at `capacities` (usable blocks; None for a 1-2-5 series up to the LRU ceiling).
+    """Compute hit rates of `policies` at `capacities` (usable blocks; None for a 1-2-5 series up to the LRU ceiling).
 
-    LRU costs one pass for all capacities; every other policy is replayed once a capacity, and `on_point` hears of each
-    replay that is done. `block_size` in tokens is the trace's own unless given (see `read_prompt_blocks`). Raises
-    `InputError` for an unknown policy, a capacity below 1, or a trace that cannot be read.
+    LRU costs one pass for all capacities; every other policy is replayed once per capacity, and `on_point` is called
+    with its name and the capacity after each replay. `block_size` in tokens is the trace's own unless given (see
+    `read_prompt_blocks`). Raises `InputError` for an unknown policy, a capacity below 1, or an unreadable trace.
     """
     _check(capacities, policies, block_size)
     seconds: dict[str, float] = {}
@@ -158,8 +158,12 @@ def capacity_curve(
     for policy in policies:
         if policy == "lru":
             points[policy] = tuple(map(lru.at, capacities))
-        else:
-            points[policy] = tuple(_replayed(prompts, policy, capacities, on_point))
+            continue
+        points[policy] = ()
+        for num_blocks in capacities:
+            points[policy] += (replay_policy(prompts, policy, num_blocks),)
+            if on_point is not None:
+                on_point(policy, num_blocks)
     seconds["other_policies"] = time.perf_counter() - start
     return CapacityCurve(
         info=trace.info,
@@ -176,20 +180,11 @@ def capacity_curve(
 
 
 def series_up_to(num_blocks: int, num_points: int = 8) -> list[int]:
-    """The last `num_points` of 1, 2, 5, 10, 20, 50, ... up to the first that is at least `num_blocks`."""
+    """Return the last `num_points` of 1, 2, 5, 10, 20, 50, ..., which ends with the first of at least `num_blocks`."""
     series = [1]
     while series[-1] < num_blocks:
         series.append(series[-1] * 5 // 2 if str(series[-1])[0] == "2" else series[-1] * 2)
     return series[-num_points:]
-
-
-def _replayed(
-    prompts: PromptBlocks, policy: str, capacities: Sequence[int], on_point: Callable[[str, int], None] | None
-):
-    for num_blocks in capacities:
-        yield replay_policy(prompts, policy, num_blocks)
-        if on_point is not None:
-            on_point(policy, num_blocks)
 
 
 def _check(capacities: Sequence[int] | None, policies: Sequence[str], block_size: int | None) -> None:

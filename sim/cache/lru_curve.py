@@ -1,9 +1,9 @@
-"""Prefix-cache hit rate against capacity: every LRU capacity in one pass over the trace, exactly.
+"""Computes the hits of an LRU prefix cache at every capacity, exactly, in one pass over the trace.
 
-What is counted: requests come one after the other, each finished before the next arrives; a prompt hits the longest
-prefix of its blocks that is in the cache; all its blocks are then the most recent ones, the first block the very most,
-so that the last block of a prompt is evicted first; the blocks of the present prompt are never evicted. Capacities are
-usable blocks (an engine's null block comes on top). Outputs take no blocks.
+What is counted: requests come one after the other, each finished before the next arrives. A prompt hits the longest
+prefix of its blocks that is in the cache; all its blocks are then the most recent ones, the first block the most recent
+of all, so that the last block of a prompt is evicted first. The blocks of the present prompt are never evicted.
+Capacities are usable blocks (an engine's null block comes on top). Outputs take no blocks.
 
 Why one pass is enough: under LRU a cache of C blocks holds the C most recent ones, so a block hits exactly where its
 depth in the recency stack is at most C. Blocks form a trie, so depth grows along a prompt, and neighbours that were
@@ -24,7 +24,7 @@ IntArray = npt.NDArray[np.int64]
 
 @attrs.frozen
 class CachePoint:
-    """What a cache of `num_blocks` blocks serves; `num_blocks` None stands for an infinite one.
+    """Hits of a cache of `num_blocks` blocks; None means an unlimited one.
 
     `hit_tokens` counts a partial last block by its own length. `full_block_hit_tokens` follows vLLM: only full blocks
     can hit, and at least one token of every prompt is computed.
@@ -58,16 +58,16 @@ class LruCurve:
 
     @property
     def infinite(self) -> CachePoint:
-        """The ceiling: every block stays for ever."""
+        """An unlimited cache: the ceiling."""
         return attrs.evolve(self.at(len(self.hit_blocks) - 1), num_blocks=None)
 
     def smallest_for(self, share: float) -> int:
-        """The fewest blocks that serve `share` (0 to 1) of the blocks that an infinite cache would."""
+        """Return the fewest blocks that serve `share` (0 to 1) of the blocks that an unlimited cache would."""
         return int(np.searchsorted(self.hit_blocks, np.ceil(share * self.hit_blocks[-1])))
 
 
 def lru_curve(prompts: PromptBlocks) -> LruCurve:
-    """Hits of an LRU prefix cache of every size, in one pass."""
+    """Compute the hits of an LRU prefix cache of every size in one pass."""
     runs = _Runs.of(prompts)
     depth = _depths(prompts, runs)
     block_size = prompts.block_size
@@ -91,7 +91,7 @@ def lru_curve(prompts: PromptBlocks) -> LruCurve:
 
 @attrs.frozen
 class _Runs:
-    """Neighbouring blocks of a prompt that the same earlier request was the last to ask for; int64 [num_runs] each.
+    """Runs of neighbouring blocks of a prompt that the same earlier request used last; int64 [num_runs] each.
 
     Positions and lengths are in blocks of the cache.
     """
@@ -132,8 +132,8 @@ def _depths(prompts: PromptBlocks, runs: _Runs) -> IntArray:
 def _sums_of_earlier(keys: IntArray, weights: IntArray) -> IntArray:
     """For every entry, the sum of the weights of those before it whose key is not larger; int64 [len(keys)].
 
-    All entries stand in the order of their keys, and are split by one bit of their index after the other, the highest
-    first, as in a wavelet tree: an entry before another one shares the bits above some bit with it, and has 0 there
+    The entries are sorted by key, then split by one bit of their index after the other, the highest first, as in a
+    wavelet tree: an entry that precedes another one shares the bits above some bit with it, and has 0 in that bit
     where the other has 1.
     """
     sums = np.zeros(len(keys), dtype=np.int64)

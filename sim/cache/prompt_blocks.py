@@ -1,4 +1,4 @@
-"""The prompts of a trace as flat arrays of block numbers: what every capacity study reads, 4 bytes a number."""
+"""Holds the prompts of a trace as flat arrays of block numbers, 4 bytes each: the input of every capacity study."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -15,9 +15,9 @@ from ..traces import Trace, TraceRequest
 
 IntArray = npt.NDArray[np.int64]
 NEVER = int(np.iinfo(np.int64).max)
-# Ids are put into flat arrays so many at a time.
+# How many ids are moved into flat arrays at a time.
 IDS_AT_ONCE = 4_096
-# Names up to so many times their number are looked up in a table, larger ones by sorting.
+# Names below this multiple of their number are looked up in a table, larger ones by sorting.
 SPARSE = 8
 
 
@@ -26,15 +26,15 @@ class PromptBlocks:
     """Every prompt's blocks, in order of arrival, numbered from 0 in the order in which they first appear.
 
     `blocks` is int32; request r owns `blocks[starts[r]:starts[r + 1]]`; `input_lengths` is int64 [num_requests] in
-    tokens, `arrivals_s` float64 [num_requests]. A prompt without hash ids gets blocks of its own, which nobody
-    shares. Blocks form a trie (one parent each, which the trace readers check), so the new blocks of a prompt are its
-    last ones.
+    tokens, `arrivals_s` float64 [num_requests]. A prompt without hash ids gets blocks of its own, which no other
+    prompt shares. Blocks form a trie (one parent each, which the trace readers check), so the new blocks
+    of a prompt are its last ones.
 
     `block_size` is the cache's, in tokens. Where it is smaller than the trace's, one number here stands for `split`
     blocks of the cache that always come together (the last number of a prompt for as many as its tokens fill).
 
     With `full_blocks_only` the trace names no partial block, so prompts consist of their full blocks, and the tokens
-    behind the last one take no block and are shared with nobody.
+    behind the last one take no block and are not shared.
     """
 
     block_size: int
@@ -268,7 +268,7 @@ def _refuse_unless_trie(first_places: IntArray, starts: IntArray, places: Sequen
 
 
 class _ReadPrompts:
-    """What is kept of a trace's requests while it is read: flat arrays, 8 bytes an id."""
+    """Collects a trace's requests while it is read: flat arrays, 8 bytes per id."""
 
     def __init__(self, block_size: int, full_blocks_only: bool) -> None:
         self.counts = array("q")

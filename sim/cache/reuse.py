@@ -1,9 +1,9 @@
-"""When and how far apart blocks are asked for again, and how many are in use: the shape behind a capacity curve.
+"""Measures when and how far apart blocks are reused, and how many are in use: the shape behind a capacity curve.
 
-* reuse distance: the number of distinct blocks that an LRU cache must hold for a block to be still there when it is
-  asked for again (the depth in the recency stack). Its distribution is the LRU curve over its ceiling.
+* reuse distance: the number of distinct blocks that an LRU cache must hold so that a block is still there when it is
+  used again (the depth in the recency stack). Its distribution is the LRU curve over its ceiling.
 * reuse time: seconds from one request for a block to the next one, on the trace's clock.
-* working set (Denning 1968): the distinct blocks asked for within the last so many seconds.
+* working set (Denning 1968): the distinct blocks used within a window of seconds.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ WINDOWS_S = (10.0, 60.0, 300.0, 900.0, 1_800.0, 3_600.0)
 
 @attrs.frozen
 class WorkingSet:
-    """Blocks asked for within the last `window_s` seconds: the mean over time and the most at any time."""
+    """Blocks used within the last `window_s` seconds: the mean over time, and the maximum."""
 
     window_s: float
     mean_blocks: float
@@ -33,14 +33,14 @@ class WorkingSet:
 
 
 def reuse_distances(curve: LruCurve, shares: Sequence[float] = SHARES) -> dict[str, int]:
-    """Distances in blocks that so many of the reuses stay within: `p50`, ... Empty where nothing is reused."""
+    """Compute percentiles of the reuse distance in blocks: `p50`, ... Empty if nothing is reused."""
     if not curve.infinite.hit_blocks:
         return {}
     return {f"p{share * 100:g}": curve.smallest_for(share) for share in shares}
 
 
 def reuse_times(prompts: PromptBlocks, shares: Sequence[float] = SHARES) -> dict[str, float]:
-    """Seconds that so many of the reuses stay within (nearest rank): `p50`, ... Empty where nothing is reused."""
+    """Compute percentiles (nearest rank) of the reuse time in seconds: `p50`, ... Empty if nothing is reused."""
     previous = prompts.previous_request
     is_reuse = previous >= 0
     if not is_reuse.any():
@@ -53,7 +53,7 @@ def reuse_times(prompts: PromptBlocks, shares: Sequence[float] = SHARES) -> dict
 
 
 def working_sets(prompts: PromptBlocks, windows_s: Sequence[float] = WINDOWS_S) -> list[WorkingSet]:
-    """The working set at windows within the trace's duration, each computed in one sweep over its block events.
+    """Compute the working set for each window within the trace's duration, in one sweep over its block events.
 
     A block is in the set from a request for it until `window_s` later, or until it is asked for again. The mean is
     over the time from the first arrival to the last.
@@ -68,11 +68,11 @@ def working_sets(prompts: PromptBlocks, windows_s: Sequence[float] = WINDOWS_S) 
 
 @attrs.frozen(eq=False)
 class _Uses:
-    """Blocks asked for by one request and next by the same other one, neighbours in a prompt taken together.
+    """Runs of neighbouring blocks that one request uses, and that the same later request uses next.
 
     Attributes:
-        begin_s: when they are asked for, float64 [num_uses], in order.
-        until_next_s: how long until they are again, infinite where they never are; float64 [num_uses].
+        begin_s: when they are used, float64 [num_uses], in order.
+        until_next_s: how long until they are used again, infinite for never; float64 [num_uses].
         num_blocks: how many of the cache's blocks they are, int64 [num_uses].
     """
 
@@ -89,7 +89,7 @@ class _Uses:
         is_first = np.ones(len(request), dtype=bool)
         is_first[1:] = (request[1:] != request[:-1]) | (next_request[1:] != next_request[:-1])
         at = np.flatnonzero(is_first)
-        arrivals = np.append(prompts.arrivals_s, np.inf)  # whoever never comes, comes at infinity
+        arrivals = np.append(prompts.arrivals_s, np.inf)  # of the request that never comes
         begin = arrivals[request[at]]
         return cls(begin, arrivals[next_request[at]] - begin, np.add.reduceat(prompts.events_in_cache, at))
 
@@ -109,7 +109,7 @@ def _working_set(window_s: float, uses: _Uses, arrivals: FloatArray) -> WorkingS
 def reuse_as_dict(
     prompts: PromptBlocks, curve: LruCurve, block_size: int, bytes_per_block: int | None = None
 ) -> dict[str, Any]:
-    """All of it for JSON, blocks with their tokens (and bytes)."""
+    """Return all of it for JSON, blocks with their tokens (and bytes)."""
 
     def sized(num_blocks: float) -> dict[str, float]:
         size = {"tokens": num_blocks * block_size}
@@ -130,15 +130,12 @@ def reuse_as_dict(
     }
 
 
-# Hit rate by block size: what a cache could serve at best if its blocks were larger or smaller, and what it misses.
-
-IntArray = npt.NDArray[np.int64]
 BLOCK_SIZES = (1, 16, 32, 64, 128, 256, 512, 1024)
 
 
 @attrs.frozen
 class ReuseAtBlockSize:
-    """What an infinite cache serves at one block size.
+    """Hits of an unlimited cache at one block size.
 
     Attributes:
         block_size: tokens of a block.
@@ -158,7 +155,7 @@ class ReuseAtBlockSize:
 
 @attrs.frozen(eq=False)
 class SharedTokens:
-    """How many tokens each request shares with those before it: int64 [num_requests] each.
+    """Tokens that each request shares with earlier ones: int64 [num_requests] each.
 
     Attributes:
         shared: tokens shared, up to the end of the last trace block that an earlier request had too.
