@@ -14,7 +14,6 @@ def curve(scenario: Scenario, asked: CurveOptions, json: Json = False) -> None:
     Example: kvledger curve --workload conversation --capacities 1000,10000,100000
     """
     from ..report.console import print_json, progress
-    from ..report.curve import print_curve
     from ..scenario.curve import curve_of_scenario
 
     bar, task = progress("Reading the trace")
@@ -30,4 +29,6 @@ def curve(scenario: Scenario, asked: CurveOptions, json: Json = False) -> None:
     if json:
         print_json(result.to_dict())
     else:
+        from ..report.curve import print_curve
+
         print_curve(result)

@@ -5,7 +5,6 @@ from typing import Any
 
 from ...backends.sinks.log.reader import LogReader
 from ...core.errors import InputError
-from ..scenario.options import spelled
 from ..scenario.scenario import Scenario
 from ..search.jobs import REPLAY, RERUN
 from ..traces.logged import is_live
@@ -55,8 +54,10 @@ def check_changes(changes: Mapping[str, Any]) -> None:
 
 def what_changed(recorded: Scenario, changes: Mapping[str, Any]) -> str:
     """One line on the options that differ from the recorded run, with the values they had."""
-    told = ", ".join(f"{name} {value} (was {getattr(recorded, name)})" for name, value in changes.items())
-    return f"running again with {spelled(told, changes)}; fixed: {FIXED}"
+    told = ", ".join(
+        f"--{name.replace('_', '-')} {value} (was {getattr(recorded, name)})" for name, value in changes.items()
+    )
+    return f"running again with {told}; fixed: {FIXED}"
 
 
 def _is_of_output(option: str) -> bool:

@@ -6,7 +6,6 @@ from typing import Any
 import attrs
 
 from ...core.errors import InputError
-from ...core.models.geometry import load_geometry
 from ..cache.capacity_curve import CapacityCurve, capacity_curve
 from ..figures import Document
 from ..traces import Trace, TraceInfo, TraceRequest
@@ -150,6 +149,8 @@ def bytes_per_block(model: str, kv_cache_dtype: str, block_size: int) -> int:
     Raises:
         InputError: not every token of the model takes the same bytes.
     """
+    from ...core.models.geometry import load_geometry  # most curves need no model
+
     geometry = load_geometry(model)
     per_token = geometry.sequence_bytes(1, kv_cache_dtype).total
     if geometry.sequence_bytes(_MANY_TOKENS, kv_cache_dtype).total != _MANY_TOKENS * per_token:

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...backends.serving.engine.recording import COMMAND
-from ...backends.sinks.log.keys import encode_key
 from ...backends.sinks.log.manifest import MANIFEST
 from ...core.errors import InputError
 from .trace import SkippedRows, TraceInfo, TraceRequest, Turn, Window
@@ -54,6 +52,8 @@ def open_event_log(directory: str | Path) -> "LogReader":
 
 def is_live(reader: "LogReader") -> bool:
     """Whether a live engine wrote the log."""
+    from ...backends.serving.engine.recording import COMMAND
+
     return reader.manifest.header.get("command") == COMMAND
 
 
@@ -217,6 +217,8 @@ class LiveTrace:
         """Numbers for the block hashes of its full blocks; None for a prompt whose blocks may not be shared."""
         if not note.prompt_keys and note.num_prompt_tokens >= self._block_size:
             return None
+        from ...backends.sinks.log.keys import encode_key
+
         return tuple([numbers.setdefault(encode_key(key), len(numbers)) for key in note.prompt_keys])
 
     def _new_info(self) -> TraceInfo:

@@ -118,7 +118,7 @@ def test_memory_may_be_given_in_blocks_or_in_bytes_of_a_model(run, trace: str) -
         (["--kv-cache-tokens", "2000"], "the longest request here has 228 tokens"),
         (["--kv-cache-tokens", "0", "--max-model-len", "512"], "--kv-cache-tokens 0"),
         (["--kv-cache-memory-bytes", "12GiB", "--max-model-len", "512"], "needs --model"),
-        ([*MEMORY, "--block-size", "0"], "block_size is 0"),
+        ([*MEMORY, "--block-size", "0"], "--block-size is 0"),
         ([*MEMORY, "--watermark", "1"], "watermark is 1"),
         ([*MEMORY, "--model", "gemma-3-27b"], "window or a state"),
         ([*MEMORY, "--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 has no effect without --model"),
