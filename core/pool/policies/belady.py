@@ -130,6 +130,8 @@ class BeladyOrder(PolicyOrder):
     1966. Costs: see `Belady`.
     """
 
+    name = BELADY
+
     def __init__(self, num_blocks: int, next_use: Callable[[Hashable], float]) -> None:
         super().__init__(BELADY, Belady(num_blocks, next_use))
 

@@ -92,9 +92,8 @@ class S3Fifo(EvictionPolicy):
                 self._uses[block] = walk.uses[block]
         else:
             demoted = [block for block in blocks if block in small]
-        names = [small.pop(block) for block in demoted]
-        if len(names) < len(blocks):
-            self.forget([block for block in blocks if block in main])
+        names = [small[block] for block in demoted]
+        self.forget(blocks)  # a victim that moved on the way is still in the queue that it came from
         new_ghosts = dict.fromkeys(names)
         if len(new_ghosts) == len(names) and ghosts.keys().isdisjoint(new_ghosts):
             ghosts.update(new_ghosts)
