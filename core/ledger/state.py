@@ -282,7 +282,11 @@ class LedgerState:
             "next_sequence": self.next_sequence,
             "free_queue": pool.free_queue.order(),
             "referenced": [[block, count] for block, count in enumerate(pool.ref_cnts()) if count],
-            "copies": [[[key, list(pool.copies(key, group))] for key in pool.index(group)] for group in groups],
+            # By block, not in the order of registration, in which equal states may differ.
+            "copies": [
+                sorted(([key, list(pool.copies(key, group))] for key in pool.index(group)), key=lambda each: each[1])
+                for group in groups
+            ],
             "rows": [[row, request_id, self.placed[row]] for row, request_id in rows],
             "free_rows": list(self.free_rows),
             "tables": [[table.blocks(row) for row, _ in rows] for table in self.tables],
