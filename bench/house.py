@@ -1,48 +1,65 @@
-"""How the house stands: files and arrows of each room, and the counts that show plumbing. `python -m bench.house`.
+"""Counts how the source is organised: files and imports of each room, and signs of plumbing. `python -m bench.house`.
 
-folder  rooms, files, largest room, arrows between rooms, circles, lines
-counts  option dictionaries, untyped dictionaries in sim, base classes with one subclass
+A room is a folder of core, backends, sim or kernels. An arrow is an import from one room into another; modules that lie
+in no room are the vocabulary that all rooms share, and are not counted as one. Sources are searched, not parsed, so
+that a test can afford it.
 """
 
 import ast
+import re
 from collections import Counter, defaultdict
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("core", "backends", "sim", "kernels")
 Arrow = tuple[str, str]
 
+RELATIVE_IMPORT = re.compile(r"^ *from (\.+)([\w.]*) import", re.MULTILINE)
+CLASS = re.compile(r"^ *class (\w+)(?:\(([^:]*)\))?:", re.MULTILINE)
+REGISTERED_CLASS = re.compile(r"^@[\w.]+\.register\(.*\)\n(?:@.*\n)*class (\w+)", re.MULTILINE)
+# `Name(...)` makes one; `Name if ... else Name` chooses a class to make.
+USED_CLASS = re.compile(r"(?<!class )\b([A-Z]\w*)(?=\(| if )|\belse ([A-Z]\w*)", re.MULTILINE)
+PRINTS = re.compile(r"(?<![\w.])print\(|^ *(?:from|import) rich\b", re.MULTILINE)
 
-def modules(folder: str) -> list[Path]:
-    """The Python files below a folder that hold something."""
-    return [path for path in sorted((ROOT / folder).rglob("*.py")) if path.read_text().strip()]
+
+@cache
+def texts(folder: str) -> dict[Path, str]:
+    """The Python files below a folder that are not empty, and their contents."""
+    read = ((path, path.read_text()) for path in sorted((ROOT / folder).rglob("*.py")))
+    return {path: text for path, text in read if text.strip()}
 
 
 def room_of(parts: tuple[str, ...]) -> str:
-    """The room of a module, given its path below the folder; `.` for files on the doorstep."""
+    """The room of a module, given its path below the folder; `.` if it lies in none."""
     return parts[0] if len(parts) > 1 else "."
 
 
+def files_of_rooms(folder: str) -> Counter[str]:
+    """Room -> number of modules, subfolders of a room included; package files with a docstring alone do not count."""
+    counted: Counter[str] = Counter()
+    for path, text in texts(folder).items():
+        if path.name != "__init__.py" or len(ast.parse(text).body) > 1:
+            counted[room_of(path.relative_to(ROOT / folder).parts)] += 1
+    return counted
+
+
 def arrows(folder: str) -> dict[Arrow, set[str]]:
-    """(importing room, imported room) -> the imports between them."""
+    """(importing room, imported room) -> the imports between them; a folder's own `__init__.py` is left out."""
     out: dict[Arrow, set[str]] = defaultdict(set)
-    for path in modules(folder):
+    for path, text in texts(folder).items():
         inside = path.relative_to(ROOT / folder).parts
         if inside == ("__init__.py",):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.ImportFrom) or not node.level:
-                continue
-            base = list(path.relative_to(ROOT).parts[:-1])
-            target = base[: len(base) - node.level + 1] + (node.module or "").split(".")
-            target = [part for part in target if part]
+        package = path.relative_to(ROOT).parts[:-1]
+        for dots, name in RELATIVE_IMPORT.findall(text):
+            target = [*package[: len(package) - len(dots) + 1], *filter(None, name.split("."))]
             if len(target) < 2 or target[0] != folder:
                 continue
-            is_room = ROOT.joinpath(*target[:2]).is_dir()
-            imported = target[1] if is_room else "."
+            imported = target[1] if ROOT.joinpath(*target[:2]).is_dir() else "."
             if imported != room_of(inside):
                 out[room_of(inside), imported].add(f"{'/'.join(inside)} imports {'.'.join(target[1:])}")
-    return out
+    return {arrow: imports for arrow, imports in out.items() if "." not in arrow}
 
 
 def circle(found: dict[Arrow, set[str]]) -> list[str]:
@@ -66,47 +83,46 @@ def circle(found: dict[Arrow, set[str]]) -> list[str]:
     return next((way for room in sorted(after) if (way := walk(room, []))), [])
 
 
-def files_of_rooms(folder: str) -> Counter[str]:
-    """Room -> number of modules, subfolders of a room included; package files with a docstring alone do not count."""
-    counted: Counter[str] = Counter()
-    for path in modules(folder):
-        tree = ast.parse(path.read_text())
-        if path.name == "__init__.py" and len(tree.body) <= 1:
-            continue
-        counted[room_of(path.relative_to(ROOT / folder).parts)] += 1
-    return counted
-
-
 def num_lines(folder: str) -> int:
     """Lines of all modules."""
-    return sum(len(path.read_text().splitlines()) for path in modules(folder))
-
-
-def single_subclass_bases() -> list[str]:
-    """Our own base classes with one subclass that nobody makes instances of: two classes that are one idea."""
-    classes: set[str] = set()
-    subclasses: dict[str, set[str]] = defaultdict(set)
-    seams: set[str] = set()
-    made: set[str] = set()
-    for folder in FOLDERS:
-        for path in modules(folder):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                    made.add(node.func.id)
-                if not isinstance(node, ast.ClassDef):
-                    continue
-                classes.add(node.name)
-                bases = [ast.unparse(base).split("[")[0] for base in node.bases]
-                if {"Protocol", "ABC"} & set(bases) or node.name.endswith("Error"):
-                    seams.add(node.name)
-                for base in bases:
-                    subclasses[base].add(node.name)
-    return sorted(base for base, own in subclasses.items() if base in classes and len(own) == 1 and base not in seams)
+    return sum(len(text.splitlines()) for text in texts(folder).values())
 
 
 def occurrences(text: str, folder: str) -> int:
-    """How often a text stands in a folder's modules."""
-    return sum(path.read_text().count(text) for path in modules(folder))
+    """How often a text occurs in a folder's modules."""
+    return sum(module.count(text) for module in texts(folder).values())
+
+
+def single_subclass_bases() -> list[str]:
+    """Our classes with exactly one subclass that are nothing by themselves: two classes that are one idea.
+
+    Exceptions, seams (protocols and abstract classes), and classes that are instantiated or registered themselves are
+    left out.
+    """
+    subclasses: dict[str, set[str]] = defaultdict(set)
+    classes: set[str] = set()
+    useful: set[str] = set()
+    for text in (text for folder in FOLDERS for text in texts(folder).values()):
+        useful.update(REGISTERED_CLASS.findall(text))
+        useful.update(name for names in USED_CLASS.findall(text) for name in names)
+        for name, listed in CLASS.findall(text):
+            bases = set(re.findall(r"[\w.]*\b(\w+)", re.sub(r"\[.*?\]", "", listed)))
+            classes.add(name)
+            if bases & {"Protocol", "ABC"} or name.endswith("Error"):
+                useful.add(name)
+            for base in bases:
+                subclasses[base].add(name)
+    return sorted(base for base, own in subclasses.items() if base in classes - useful and len(own) == 1)
+
+
+def printing_modules(*allowed: str) -> list[str]:
+    """Modules of sim outside the allowed rooms that print, or import the console's library."""
+    found = []
+    for path, text in texts("sim").items():
+        code = re.sub(r'"""[^"]*(?:"(?!"")[^"]*)*"""', "", text)
+        if PRINTS.search(code) and room_of(path.relative_to(ROOT / "sim").parts) not in allowed:
+            found.append(str(path.relative_to(ROOT)))
+    return found
 
 
 def main() -> None:
@@ -114,23 +130,16 @@ def main() -> None:
     print(f"{'folder':10} {'rooms':>6} {'files':>6} {'largest room':>18} {'arrows':>7} {'lines':>7}  circle")
     for folder in FOLDERS:
         files, found = files_of_rooms(folder), arrows(folder)
-        room, most = (
-            max(((room, count) for room, count in files.items() if room != "."), key=lambda each: each[1])
-            if (set(files) - {"."})
-            else ("-", 0)
-        )
-        between = [arrow for arrow in found if "." not in arrow]
-        way = " -> ".join(circle({arrow: found[arrow] for arrow in between})) or "none"
-        largest = f"{room} ({most})"
-        rooms = len(set(files) - {"."})
-        print(
-            f"{folder:10} {rooms:6} {sum(files.values()):6} {largest:>18} {len(between):7} {num_lines(folder):7}  {way}"
-        )
+        rooms = Counter({room: count for room, count in files.items() if room != "."})
+        largest = "{} ({})".format(*rooms.most_common(1)[0]) if rooms else "-"
+        way = " -> ".join(circle(found)) or "none"
+        print(f"{folder:10} {len(rooms):6} {files.total():6} {largest:>18} {len(found):7} {num_lines(folder):7}  {way}")
     total = sum(map(num_lines, FOLDERS))
     print(f"lines: core and sim {num_lines('core') + num_lines('sim'):,}, the whole product {total:,}")
     print(f"given[ in sim: {occurrences('given[' + chr(34), 'sim')}")
     print(f"dict[str, Any] in sim: {occurrences('dict[str, Any]', 'sim')}")
     print(f"base classes with one subclass: {', '.join(single_subclass_bases()) or 'none'}")
+    print(f"printing in sim outside commands and report: {', '.join(printing_modules('commands', 'report')) or 'none'}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Bytes to blocks: how many blocks an engine's ranks share, and whether one request of the longest length fits.
 
+    >>> from kvledger.core.planner.specs import FullAttentionSpec
+    >>> spec = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype="bf16")
     >>> inputs = PlanInputs(
     ...     layer_specs={"layer 0": spec}, available_bytes=(1 << 30,), max_model_len=8192, enable_prefix_caching=True
     ... )
