@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := torch==2.13.0
 
-.PHONY: study test test-core test-slow lint types gpu gpu-kernels gpu-live gpu-tests clean
+.PHONY: study test test-core test-slow lint types docs gpu gpu-kernels gpu-live gpu-tests clean
 
 # An 8B model on four H100s carries the built-in hour of traffic. Blocks of 64 rather than 16 tokens halve the time that
 # the replay takes and change the figures by less than a percent.
@@ -36,6 +36,10 @@ types: $(VENV)/.test-installed
 	@rm -rf build
 	$(BIN)/pyright
 
+# The API reference, as HTML pages in docs/site; a warning is an error.
+docs: $(VENV)/.test-installed
+	$(BIN)/python -W error docs/reference.py
+
 # The interpreter that is there, no network, nothing installed: conftest.py puts the folders on the import path, and the
 # options of pyproject.toml that need plugins are replaced. What is judged comes first; each part takes minutes, runs by
 # itself, and runs whatever became of those before it. A warning of that machine's libraries stops nothing.
@@ -63,7 +67,7 @@ gpu-tests:
 	else echo "There is no GPU here: the kernels' tests were not run on one, and nothing was measured."; fi
 
 clean:
-	rm -rf $(VENV) kvledger-report
+	rm -rf $(VENV) kvledger-report docs/site
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"kvledger needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Try: make $(MAKECMDGOALS) PYTHON=python3.12")'
