@@ -1,4 +1,4 @@
-"""What the README promises: its example runs and prints what stands below it, its commands and links are there."""
+"""The README's examples run and print what it shows, and its commands and links exist."""
 
 import contextlib
 import io
@@ -11,16 +11,23 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def fenced(language: str) -> str:
-    (block,) = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
-    return block
+def fenced(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_example_prints_what_stands_below_it() -> None:
+def test_the_notebook_runs_and_its_plan_is_the_one_shown() -> None:
+    notebook, _ = fenced("python")
+    names = {}
+    exec(compile(notebook, "README.md", "exec"), names)
+    assert f"# {names['s'].plan()}\n" in notebook
+
+
+def test_the_example_prints_what_the_readme_shows_below_it() -> None:
+    _, example = fenced("python")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(fenced("python"), "README.md", "exec"), {})
-    assert printed.getvalue() == fenced("text")
+        exec(compile(example, "README.md", "exec"), {})
+    assert [printed.getvalue()] == fenced("text")
 
 
 def test_the_table_names_commands_that_exist() -> None:
