@@ -65,3 +65,11 @@ def test_every_link_on_a_page_leads_somewhere(page: Path) -> None:
 def test_every_page_is_linked_from_the_readme_or_from_another_page() -> None:
     linked = {link for page in PAGES for link in re.findall(r"([\w/]+\.md)", page.read_text(encoding="utf-8"))}
     assert {page.name for page in PAGES} - {"README.md"} <= {Path(link).name for link in linked}
+
+
+def test_the_map_names_every_room() -> None:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    rooms = [
+        path.parent.name for folder in ("core", "backends", "sim") for path in ROOT.glob(f"{folder}/*/__init__.py")
+    ]
+    assert [room for room in rooms if f"`{room}`" not in text] == []
