@@ -4,7 +4,7 @@ Run it with `python examples/printing_backend.py`.
 """
 
 from kvledger.core import AllocatorConfig, Backend, Commit, FullAttention, ScheduledStep, SchedulerConfig, StepResult
-from kvledger.sim import LinearLatency, open_workload, replay
+from kvledger.sim import open_workload, replay
 
 
 class PrintingBackend(Backend):
@@ -27,7 +27,6 @@ if __name__ == "__main__":
         trace,
         allocator=AllocatorConfig(num_blocks=2000, groups=[FullAttention(512)], max_model_len=1 << 20),
         scheduler=SchedulerConfig(),
-        latency=LinearLatency(),
         trace_block_size=trace.info.trace_block_size,
         backend=PrintingBackend(),
     )
