@@ -1,5 +1,7 @@
 """How the source is organised: `python -m bench.house` prints the same counts."""
 
+import re
+
 import pytest
 
 from bench import house
@@ -36,3 +38,11 @@ def test_only_commands_and_reports_print() -> None:
 
 def test_no_class_exists_only_to_be_derived_from_once() -> None:
     assert house.single_subclass_bases() == []
+
+
+@pytest.mark.parametrize("page", ["docs/design.md", "CONTRIBUTING.md"])
+def test_rooms_of_sim_import_only_what_the_maps_list_before_them(page: str) -> None:
+    text = (house.ROOT / page).read_text(encoding="utf-8")
+    listed = re.findall(r"`(\w+)`", text.partition("| `sim/`")[2].partition("| `tests/`")[0])
+    order = {room: listed.index(room) for room in house.files_of_rooms("sim") if room != "."}
+    assert [arrow for arrow in house.arrows("sim") if order[arrow[0]] <= order[arrow[1]]] == []
