@@ -1,4 +1,4 @@
-"""What every command shares for talking to a person or to a program: JSON, tables, progress, figures with units."""
+"""Prints JSON, tables and progress bars for every command."""
 
 import json
 import sys
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 def print_json(payload: Any) -> None:
-    """One JSON document on standard output, keys in the order given; NaN is refused rather than printed."""
+    """Print one JSON document with its keys in the given order. Raises ValueError for NaN."""
     json.dump(payload, sys.stdout, indent=2, allow_nan=False, ensure_ascii=False)
     sys.stdout.write("\n")
 
 
 def console(stderr: bool = False):
-    """A rich console. Off a terminal it is 120 columns wide, so that logs and pipes do not fold tables at 80."""
+    """A rich console. Without a terminal it is 120 columns wide, so that tables in files are not wrapped at 80."""
     from rich.console import Console
 
     stream_is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
@@ -24,7 +24,7 @@ def console(stderr: bool = False):
 
 
 def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any]], left: Sequence[int] = (0,)):
-    """A rich table; the columns whose index is in `left` are left-aligned, all others (figures) right-aligned."""
+    """A rich table; columns with an index in `left` are left-aligned, all others are right-aligned."""
     from rich import box
     from rich.table import Table
 
@@ -37,7 +37,7 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any
 
 
 class NoProgress:
-    """What stands for a progress bar off a terminal: it takes the same calls, shows nothing, and loads no library."""
+    """Replaces a progress bar where there is no terminal: same calls, no output, no library loaded."""
 
     disable = True
 
@@ -55,7 +55,7 @@ class NoProgress:
 
 
 def progress(description: str, total: float | None = None) -> "tuple[Progress | NoProgress, TaskID]":
-    """A progress bar with the time left on a terminal's standard error, or silence elsewhere, and its only task."""
+    """A progress bar on standard error with its only task; silent if that is no terminal."""
     if not sys.stderr.isatty():
         return NoProgress(), cast("TaskID", 0)
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -72,7 +72,7 @@ def progress(description: str, total: float | None = None) -> "tuple[Progress | 
 
 
 class PartsProgress:
-    """A study's progress on a terminal's standard error, part by part; silence elsewhere."""
+    """Shows a study's progress on standard error, part by part; silent if that is no terminal."""
 
     def __init__(self) -> None:
         self._bar, self._task = progress("")
@@ -85,11 +85,11 @@ class PartsProgress:
         self._bar.__exit__(*reason)
 
     def update(self, text: str, completed: int, total: int | None) -> None:
-        """Show what is being done and how far it is."""
+        """Show the current activity and how much of it is done."""
         self._bar.update(self._task, description=text, completed=completed, total=total)
 
     def part_ended(self, part: str, reason: str | None) -> None:
-        """Print one line for a part: done, or why it was left out."""
+        """Print one line for a part: done, or why it was skipped."""
         if not self._bar.disable:
-            said = "done" if reason is None else f"left out, {reason}"
+            said = "done" if reason is None else f"skipped, {reason}"
             console(stderr=True).print(f"{part}: {said}", markup=False)

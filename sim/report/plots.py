@@ -1,7 +1,7 @@
-"""The plots of a study, as plotly figures in plain values.
+"""Describes plots as plotly figures in plain values.
 
-A colour is the name of a variable of the page's style sheet (`--lru`); the page's script puts in what it stands for, so
-that one figure serves light, dark and print. Nothing here comes from the user: titles and labels are our own words.
+A colour is the name of a variable of the page's style sheet (`--lru`), so that one figure serves light, dark and print.
+No text in a plot comes from the user.
 """
 
 from bisect import bisect_left, bisect_right
@@ -15,7 +15,7 @@ from ..figures import GIB, Document
 from .replay import LATENCIES
 
 LEGEND_ABOVE = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
-# Steps of a logarithmic axis by how many decades it spans: its labels must fit a phone.
+# Decades that a logarithmic axis spans at most -> labelled steps of a decade; the labels must fit a phone.
 STEPS_OF_A_DECADE = ((2.0, (1, 2, 5)), (3.5, (1, 3)), (float("inf"), (1,)))
 SERIES = (
     ("kv_cache_usage", "KV cache<br>in use, %", "--lru"),
@@ -38,7 +38,7 @@ ROW_COLOURS = {
     "outside the budget": "--outside",
 }
 SHARES = (
-    ("token_pct", "token states", "--pool"),
+    ("token_pct", "tokens", "--pool"),
     ("reservation_pct", "reserved, will be filled", "--weights"),
     ("internal_pct", "reserved, never filled", "--activation"),
     ("external_pct", "rounding, holes, unused", "--outside"),
@@ -46,7 +46,7 @@ SHARES = (
 
 
 def study_plots(document: Document) -> dict[str, Document]:
-    """Plots by the id of their place on the page; those whose part is not done are left out."""
+    """Plots of the finished parts, by the id of their place on the page."""
     out: dict[str, Document] = {}
     curve, replay, plan, compare = (document[part] for part in ("curve", "replay", "plan", "compare"))
     if curve is not None and document["derived"]["claims_reuse"]:
@@ -61,7 +61,7 @@ def study_plots(document: Document) -> dict[str, Document]:
 
 
 def curve_plot(curve: Document, replay: Document | None) -> Document:
-    """Hit rate against capacity: LRU, the optimum, the ceiling, this pool, and what the replayed engine reached."""
+    """Hit rate against capacity: LRU, the optimum, an unlimited cache, this pool, and the replayed engine."""
     in_bytes = "bytes" in curve["infinite"]
 
     def size(point: Document) -> float:
@@ -83,11 +83,9 @@ def curve_plot(curve: Document, replay: Document | None) -> Document:
     ceiling = [{**point, "token_hit_rate": curve["infinite"]["token_hit_rate"]} for point in ends]
     optimum = [point for point in curve["policies"]["optimum"] if point["tokens"] <= ends[1]["tokens"]]
     data = [
+        line("unlimited cache", ceiling, mode="lines", line={"color": "--muted", "dash": "dot", "width": 2}),
         line(
-            "ceiling: nothing is evicted", ceiling, mode="lines", line={"color": "--muted", "dash": "dot", "width": 2}
-        ),
-        line(
-            "optimum: knows the future",
+            "best possible eviction",
             optimum,
             mode="lines+markers",
             line={"color": "--optimum", "dash": "dash", "width": 2},
@@ -95,7 +93,7 @@ def curve_plot(curve: Document, replay: Document | None) -> Document:
         ),
         line("LRU", lru_line, mode="lines", line={"color": "--lru", "width": 3}),
     ]
-    title = "memory for keys and values, GiB" if in_bytes else "capacity, tokens"
+    title = "KV cache, GiB" if in_bytes else "capacity, tokens"
     layout = layout_of(
         height=420,
         xaxis=axis_of(title, **logarithmic([size(point) for point in lru_line])),
@@ -108,7 +106,7 @@ def curve_plot(curve: Document, replay: Document | None) -> Document:
         layout["annotations"] = [_note("this pool", here, log=True)]
         data.append(
             line(
-                "LRU at this pool",
+                "LRU with this pool",
                 [curve["at_pool"]["lru"]],
                 mode="markers",
                 marker={"color": "--ink", "size": 10, "symbol": "circle"},
@@ -117,18 +115,18 @@ def curve_plot(curve: Document, replay: Document | None) -> Document:
         if replay is not None:
             engine = {**curve["at_pool"]["lru"], "token_hit_rate": replay["prefix_cache"]["hit_rate"]}
             style = {"color": "--engine", "size": 12, "symbol": "star"}
-            data.append(line("the whole engine, replayed", [engine], mode="markers", marker=style))
+            data.append(line("replayed engine", [engine], mode="markers", marker=style))
     return {"data": data, "layout": layout}
 
 
 def replay_plots(replay: Document, distributions: Document) -> dict[str, Document]:
-    """The plots of one replay by their ids: its document, and `latency_distributions` of its final state."""
+    """Plots of one replay, given its document and its `latency_distributions`."""
     out = {"plot-time": time_plot(replay["series"], replay.get("last_arrival_s")), "plot-latency": latency_plot(replay)}
     return out | ({"plot-distribution": distribution_plot(distributions)} if distributions else {})
 
 
 def time_plot(series: dict[str, list[float]], last_arrival_s: float | None) -> Document:
-    """Occupancy, running and waiting requests over time, one above the other; where known, the last arrival."""
+    """KV cache usage, running and waiting requests over time; marks the last arrival if known."""
     minutes = [time_s / 60 for time_s in series["time_s"]]
     data: list[Document] = []
     layout = layout_of(height=520, showlegend=False)
@@ -162,7 +160,7 @@ def time_plot(series: dict[str, list[float]], last_arrival_s: float | None) -> D
 
 
 def latency_plot(replay: Document) -> Document:
-    """Percentiles of each latency on one logarithmic axis, a line from p50 to p99."""
+    """Percentiles of each latency on a logarithmic axis, with a line from p50 to p99."""
     measured = [(key, name) for key, name in reversed(LATENCIES) if replay[key]["count"]]
     data: list[Document] = [
         {
@@ -198,7 +196,7 @@ def latency_plot(replay: Document) -> Document:
 
 
 def distribution_plot(distributions: dict[str, dict[str, list[float]]]) -> Document:
-    """For each latency the share of its samples within a time; exact at the markers."""
+    """The share of samples of each latency within a time; exact at the markers."""
     data = [
         {
             "type": "scatter",
@@ -222,7 +220,7 @@ def distribution_plot(distributions: dict[str, dict[str, list[float]]]) -> Docum
 
 
 def _rising_part(distribution: dict[str, list[float]]) -> dict[str, list[float]]:
-    """From the last boundary that no sample lies within to the first that all do."""
+    """The part of a distribution between 0 and 100 %."""
     times_s, shares = distribution["up_to_s"], distribution["share"]
     first = max(0, bisect_right(shares, 0.0) - 1)
     last = min(len(shares), bisect_left(shares, 1.0) + 1)
@@ -230,7 +228,7 @@ def _rising_part(distribution: dict[str, list[float]]) -> dict[str, list[float]]
 
 
 def ledger_plot(rows: list[Document]) -> Document:
-    """One bar: where every byte of a GPU goes."""
+    """One bar with every row of a GPU's memory ledger."""
     data = [
         {
             "type": "bar",
@@ -257,13 +255,13 @@ def ledger_plot(rows: list[Document]) -> Document:
 
 
 def row_colour(name: str) -> str:
-    """The variable of the style sheet that a row of the ledger is drawn in."""
+    """The style sheet's variable for the colour of a row of the memory ledger."""
     return ROW_COLOURS.get(name, "--libraries")
 
 
 def compare_plot(allocators: list[Document]) -> Document:
-    """Shares of the memory under each allocator, with the requests that run at a time beside its name."""
-    labels = [f"{row['name']}<br>{row['mean_batch']:,.1f} at a time" for row in reversed(allocators)]
+    """Shares of the memory under each allocator, named with its mean batch."""
+    labels = [f"{row['name']}<br>mean batch {row['mean_batch']:,.1f}" for row in reversed(allocators)]
     data = [
         {
             "type": "bar",
@@ -285,7 +283,7 @@ def compare_plot(allocators: list[Document]) -> Document:
 
 
 def layout_of(**own: Any) -> Document:
-    """What all plots have in common, and what is this one's own."""
+    """The layout that all plots share, plus this plot's own settings."""
     return {
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
@@ -313,7 +311,7 @@ def axis_of(title: str, **own: Any) -> Document:
 
 
 def logarithmic(values: Iterable[float]) -> Document:
-    """A logarithmic axis over positive values, with a label in full at every tick: 20, 50, 100, not 2, 5, 100."""
+    """A logarithmic axis over positive values, with full numbers at its ticks: 20, 50, 100, not 2, 5, 100."""
     positive = [value for value in values if value > 0] or [1.0]
     low, high = floor(log10(min(positive))), ceil(log10(max(positive)))
     decades = log10(max(positive) / min(positive))
@@ -328,18 +326,15 @@ def _vertical(x: float) -> Document:
 
 
 def _note(text: str, x: float, log: bool = False) -> Document:
-    """A label at the top of a vertical line; on a logarithmic axis plotly wants the exponent."""
+    """A label at the top of a vertical line; plotly expects the exponent on a logarithmic axis."""
     place = log10(x) if log else x
     note = {"text": text, "x": place, "xref": "x", "y": 1, "yref": "paper", "showarrow": False}
     return {**note, "xanchor": "left", "yanchor": "top", "xshift": 4, "font": {"color": "--ink"}}
 
 
-# What each plot is called, and what it shows, in words: for those who cannot see it, on the page and in the files.
-
-
 @attrs.frozen
 class PlotText:
-    """Of one plot: `name` for the buttons that save it, `title` for a file of its own, `alt` instead of the picture."""
+    """Names a plot: `name` on the buttons that save it, `title` in its file, `alt` for people who cannot see it."""
 
     name: str
     title: str
@@ -349,47 +344,47 @@ class PlotText:
 PLOT_TEXTS = {
     "plot-curve": PlotText(
         "hit rate",
-        "Prompt tokens that a prefix cache serves, by capacity",
-        "Share of prompt tokens that a prefix cache serves against its capacity: the LRU line rises from left to right "
-        "towards the ceiling; the optimum lies above it. The table below holds the points.",
+        "Prompt tokens served by the prefix cache, by capacity",
+        "Share of prompt tokens that a prefix cache serves, by capacity: the LRU line rises towards the unlimited "
+        "cache; the best possible eviction lies above it. The table below lists the points.",
     ),
     "plot-time": PlotText(
         "load over time",
-        "Occupancy and queue over time",
-        "Three lines over time, one above the other: share of the KV cache in use, requests running, requests waiting. "
-        "A vertical line marks the last arrival.",
+        "KV cache usage and queue over time",
+        "Three lines over time: share of the KV cache in use, requests running, requests waiting. A vertical line "
+        "marks the last arrival.",
     ),
     "plot-latency": PlotText(
         "latency",
         "Latencies: 50th, 90th and 99th percentile",
-        "For each latency its 50th, 90th and 99th percentile in seconds on a logarithmic axis; the table has them all.",
+        "The 50th, 90th and 99th percentile of each latency in seconds on a logarithmic axis; the table lists them.",
     ),
     "plot-distribution": PlotText(
         "latency distributions",
         "Latencies: share of samples within a time",
-        "Four rising lines: the share of samples of TTFT, ITL, TPOT and E2E within a time, from 0 to 100 percent, over "
+        "Four rising lines: the share of samples of TTFT, ITL, TPOT and E2E within a time, from 0 to 100 percent; "
         "seconds on a logarithmic axis.",
     ),
     "plot-ledger": PlotText(
         "memory ledger",
-        "Where every byte of a GPU goes",
-        "One bar of a GPU's memory, cut into the rows of the ledger: weights, activations, the pool of KV blocks and "
-        "the rest. The table below holds every row.",
+        "Memory ledger of one GPU",
+        "One bar of a GPU's memory, divided into the rows of the ledger: weights, activations, the pool of KV blocks "
+        "and the rest. The table below lists every row.",
     ),
     "plot-compare": PlotText(
         "allocators",
         "KV memory under five allocators",
-        "For each allocator one bar of the KV memory: token states, reserved slots that will be filled, reserved slots "
-        "that never are, and the rest. The table below holds the shares.",
+        "One bar of KV memory per allocator: slots that hold tokens, reserved slots that will be filled, reserved "
+        "slots that never are, and the rest. The table below lists the shares.",
     ),
     "plot-search": PlotText(
         "runs of the search",
-        "What the runs of the search gave",
-        "The SLO's figure of every run to its end against what was tried; a horizontal line marks the limit.",
+        "Runs of the search",
+        "The SLO figure of every complete run, by tried value; a horizontal line marks the limit.",
     ),
     "plot-tornado": PlotText(
         "tornado",
-        "What would change the answer",
-        "For each assumption a bar from the answer at its low end to that at its high end, the widest one on top.",
+        "What changes the answer",
+        "A bar per assumption, from the answer at its low end to that at its high end, the widest on top.",
     ),
 }

@@ -1,7 +1,4 @@
-"""Jobs by name: the questions that `kvledger` answers, with the options of each, as functions that return a document.
-
-A command, a point of a sweep and a side of a comparison all run one of them.
-"""
+"""Runs a command's job by name, with options as text, and returns its JSON document; used by sweeps."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,11 +18,11 @@ _NAMES = [field.name for field in attrs.fields(Scenario)]
 # One engine on a trace: the fields up to the seed; those after it describe a deployment's memory in more detail.
 REPLAY = tuple(_NAMES[: _NAMES.index("seed") + 1])
 FLEET = tuple(name for name in REPLAY if name != "n")
-# A recorded run holds its requests, so nothing that chooses them can change.
+# A recorded run has its requests, so options that choose requests do not apply.
 RERUN = tuple(name for name in REPLAY if name == "seed" or name not in (*TRACE, "n"))
 SIZE = tuple(name for name in FLEET if name not in ("closed_loop", "tensor_parallel_size"))
 BLOCK_SIZE = tuple(name for name in REPLAY if name != "block_size")
-# What an eviction policy wins is counted on prompts alone, one after the other.
+# Eviction policies are compared on prompts alone, one after the other.
 OPTIMUM = (
     *TRACE,
     *("model", "gpu", "num_gpu_blocks_override", "block_size", "gpu_memory_utilization", "tensor_parallel_size"),
@@ -51,12 +48,12 @@ SAMPLING = (*(name for name in TRACE if name not in ("request_rate", "rate_scale
 
 @attrs.frozen(kw_only=True)
 class Job:
-    """A question with its options.
+    """A command that can be swept.
 
     Attributes:
         name: of the command.
-        options: the scenario's fields that it takes, and classes of its own.
-        run: gives the document from an instance of each.
+        options: the fields of the scenario that it takes, and its own option classes.
+        run: returns the document, given an instance of each option class.
     """
 
     name: str
@@ -64,10 +61,10 @@ class Job:
     run: Callable[..., Document]
 
     def document(self, texts: Mapping[str, str], files: tuple[str, ...] = ()) -> Document:
-        """The document for options as typed on a command line.
+        """Run the job with options as typed on a command line.
 
         Raises:
-            InputError: an unknown option or a wrong value; the message has the command line's spelling.
+            InputError: an unknown option or a wrong value.
             DoesNotFitError: the planner's answer is no.
         """
         scenario, *asked = read_texts(self.options, texts, self.name)
@@ -123,11 +120,7 @@ def _optimum(scenario: Scenario, asked: Any) -> Document:
 
 
 def job(name: str) -> Job:
-    """The job of a command that can be swept.
-
-    Raises:
-        InputError: there is none of that name.
-    """
+    """The job called `name`. Raises InputError if there is none."""
     from ..scenario.compare import CompareOptions
     from ..scenario.curve import CurveOptions
     from ..scenario.fleet import FleetOptions

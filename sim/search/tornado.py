@@ -1,4 +1,4 @@
-"""How an answer moves with each assumption: one thing changed at a time, the search run again."""
+"""Changes one assumption at a time and searches again, to show how the answer depends on each."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ Change = Callable[[Setting], Setting]
 
 @attrs.frozen(kw_only=True)
 class Assumption:
-    """Something that could be otherwise: how the setting looks at its low and its high end."""
+    """An assumption, with the change of the setting at its low and at its high end."""
 
     name: str
     low_label: str
@@ -28,7 +28,7 @@ class Assumption:
 
 
 def assumptions_of(setting: Setting) -> list[Assumption]:
-    """What is worth changing in a setting: traffic, latency model, pool, scheduler, router."""
+    """The assumptions to change: traffic, latency model, pool, scheduler, router."""
     out = [
         Assumption(name="traffic", low_label="x 0.8", high_label="x 1.25", low=_rate(0.8), high=_rate(1.25)),
         Assumption(name="output lengths", low_label="x 0.8", high_label="x 1.25", low=_output(0.8), high=_output(1.25)),
@@ -57,18 +57,18 @@ def tornado(
     num_workers: int = 1,
     on_row: Callable[[Document], None] = lambda row: None,
 ) -> list[Document]:
-    """For each assumption the answer at both ends, and the SLO's figures of the unchanged answer there.
+    """Find the answer at both ends of each assumption, and the first SLO figure of the unchanged answer there.
 
-    Rows come with the largest swing of the answer first, then the largest swing of the first SLO figure. An end whose
-    setting does not go together is named with its reason instead.
+    Rows are sorted by the swing of the answer, then by the swing of the SLO figure, largest first. An end that does
+    not work with the setting has the reason instead.
 
     Args:
-        setting: everything as it is.
-        search: what was looked for.
-        answer: the run of what was found, to its end.
-        assumptions: what to change, one at a time.
+        setting: the unchanged setting.
+        search: the search that gave the answer.
+        answer: the full replay of the answer.
+        assumptions: to change, one at a time.
         num_workers: processes; the rows are the same for any number.
-        on_row: hears of each row as it is there, in the order of the assumptions.
+        on_row: called with each finished row, in the order of the assumptions.
     """
     rows: list[Document] = []
     for row in _rows(setting, search, answer, assumptions, num_workers):
@@ -83,7 +83,7 @@ def ranked(rows: Sequence[Document], name: str) -> list[Document]:
 
 
 def most_important(rows: Sequence[Document], name: str) -> list[str]:
-    """The two assumptions that move the answer most, or, where it stays, its figure; fewer where nothing moves."""
+    """The (at most two) assumptions that change the answer, or else its SLO figure, most."""
     moving = [row["assumption"] for row in rows if row[f"swing_{name}"] or row["swing_slo"]]
     return moving[:2]
 
@@ -129,12 +129,12 @@ def _end(name: str, label: str, setting: Setting, change: Change, search: Search
 
 def _end_as_dict(label: str, name: str, answer: float | None, there: Trial) -> Document:
     first = next(iter(there.verdict.figures.values()))
-    kept = {} if answer is not None else {"reason": "nothing tried keeps the SLO"}
+    kept = {} if answer is not None else {"reason": "no tried value keeps the SLO"}
     return {"value": label, name: answer, "slo_value": first["value"], **kept}
 
 
 def _swing(row: Document, figure: str, missing: float | None) -> float:
-    """How far apart the two ends are; `missing` stands for an end without a figure (None: the swing is unknown, 0)."""
+    """Distance between the two ends; `missing` replaces an end without a figure (None: the swing counts as 0)."""
     ends = [row[end] for end in ("low", "high")]
     if any("does_not_apply" in end for end in ends):
         return 0.0

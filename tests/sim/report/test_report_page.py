@@ -246,7 +246,7 @@ def test_the_style_and_the_script_are_part_of_the_package() -> None:
     from importlib.resources import files
 
     for name in ("page.css", "page.js"):
-        assert files("kvledger.sim").joinpath(name).is_file()
+        assert files("kvledger.sim.report").joinpath(name).is_file()
 
 
 def test_a_logarithmic_axis_has_whole_numbers_at_its_ticks() -> None:
