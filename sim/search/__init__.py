@@ -1,1 +1,1 @@
-"""Searches over runs: sweeps, comparisons of two configurations, block sizes, fleet sizes, the gain of better eviction."""
+"""Searches over runs: sweeps, comparisons of two configurations, block sizes, fleet sizes, better eviction."""
