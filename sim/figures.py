@@ -2,6 +2,8 @@
 
 from typing import Any, TypeAlias
 
+from ..core.errors import InputError
+
 # A JSON document or a part of one, as `to_dict` returns, `--json` prints, and sim/report draws.
 Document: TypeAlias = dict[str, Any]
 
@@ -70,3 +72,11 @@ def at_path(document: Document, path: str) -> Any:
     for key in path.split("."):
         value = value[int(key)] if isinstance(value, list) else value[key]
     return value
+
+
+def figure_at(document: Document, path: str) -> Any:
+    """`at_path` for a path that a person typed. Raises InputError if the document has no such figure."""
+    try:
+        return at_path(document, path)
+    except (KeyError, IndexError, ValueError, TypeError):
+        raise InputError(f"the result has no figure {path!r}; it has {', '.join(document)}") from None

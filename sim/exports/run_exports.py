@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ...core.allocator.config import AllocatorConfig
@@ -21,10 +20,10 @@ from .tables import (
     REQUEST_COLUMNS,
     SERIES_COLUMNS,
     OutputFile,
-    RequestTable,
     SeriesTable,
     TableWriter,
     open_table,
+    write_request,
 )
 
 
@@ -165,12 +164,7 @@ class RunExports(AbstractContextManager["RunExports"]):
             file.publish()
         self._files.clear()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Discard the files unless they were published."""
         self._discard()
 
@@ -201,12 +195,12 @@ class RunExports(AbstractContextManager["RunExports"]):
     def _open_tables(self, files: ExportOptions) -> None:
         first = ENGINE_COLUMN if self._engines else {}
         if files.requests_out is not None:
-            requests = RequestTable(self._table("--requests-out", files.requests_out, {**first, **REQUEST_COLUMNS}))
+            requests = self._table("--requests-out", files.requests_out, {**first, **REQUEST_COLUMNS})
             if self._engines:
                 names = [str(name) for name in self._engines]
-                self.on_finished_on = lambda index, record: requests.add_of_engine(names[index], record)
+                self.on_finished_on = lambda index, record: write_request(requests, record, names[index])
             else:
-                self.on_finished = requests.add
+                self.on_finished = lambda record: write_request(requests, record)
         if files.series_out is not None:
             table = self._table("--series-out", files.series_out, {**first, **SERIES_COLUMNS})
             for index, listeners in enumerate(self._listeners):

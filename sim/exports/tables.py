@@ -6,9 +6,10 @@ import io
 import json
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
@@ -95,20 +96,18 @@ ROWS_PER_GROUP = 8192
 Columns = Mapping[str, type]
 
 
-class TableWriter(Protocol):
+class TableWriter(ABC):
     """Writes rows one by one; memory does not grow with them."""
 
+    @abstractmethod
     def write(self, row: Sequence[Any]) -> None:
         """Add a row: one cell per column."""
-        ...
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027
         """Write the buffered rows; the owner closes the file."""
-        ...
 
-    def abandon(self) -> None:
+    def abandon(self) -> None:  # noqa: B027
         """Release the file without finishing it."""
-        ...
 
 
 def open_table(file: OutputFile, columns: Columns) -> TableWriter:
@@ -123,7 +122,7 @@ def open_table(file: OutputFile, columns: Columns) -> TableWriter:
     return writer(file, columns)
 
 
-class CsvTable:
+class CsvTable(TableWriter):
     """Comma-separated values with a header; numbers in the shortest form that reads back as the same number."""
 
     def __init__(self, file: OutputFile, columns: Columns) -> None:
@@ -139,11 +138,8 @@ class CsvTable:
         """Flush to the file."""
         self._text.detach()
 
-    def abandon(self) -> None:
-        """Nothing to release."""
 
-
-class JsonlTable:
+class JsonlTable(TableWriter):
     """One JSON object per line."""
 
     def __init__(self, file: OutputFile, columns: Columns) -> None:
@@ -155,14 +151,8 @@ class JsonlTable:
         line = json.dumps(dict(zip(self._columns, row, strict=True)), ensure_ascii=False, allow_nan=False)
         self._stream.write(line.encode() + b"\n")
 
-    def finish(self) -> None:
-        """Nothing is buffered."""
 
-    def abandon(self) -> None:
-        """Nothing to release."""
-
-
-class ParquetTable:
+class ParquetTable(TableWriter):
     """Columns of int64, float64 and strings, in row groups of 8,192 rows."""
 
     def __init__(self, file: OutputFile, columns: Columns) -> None:
@@ -215,19 +205,9 @@ ENGINE_COLUMN: Columns = {"engine": str}
 SERIES_COLUMNS: Columns = {"time_s": float, SERIES[0]: float, SERIES[1]: int, SERIES[2]: int}
 
 
-class RequestTable:
-    """Writes the record of each request when it finishes."""
-
-    def __init__(self, table: TableWriter) -> None:
-        self._table = table
-
-    def add(self, record: RequestRecord) -> None:
-        """Write one row."""
-        self._table.write([getattr(record, name) for name in REQUEST_COLUMNS])
-
-    def add_of_engine(self, engine: str, record: RequestRecord) -> None:
-        """Write one row of a fleet's table, which has `ENGINE_COLUMN` first."""
-        self._table.write([engine, *(getattr(record, name) for name in REQUEST_COLUMNS)])
+def write_request(table: TableWriter, record: RequestRecord, *engine: str) -> None:
+    """Write the row of a finished request; in a fleet, the table begins with `ENGINE_COLUMN`."""
+    table.write([*engine, *(getattr(record, name) for name in REQUEST_COLUMNS)])
 
 
 class SeriesTable(RunListener):

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -20,7 +20,6 @@ from ...core.events import BlocksFreed, Commit, FreeReason, RowsReleased
 from ..engine.arrivals import traced_request
 from ..figures import Document
 from ..traces.logged import LiveTrace, is_live, row_of
-from ..traces.trace import TraceRequest
 from .live_rerun import KnownKeys, LoggedKeys
 
 
@@ -151,33 +150,23 @@ def _to_trace(reader: LogReader, path: Path) -> int:
 
 def _mooncake_rows(reader: LogReader) -> Iterator[Document]:
     if is_live(reader):
-        yield from map(_mooncake_row, LiveTrace(reader))
+        for row in LiveTrace(reader):
+            yield _mooncake_row(row.arrival_s, row.input_length, row.output_length, row.hash_ids)
         return
     numbers: dict[bytes, int] = {}
     for logged in reader.notes():
         note = logged.note
-        if not isinstance(note, RequestArrived):
-            continue
-        row: Document = {
-            "timestamp": note.arrival_s * 1e3,
-            "input_length": note.num_prompt_tokens,
-            "output_length": note.num_output_tokens or 0,
-        }
-        if note.prompt_keys:
-            row["hash_ids"] = [
+        if isinstance(note, RequestArrived):
+            ids = [
                 key if type(key) is int and key >= 0 else numbers.setdefault(encode_key(key), len(numbers))
                 for key in note.prompt_keys
             ]
-        yield row
+            yield _mooncake_row(note.arrival_s, note.num_prompt_tokens, note.num_output_tokens or 0, ids or None)
 
 
-def _mooncake_row(row: TraceRequest) -> Document:
-    out: Document = {
-        "timestamp": row.arrival_s * 1e3,
-        "input_length": row.input_length,
-        "output_length": row.output_length,
-    }
-    return out if row.hash_ids is None else {**out, "hash_ids": list(row.hash_ids)}
+def _mooncake_row(arrival_s: float, num_input: int, num_output: int, ids: Sequence[int] | None) -> Document:
+    row: Document = {"timestamp": arrival_s * 1e3, "input_length": num_input, "output_length": num_output}
+    return row if ids is None else {**row, "hash_ids": list(ids)}
 
 
 def _write_lines(file: IO[str], rows: Iterator[Document]) -> int:

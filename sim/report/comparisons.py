@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.errors import InputError
-from ..figures import Document, at_path, millions, percent, seconds, shown
-from .console import console, table
+from ..figures import Document, figure_at, millions, percent, seconds, shown
+from .console import console, print_assumptions, table
 
 
 def print_ab(document: Mapping[str, Any]) -> None:
@@ -74,9 +73,7 @@ def print_block_sizes(document: Mapping[str, Any]) -> None:
     out.print(
         "Not modelled: the cost of long block tables, of hashing and of events, all of which favour large blocks."
     )
-    out.print("[bold]Assumptions[/bold] (at the smallest size; options of the same names change them)")
-    assumed = [(name, shown(value)) for name, value in document["assumptions"].items()]
-    out.print(table(None, ("assumption", "value"), assumed, left=(0, 1)))
+    print_assumptions(document["assumptions"], "at the smallest size; ")
 
 
 def _cells(row: Mapping[str, Any], chosen: int) -> tuple[str, ...]:
@@ -112,9 +109,7 @@ def print_worth(document: Mapping[str, Any]) -> None:
     ]
     title = f"Pool of {pool['num_blocks']:,} blocks of {pool['block_size']} tokens"
     out.print(table(title, ("eviction", "served", "tokens served", "tokens computed"), rows))
-    out.print("[bold]Assumptions[/bold] (change them with the options of the same names)")
-    rows = [(name, shown(value)) for name, value in document["assumptions"].items()]
-    out.print(table(None, ("assumption", "value"), rows, left=(0, 1)))
+    print_assumptions(document["assumptions"])
 
 
 def print_sweep(document: Document, figures: list[str] | None) -> None:
@@ -130,7 +125,7 @@ def print_sweep(document: Document, figures: list[str] | None) -> None:
         if "error" in row:
             cells = [row["error"].splitlines()[0], *[""] * (max(len(figures), 1) - 1)]
         else:
-            cells = [_cell(row["result"], figure) for figure in figures] or ["done"]
+            cells = [shown(figure_at(row["result"], figure)) for figure in figures] or ["done"]
         rows.append((mark, *options, *cells))
     out = console()
     out.print(table(f"{document['command']}: {len(rows):,} points", ("", *names, *(figures or ["outcome"])), rows))
@@ -142,10 +137,3 @@ def print_sweep(document: Document, figures: list[str] | None) -> None:
         found = "no point meets the requirements" if best["index"] is None else f"{shown(best['value'])}"
         chosen = ", ".join(f"{name} {best['options'][name]}" for name in names) if best["options"] else ""
         out.print(f"[bold]Best[/bold] ({best['of']} {best['figure']}): {found}  {chosen}", soft_wrap=True)
-
-
-def _cell(result: Document, path: str) -> str:
-    try:
-        return shown(at_path(result, path))
-    except (KeyError, IndexError, ValueError, TypeError):
-        raise InputError(f"there is no figure {path!r} in the result; it has {', '.join(result)}") from None

@@ -2,8 +2,10 @@
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
+
+from ..figures import shown
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -34,6 +36,14 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any
     for row in rows:
         out.add_row(*(cell if isinstance(cell, str) else f"{cell:,}" for cell in row))
     return out
+
+
+def print_assumptions(assumptions: Mapping[str, Any], where: str = "") -> None:
+    """Print a table of assumptions."""
+    out = console()
+    out.print(f"[bold]Assumptions[/bold] ({where}options of the same names change them)")
+    rows = [(name, shown(value)) for name, value in assumptions.items()]
+    out.print(table(None, ("assumption", "value"), rows, left=(0, 1)))
 
 
 class NoProgress:

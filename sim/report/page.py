@@ -125,7 +125,7 @@ SHARES = (
 
 
 def render_page(document: Document) -> str:
-    """Render a study's document (`Study.document`) as HTML that contains its style, script and plots."""
+    """Render a study's document (`Study.to_dict`) as HTML that contains its style, script and plots."""
     from plotly.offline import get_plotlyjs
 
     plots = study_plots(document)

@@ -5,7 +5,7 @@ No text in a plot comes from the user.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import ceil, floor, log10
 from typing import Any
 
@@ -67,31 +67,26 @@ def curve_plot(curve: Document, replay: Document | None) -> Document:
     def size(point: Document) -> float:
         return point["bytes"] / GIB if in_bytes else point["tokens"]
 
-    def line(name: str, points: list[Document], **style: Any) -> Document:
-        return {
-            "type": "scatter",
-            "name": name,
-            "x": [size(point) for point in points],
-            "y": [100 * point["token_hit_rate"] for point in points],
-            "customdata": [point["tokens"] for point in points],
-            "hovertemplate": "%{y:.1f} % at %{customdata:,} tokens<extra>" + name + "</extra>",
-            **style,
-        }
+    def line(name: str, points: list[Document], mode: str, **style: Any) -> Document:
+        rates = [100 * point["token_hit_rate"] for point in points]
+        hover = "%{y:.1f} % at %{customdata:,} tokens<extra>" + name + "</extra>"
+        tokens = [point["tokens"] for point in points]
+        return scatter(name, [size(point) for point in points], rates, mode, hover, customdata=tokens, **style)
 
     lru_line = curve["lru_line"]
     ends = [lru_line[0], lru_line[-1]]
     ceiling = [{**point, "token_hit_rate": curve["infinite"]["token_hit_rate"]} for point in ends]
     optimum = [point for point in curve["policies"]["optimum"] if point["tokens"] <= ends[1]["tokens"]]
     data = [
-        line("unlimited cache", ceiling, mode="lines", line={"color": "--muted", "dash": "dot", "width": 2}),
+        line("unlimited cache", ceiling, "lines", line={"color": "--muted", "dash": "dot", "width": 2}),
         line(
             "best possible eviction",
             optimum,
-            mode="lines+markers",
+            "lines+markers",
             line={"color": "--optimum", "dash": "dash", "width": 2},
             marker={"size": 7, "symbol": "diamond"},
         ),
-        line("LRU", lru_line, mode="lines", line={"color": "--lru", "width": 3}),
+        line("LRU", lru_line, "lines", line={"color": "--lru", "width": 3}),
     ]
     title = "KV cache, GiB" if in_bytes else "capacity, tokens"
     layout = layout_of(
@@ -104,18 +99,12 @@ def curve_plot(curve: Document, replay: Document | None) -> Document:
         here = size(curve["at_pool"]["lru"])
         layout["shapes"] = [_vertical(here)]
         layout["annotations"] = [_note("this pool", here, log=True)]
-        data.append(
-            line(
-                "LRU with this pool",
-                [curve["at_pool"]["lru"]],
-                mode="markers",
-                marker={"color": "--ink", "size": 10, "symbol": "circle"},
-            )
-        )
+        style = {"color": "--ink", "size": 10, "symbol": "circle"}
+        data.append(line("LRU with this pool", [curve["at_pool"]["lru"]], "markers", marker=style))
         if replay is not None:
             engine = {**curve["at_pool"]["lru"], "token_hit_rate": replay["prefix_cache"]["hit_rate"]}
             style = {"color": "--engine", "size": 12, "symbol": "star"}
-            data.append(line("replayed engine", [engine], mode="markers", marker=style))
+            data.append(line("replayed engine", [engine], "markers", marker=style))
     return {"data": data, "layout": layout}
 
 
@@ -136,19 +125,9 @@ def time_plot(series: dict[str, list[float]], last_arrival_s: float | None) -> D
         scale = 100 if name == "kv_cache_usage" else 1
         top = 1 - index * 0.355
         layout[f"yaxis{number}"] = axis_of(title, domain=[top - 0.29, top], rangemode="tozero", nticks=4)
-        data.append(
-            {
-                "type": "scatter",
-                "name": title.replace("<br>", " "),
-                "x": minutes,
-                "y": [value * scale for value in series[name]],
-                "xaxis": "x",
-                "yaxis": f"y{number}",
-                "mode": "lines",
-                "line": {"color": colour, "width": 1.5},
-                "hovertemplate": "%{y:,.1f} at %{x:.1f} min<extra></extra>",
-            }
-        )
+        values, hover = [value * scale for value in series[name]], "%{y:,.1f} at %{x:.1f} min<extra></extra>"
+        style: Document = {"xaxis": "x", "yaxis": f"y{number}", "line": {"color": colour, "width": 1.5}}
+        data.append(scatter(title.replace("<br>", " "), minutes, values, "lines", hover, **style))
     layout["yaxis"]["range"] = [0, 102]
     layout["margin"]["t"] = 24
     if last_arrival_s is not None:
@@ -174,17 +153,12 @@ def latency_plot(replay: Document) -> Document:
         }
     ]
     for quantile, symbol, colour in QUANTILES:
-        data.append(
-            {
-                "type": "scatter",
-                "name": quantile,
-                "x": [replay[key][quantile] for key, _ in measured],
-                "y": [name for _, name in measured],
-                "mode": "markers",
-                "marker": {"symbol": symbol, "size": 12, "color": colour},
-                "hovertemplate": "%{y} " + quantile + ": %{x:.4~g} s<extra></extra>",
-            }
+        values = [replay[key][quantile] for key, _ in measured]
+        hover, marker = (
+            "%{y} " + quantile + ": %{x:.4~g} s<extra></extra>",
+            {"symbol": symbol, "size": 12, "color": colour},
         )
+        data.append(scatter(quantile, values, [name for _, name in measured], "markers", hover, marker=marker))
     times_s = [value for key, _ in measured for value in (replay[key]["p50"], replay[key]["p99"])]
     layout = layout_of(
         height=320,
@@ -198,15 +172,14 @@ def latency_plot(replay: Document) -> Document:
 def distribution_plot(distributions: dict[str, dict[str, list[float]]]) -> Document:
     """The share of samples of each latency within a time; exact at the markers."""
     data = [
-        {
-            "type": "scatter",
-            "name": name,
-            **_rising_part(distributions[key]),
-            "mode": "lines+markers",
-            "line": {"color": colour, "width": 2, "dash": dash},
-            "marker": {"size": 6, "symbol": symbol},
-            "hovertemplate": "%{y:.1f} % within %{x:,.4~g} s<extra>" + name + "</extra>",
-        }
+        scatter(
+            name,
+            *_rising_part(distributions[key]),
+            "lines+markers",
+            "%{y:.1f} % within %{x:,.4~g} s<extra>" + name + "</extra>",
+            line={"color": colour, "width": 2, "dash": dash},
+            marker={"size": 6, "symbol": symbol},
+        )
         for (key, name), (colour, dash, symbol) in zip(LATENCIES, DISTRIBUTION_STYLES, strict=True)
         if key in distributions
     ]
@@ -219,31 +192,28 @@ def distribution_plot(distributions: dict[str, dict[str, list[float]]]) -> Docum
     return {"data": data, "layout": layout}
 
 
-def _rising_part(distribution: dict[str, list[float]]) -> dict[str, list[float]]:
+def _rising_part(distribution: dict[str, list[float]]) -> tuple[list[float], list[float]]:
     """The part of a distribution between 0 and 100 %."""
     times_s, shares = distribution["up_to_s"], distribution["share"]
     first = max(0, bisect_right(shares, 0.0) - 1)
     last = min(len(shares), bisect_left(shares, 1.0) + 1)
-    return {"x": times_s[first:last], "y": [100 * share for share in shares[first:last]]}
+    return times_s[first:last], [100 * share for share in shares[first:last]]
 
 
 def ledger_plot(rows: list[Document]) -> Document:
     """One bar with every row of a GPU's memory ledger."""
+    inside: Document = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
+    inside["textfont"] = {"color": "--on-colour"}
     data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": row["name"],
-            "x": [row["bytes"] / GIB],
-            "y": [""],
-            "text": [f"{row['name']}<br>{row['bytes'] / GIB:.1f} GiB"],
-            "textposition": "inside",
-            "insidetextanchor": "middle",
-            "textangle": 0,
-            "textfont": {"color": "--on-colour"},
-            "marker": {"color": row_colour(row["name"]), "line": {"color": "--page", "width": 1}},
-            "hovertemplate": "%{x:.2f} GiB<extra>" + row["name"] + "</extra>",
-        }
+        bars(
+            row["name"],
+            [row["bytes"] / GIB],
+            [""],
+            row_colour(row["name"]),
+            "%{x:.2f} GiB<extra>" + row["name"] + "</extra>",
+            **inside,
+            text=[f"{row['name']}<br>{row['bytes'] / GIB:.1f} GiB"],
+        )
         for row in rows
         if row["bytes"] > 0
     ]
@@ -263,15 +233,7 @@ def compare_plot(allocators: list[Document]) -> Document:
     """Shares of the memory under each allocator, named with its mean batch."""
     labels = [f"{row['name']}<br>mean batch {row['mean_batch']:,.1f}" for row in reversed(allocators)]
     data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "x": [row[key] for row in reversed(allocators)],
-            "y": labels,
-            "marker": {"color": colour, "line": {"color": "--page", "width": 1}},
-            "hovertemplate": "%{x:.1f} %<extra>" + name + "</extra>",
-        }
+        bars(name, [row[key] for row in reversed(allocators)], labels, colour, "%{x:.1f} %<extra>" + name + "</extra>")
         for key, name, colour in SHARES
     ]
     layout = layout_of(
@@ -280,6 +242,21 @@ def compare_plot(allocators: list[Document]) -> Document:
     layout["xaxis"] |= {"range": [0, 100], "dtick": 20}
     layout["legend"] = {**LEGEND_ABOVE, "traceorder": "normal"}
     return {"data": data, "layout": layout}
+
+
+def scatter(
+    name: str, x: Sequence[Any], y: Sequence[Any], mode: str, hover: str | None = None, **style: Any
+) -> Document:
+    """Lines or markers; `hover` is the text at a point."""
+    shown = {} if hover is None else {"hovertemplate": hover}
+    return {"type": "scatter", "name": name, "x": x, "y": y, "mode": mode, **shown, **style}
+
+
+def bars(name: str, x: Sequence[float], y: Sequence[str], colour: str, hover: str, **style: Any) -> Document:
+    """Horizontal bars of lengths `x` at the names `y`."""
+    marker = {"color": colour, "line": {"color": "--page", "width": 1}}
+    own: Document = {"x": x, "y": y, "marker": marker, "hovertemplate": hover, **style}
+    return {"type": "bar", "orientation": "h", "name": name, **own}
 
 
 def layout_of(**own: Any) -> Document:

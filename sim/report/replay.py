@@ -1,9 +1,9 @@
 """Prints a replay, a fleet and a sampling run. Each takes the document of `--json` or the result."""
 
-from ..figures import Document, percent, seconds, shown
+from ..figures import Document, percent, seconds
 from ..fleet.fleet import EngineName
 from ..scenario.sampling import SamplingResult
-from .console import console, table
+from .console import console, print_assumptions, table
 
 LATENCIES = (
     ("ttft_s", "TTFT"),
@@ -16,7 +16,7 @@ LATENCIES = (
 def print_replay(report: Document) -> None:
     """Print a replay (`report` is the document of `--json`)."""
     print_outcome(report)
-    print_assumptions(report)
+    _print_end(report)
 
 
 def print_outcome(report: Document) -> None:
@@ -56,27 +56,17 @@ def print_outcome(report: Document) -> None:
         out.print(f"rejected: {reason}", soft_wrap=True)
 
 
-def print_assumptions(report: Document) -> None:
+def _print_end(report: Document) -> None:
     """Print the assumptions, and how long the replay took."""
-    out = console()
-    assumptions = report["assumptions"]
-    out.print("[bold]Assumptions[/bold] (options of the same names change them)")
-    out.print(table(None, ("assumption", "value"), _assumption_rows(assumptions), left=(0, 1)))
+    print_assumptions(report["assumptions"])
     timing = report["timing"]
-    out.print(f"[dim]took {timing['wall_seconds']:.1f} s, {timing['us_per_step']:.0f} us per engine step[/dim]")
+    console().print(f"[dim]took {timing['wall_seconds']:.1f} s, {timing['us_per_step']:.0f} us per engine step[/dim]")
 
 
 def _latency_rows(report: Document) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for key, name in LATENCIES:
-        figures = report[key]
-        cells = [seconds(figures[column]) for column in ("mean", "p50", "p90", "p99", "max")]
-        rows.append((name, *cells, f"{figures['count']:,}"))
-    return rows
-
-
-def _assumption_rows(assumptions: Document) -> list[tuple[str, str]]:
-    return [(name, shown(value)) for name, value in assumptions.items()]
+    columns = ("mean", "p50", "p90", "p99", "max")
+    rows = [(name, report[key]) for key, name in LATENCIES]
+    return [(name, *(seconds(of[column]) for column in columns), f"{of['count']:,}") for name, of in rows]
 
 
 def print_fleet(document: Document) -> None:
@@ -107,7 +97,7 @@ def print_fleet(document: Document) -> None:
         )
     if "hit_rate_with_tiers" in document["prefix_cache"]:
         _print_tiers(document)
-    print_assumptions(document)
+    _print_end(document)
 
 
 def _name(one: Document) -> str:

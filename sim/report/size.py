@@ -2,14 +2,13 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
-from ..figures import Document, percent, seconds, shown
+from ..figures import Document, percent, seconds
 from ..search.sizing import SearchWatch
 from ..search.slo import Trial
-from .console import console, table
-from .plots import LEGEND_ABOVE, axis_of, layout_of
+from .console import console, print_assumptions, table
+from .plots import LEGEND_ABOVE, axis_of, bars, layout_of, scatter
 
 
 def print_size(document: Mapping[str, Any]) -> None:
@@ -34,9 +33,7 @@ def print_size(document: Mapping[str, Any]) -> None:
             _print_searches(shape, instead["asked"])
         assumptions = instead["assumptions"] or assumptions
     if assumptions:
-        out.print("[bold]Assumptions[/bold] (options of the same names change them)")
-        rows = [(name, shown(value)) for name, value in {**_traffic(document), **assumptions}.items()]
-        out.print(table(None, ("assumption", "value"), rows, left=(0, 1)))
+        print_assumptions({**_traffic(document), **assumptions})
 
 
 def _headline(document: Mapping[str, Any]) -> str:
@@ -226,41 +223,25 @@ class SizeProgress(SearchWatch):
     """
 
     def __init__(self) -> None:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+        from rich import progress as rich
 
-        self._bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console(stderr=True),
-            transient=True,
-            disable=not sys.stderr.isatty(),
+        columns = (
+            *(rich.TextColumn("{task.description}"), rich.BarColumn(bar_width=24), rich.MofNCompleteColumn()),
+            *(rich.TimeElapsedColumn(), rich.TextColumn("left"), rich.TimeRemainingColumn()),
         )
+        is_silent = not sys.stderr.isatty()
+        self._bars = rich.Progress(*columns, console=console(stderr=True), transient=True, disable=is_silent)
         self._runs = self._bars.add_task("searching", total=None)
         self._run = self._bars.add_task("run", total=None)
         self._num_done = 0
         self._shape = ""
 
     def __enter__(self) -> "SizeProgress":
-        """Show the bars."""
         self._bars.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Remove the bars."""
-        self._bars.__exit__(kind, error, trace)
+    def __exit__(self, *reason: Any) -> None:
+        self._bars.__exit__(*reason)
 
     def shape(self, text: str) -> None:
         """Reset the first bar for another shape."""
@@ -282,17 +263,16 @@ class SizeProgress(SearchWatch):
 
     def left(self, num_runs: int) -> None:
         """Set the total of the first bar."""
-        self._update(self._runs, total=self._num_done + num_runs, description=f"{self._shape}: closing in, runs")
+        total = self._num_done + num_runs
+        self._bars.update(self._runs, total=total, description=f"{self._shape}: closing in, runs")
 
     def tornado(self, num_done: int, num_rows: int) -> None:
         """Let the first bar count assumptions."""
-        self._update(self._runs, completed=num_done, total=num_rows, description="what matters: assumptions")
+        self._bars.update(self._runs, completed=num_done, total=num_rows, description="what matters: assumptions")
         self._bars.update(self._run, visible=False)
 
-    def _update(self, task: Any, **values: Any) -> None:
-        self._bars.update(task, **values)
 
-
+DASHED = {"color": "--ink", "width": 1.5, "dash": "dash"}
 # SLO figure -> axis title, and factor from the JSON value to the axis.
 FIGURES = {
     "ttft_p99_s": ("p99 TTFT, s", 1.0),
@@ -333,32 +313,16 @@ def search_plot(shapes: Sequence[Mapping[str, Any]], asked: str) -> Document | N
         limit = ended[0]["slo"][promise]["limit"] * unit
         colour, symbol = styles[index % len(styles)]
         seed = "" if search["seed"] is None else f", seed {search['seed']}"
-        data.append(
-            {
-                "type": "scatter",
-                "name": f"tensor parallel size {size}{seed}",
-                "x": [trial["value"] for trial in ended],
-                "y": [trial["slo"][promise]["value"] * unit for trial in ended],
-                "mode": "lines+markers",
-                "line": {"color": colour, "width": 2},
-                "marker": {"symbol": symbol, "size": 9, "color": colour},
-                "hovertemplate": "%{x}: %{y:.4~g}<extra></extra>",
-            }
-        )
+        values = [trial["value"] for trial in ended]
+        figures = [trial["slo"][promise]["value"] * unit for trial in ended]
+        name, hover = f"tensor parallel size {size}{seed}", "%{x}: %{y:.4~g}<extra></extra>"
+        style: Document = {"line": {"color": colour, "width": 2}}
+        style["marker"] = {"symbol": symbol, "size": 9, "color": colour}
+        data.append(scatter(name, values, figures, "lines+markers", hover, **style))
     if not data or limit is None:
         return None
     ends = [value for trace in data for value in trace["x"]]
-    line = {"color": "--ink", "width": 1.5, "dash": "dash"}
-    data.append(
-        {
-            "type": "scatter",
-            "name": "limit",
-            "x": [min(ends), max(ends)],
-            "y": [limit, limit],
-            "mode": "lines",
-            "line": line,
-        }
-    )
+    data.append(scatter("limit", [min(ends), max(ends)], [limit, limit], "lines", line=DASHED))
     xaxis = _tried_axis(asked, max(ends) - min(ends))
     layout = layout_of(height=380, xaxis=xaxis, yaxis=axis_of(title, rangemode="tozero"), legend=LEGEND_ABOVE)
     return {"data": data, "layout": layout}
@@ -381,25 +345,10 @@ def tornado_plot(rows: Sequence[Mapping[str, Any]], asked: str, answer: float) -
         names.append(row["assumption"] + (f"<br>(none at {', '.join(missing)})" if missing else ""))
         starts.append(min(known))
         widths.append(max(known) - min(known))
+    hover = "%{y}: from %{base:.3~g}, %{x:.3~g} wide<extra></extra>"
     data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": "answer, low to high",
-            "x": widths,
-            "base": starts,
-            "y": names,
-            "marker": {"color": "--pool", "line": {"color": "--page", "width": 1}},
-            "hovertemplate": "%{y}: from %{base:.3~g}, %{x:.3~g} wide<extra></extra>",
-        },
-        {
-            "type": "scatter",
-            "name": "the answer",
-            "x": [answer] * len(names),
-            "y": names,
-            "mode": "lines",
-            "line": {"color": "--ink", "width": 1.5, "dash": "dash"},
-        },
+        bars("answer, low to high", widths, names, "--pool", hover, base=starts),
+        scatter("the answer", [answer] * len(names), names, "lines", line=DASHED),
     ]
     xaxis = _tried_axis(asked, max(widths))
     layout = layout_of(height=120 + 32 * len(names), bargap=0.3, xaxis=xaxis, yaxis=axis_of(""), legend=LEGEND_ABOVE)

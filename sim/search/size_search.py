@@ -189,7 +189,7 @@ class _Recorder(SearchWatch):
 
 
 class SizeStudy:
-    """Searches every shape. `document` may be called at any time and holds the results so far."""
+    """Searches every shape. `to_dict` may be called at any time and holds the results so far."""
 
     def __init__(self, scenario: Scenario, asked: SizeOptions, watch: SearchWatch | None = None) -> None:
         """Check the question.
@@ -223,7 +223,7 @@ class SizeStudy:
 
         Raises:
             InputError: an option or the trace is wrong.
-            KeyboardInterrupt: passed on; `document` has the results so far.
+            KeyboardInterrupt: passed on; `to_dict` has the results so far.
         """
         self._trace = _read_trace(self._question)
         for size in self._question.sizes:
@@ -235,7 +235,7 @@ class SizeStudy:
             self._search_feasible_requests()
         self._reason = None
 
-    def document(self) -> Document:
+    def to_dict(self) -> Document:
         """The JSON document: `answer` (None if nothing keeps the SLO), `shapes`, `tornado`, `trace`, `assumptions`."""
         question, best = self._question, self._best()
         self._note_what_goes_on()
@@ -249,7 +249,7 @@ class SizeStudy:
             "shapes": self._shapes,
             "tornado": ranked(self._rows, self._name),
             "most_important": most_important(ranked(self._rows, self._name), self._name),
-            "instead": None if self._instead is None else self._instead.document(),
+            "instead": None if self._instead is None else self._instead.to_dict(),
             "not_done": self._reason,
         }
 
@@ -364,6 +364,13 @@ class SizeStudy:
             asked = attrs.evolve(question.asked, tornado=False, jobs=1, **changed)
             self._instead = SizeStudy(question.scenario, asked, self._watch)
             self._instead.run()
+
+
+def size_fleet(scenario: Scenario, asked: SizeOptions) -> SizeStudy:
+    """Run the whole search; see `SizeStudy`."""
+    study = SizeStudy(scenario, asked)
+    study.run()
+    return study
 
 
 def _read_trace(question: SizeQuestion) -> Document:

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from ...core.errors import InputError, KVLedgerError
-from ..figures import Document, at_path
+from ..figures import Document, at_path, figure_at
 from .jobs import job, reason
 
 # Figures that depend on the machine are removed from a row.
@@ -163,7 +163,7 @@ def best_row(rows: Sequence[Document], path: str, maximize: bool, required: Sequ
     bounds = [_requirement(text) for text in required]
     results = {index: row["result"] for index, row in enumerate(rows) if "result" in row}
     candidates = [index for index, result in results.items() if all(_meets(result, *bound) for bound in bounds)]
-    figures = {index: _figure(results[index], path) for index in candidates}
+    figures = {index: figure_at(results[index], path) for index in candidates}
     known = [index for index, figure in figures.items() if figure is not None]
     sign = -1 if maximize else 1
     return min(known, key=lambda index: (sign * figures[index], index), default=None)
@@ -186,17 +186,10 @@ def _requirement(text: str) -> tuple[str, str, float]:
 
 
 def _meets(result: Document, path: str, relation: str, bound: float) -> bool:
-    figure = _figure(result, path)
+    figure = figure_at(result, path)
     if figure is None:
         return False
     return figure <= bound if relation == "<=" else figure >= bound
-
-
-def _figure(result: Document, path: str) -> Any:
-    try:
-        return at_path(result, path)
-    except (KeyError, IndexError, ValueError, TypeError):
-        raise InputError(f"there is no figure {path!r} in the result; it has {', '.join(result)}") from None
 
 
 @attrs.frozen(kw_only=True)
@@ -249,7 +242,7 @@ class SweepQuestion:
 
 
 class Sweep:
-    """Runs all points. `document` may be called at any time and has the finished rows."""
+    """Runs all points. `to_dict` may be called at any time and has the finished rows."""
 
     def __init__(self, question: SweepQuestion) -> None:
         self._question = question
@@ -265,51 +258,46 @@ class Sweep:
         """Run every point; `on_row` is called with each finished row.
 
         Raises:
-            KeyboardInterrupt: passed on; `document` has the finished rows.
+            KeyboardInterrupt: passed on; `to_dict` has the finished rows.
         """
-        question = self._question
 
         def keep(row: Document) -> None:
             self.rows.append(row)
             on_row(row)
 
+        asked = self._question
         run_sweep(
-            self._points,
-            num_workers=question.num_workers,
-            kept_in=question.kept_in,
-            cluster=question.cluster,
-            on_row=keep,
+            self._points, num_workers=asked.num_workers, kept_in=asked.kept_in, cluster=asked.cluster, on_row=keep
         )
 
-    def document(self) -> Document:
+    def to_dict(self) -> Document:
         """The JSON document: `command`, `grid`, `rows` in the order of the grid, and `best`.
 
         It is the same, byte for byte, for any number of workers.
         """
-        return _document(self._question, self.rows, len(self._points))
+        question, rows = self._question, self.rows
+        return {
+            "command": question.command,
+            "trace": list(question.files),
+            "grid": {name: list(values) for name, values in map(parse_axis, question.axes)},
+            "num_failed": sum("error" in row for row in rows),
+            "num_not_done": self.num_points - len(rows),
+            "rows": rows,
+            "best": self._best(),
+        }
 
-
-def _document(question: SweepQuestion, rows: list[Document], num_points: int) -> Document:
-    figure = question.minimize or question.maximize
-    index = None if figure is None else best_row(rows, figure, question.maximize is not None, question.require)
-    return {
-        "command": question.command,
-        "trace": list(question.files),
-        "grid": {name: list(values) for name, values in map(parse_axis, question.axes)},
-        "num_failed": sum("error" in row for row in rows),
-        "num_not_done": num_points - len(rows),
-        "rows": rows,
-        "best": None if figure is None else _best(rows, index, question, figure),
-    }
-
-
-def _best(rows: list[Document], index: int | None, question: SweepQuestion, figure: str) -> Document:
-    asked = {
-        "figure": figure,
-        "of": "smallest" if question.minimize else "largest",
-        "require": list(question.require),
-    }
-    if index is None:
-        return {**asked, "index": None, "options": None, "value": None}
-    row = rows[index]
-    return {**asked, "index": index, "options": row["options"], "value": at_path(row["result"], figure)}
+    def _best(self) -> Document | None:
+        question = self._question
+        figure = question.minimize or question.maximize
+        if figure is None:
+            return None
+        index = best_row(self.rows, figure, question.maximize is not None, question.require)
+        row = None if index is None else self.rows[index]
+        return {
+            "figure": figure,
+            "of": "smallest" if question.minimize else "largest",
+            "require": list(question.require),
+            "index": index,
+            "options": None if row is None else row["options"],
+            "value": None if row is None else at_path(row["result"], figure),
+        }

@@ -111,7 +111,7 @@ INTERRUPTED = "interrupted before it finished"
 
 
 class Study:
-    """Runs all parts. `document` may be called at any time and holds the parts finished so far."""
+    """Runs all parts. `to_dict` may be called at any time and holds the parts finished so far."""
 
     def __init__(self, scenario: Scenario, curve: CurveOptions | None = None, progress: Progress | None = None) -> None:
         """Check the options.
@@ -149,7 +149,7 @@ class Study:
             on_part: called when a part ends, with its name and the reason why it was skipped (None: it finished).
 
         Raises:
-            KeyboardInterrupt: passed on; `document` has the parts finished by then.
+            KeyboardInterrupt: passed on; `to_dict` has the parts finished by then.
             InputError: the trace or an option is wrong.
         """
         for part in PARTS:
@@ -162,7 +162,7 @@ class Study:
                 self.not_done[part] = reason
             on_part(part, reason)
 
-    def document(self) -> Document:
+    def to_dict(self) -> Document:
         """The JSON document; two runs differ only in `timing`."""
         question, plan, curve = self._question, self._plan, self._curve
         derived = derived_figures(self._parts, plan)
