@@ -30,6 +30,8 @@ class Html:
 
 
 Content = str | Html
+Shows = dict[str, Callable[[Any], str]]
+COUNT = "{:,}".format
 
 
 def html(content: Content) -> str:
@@ -61,6 +63,11 @@ def data(document: Document, path: str, show: Callable[[Any], str]) -> Html:
     """A figure of the document, shown for people, with its exact value and its path as attributes."""
     value = at_path(document, path)
     return tag("data", show(value), value=_plain(value), data_path=path)
+
+
+def cells(document: Document, path: str, shows: Shows) -> list[Content]:
+    """The figures below a path of the document: key -> how it is shown."""
+    return [data(document, f"{path}.{key}", show) for key, show in shows.items()]
 
 
 def answered(sentence: Sentence) -> Html:
@@ -204,24 +211,18 @@ def _curve(document: Document, is_drawn: bool) -> Html | None:
     pool = curve["at_pool"]["lru"]["num_blocks"] if curve["at_pool"] is not None else None
     in_bytes = "bytes" in curve["infinite"]
     columns = ["blocks", "pools", "tokens", *(["memory"] if in_bytes else []), "LRU", "optimum", "LRU, of blocks"]
+    shows: Shows = {"tokens": millions, **({"bytes": memory} if in_bytes else {}), "token_hit_rate": percent}
+
+    def row(first: Sequence[Content], lru: str, optimum: str) -> list[Content]:
+        rates = (f"{optimum}.token_hit_rate", f"{lru}.block_hit_rate")
+        return [*first, *cells(document, lru, shows), *(data(document, rate, percent) for rate in rates)]
+
     rows: list[list[Content]] = []
     for index, point in enumerate(curve["points"]):
-        path = f"curve.policies.lru.{index}"
-        row: list[Content] = [data(document, f"{path}.num_blocks", "{:,}".format)]
-        row.append("-" if not pool else f"{point['num_blocks'] / pool:.2g}")
-        row.append(data(document, f"{path}.tokens", millions))
-        if in_bytes:
-            row.append(data(document, f"{path}.bytes", memory))
-        row.append(data(document, f"{path}.token_hit_rate", percent))
-        row.append(data(document, f"curve.policies.optimum.{index}.token_hit_rate", percent))
-        row.append(data(document, f"{path}.block_hit_rate", percent))
-        rows.append(row)
-    last: list[Content] = ["no limit", "", data(document, "curve.infinite.tokens", millions)]
-    if in_bytes:
-        last.append(data(document, "curve.infinite.bytes", memory))
-    rates = ("token_hit_rate", "token_hit_rate", "block_hit_rate")
-    last.extend(data(document, f"curve.infinite.{rate}", percent) for rate in rates)
-    rows.append(last)
+        lru, optimum = (f"curve.policies.{policy}.{index}" for policy in ("lru", "optimum"))
+        pools = "-" if not pool else f"{point['num_blocks'] / pool:.2g}"
+        rows.append(row([data(document, f"{lru}.num_blocks", COUNT), pools], lru, optimum))
+    rows.append(row(["no limit", ""], "curve.infinite", "curve.infinite"))
     caption = (
         f"Share of all prompt tokens that the cache serves, in blocks of {curve['block_size']} tokens, when requests "
         "run one after the other. No eviction policy can serve more than the optimum, so the gap between the optimum "
@@ -247,15 +248,15 @@ def _time(document: Document) -> Html | None:
         ["KV cache in use, mean", data(document, "replay.kv_cache_usage.mean", percent)],
         ["KV cache in use, max", data(document, "replay.kv_cache_usage.max", percent)],
         ["requests waiting, max", data(document, "derived.most_waiting", "{:,.0f}".format)],
-        ["requests finished", data(document, "replay.requests.finished", "{:,}".format)],
-        ["requests rejected (can never fit)", data(document, "replay.requests.rejected", "{:,}".format)],
-        ["preemptions", data(document, "replay.preemptions.total", "{:,}".format)],
-        ["preemptions of one request, max", data(document, "replay.preemptions.max_per_request", "{:,}".format)],
+        ["requests finished", data(document, "replay.requests.finished", COUNT)],
+        ["requests rejected (can never fit)", data(document, "replay.requests.rejected", COUNT)],
+        ["preemptions", data(document, "replay.preemptions.total", COUNT)],
+        ["preemptions of one request, max", data(document, "replay.preemptions.max_per_request", COUNT)],
         ["recomputed share of computed tokens", data(document, "replay.preemptions.recompute_tax", percent)],
         ["prompt tokens served from the cache", data(document, "replay.prefix_cache.hit_rate", percent)],
         ["output tokens per second", data(document, "replay.throughput.output_tokens_per_s", "{:,.1f}".format)],
         ["simulated time, s", data(document, "replay.simulated_seconds", "{:,.1f}".format)],
-        ["engine steps", data(document, "replay.steps", "{:,}".format)],
+        ["engine steps", data(document, "replay.steps", COUNT)],
     ]
     return joined((plot("plot-time", caption), table("Replay results", ["", "value"], rows)))
 
@@ -269,17 +270,13 @@ def _latency(document: Document) -> Html | None:
         "tpot_s": "TPOT, mean ITL of a request",
         "e2e_s": "E2E, from arrival to last token",
     }
-    columns = ["", "mean", "p50", "p90", "p99", "max", "samples"]
-    rows: list[list[Content]] = []
-    for key, _ in LATENCIES:
-        row: list[Content] = [meanings[key]]
-        row += [data(document, f"replay.{key}.{name}", seconds) for name in ("mean", "p50", "p90", "p99", "max")]
-        row.append(data(document, f"replay.{key}.count", "{:,}".format))
-        rows.append(row)
+    columns = ("mean", "p50", "p90", "p99", "max")
+    shows: Shows = {**dict.fromkeys(columns, seconds), "count": COUNT}
+    rows = [[meanings[key], *cells(document, f"replay.{key}", shows)] for key, _ in LATENCIES]
     caption = (
         "Modelled time since arrival, including queueing, without an HTTP server. The assumptions list the step costs."
     )
-    pieces = [plot("plot-latency", caption), table("Latencies", columns, rows)]
+    pieces = [plot("plot-latency", caption), table("Latencies", ["", *columns, "samples"], rows)]
     if document["replay"]["distributions"]:
         how_to_read = "Shows the share of samples within each time. The counts are exact at the markers."
         pieces.append(plot("plot-distribution", how_to_read))
@@ -326,7 +323,7 @@ def _users_table(document: Document) -> Html | None:
     for index, row in enumerate(capacity):
         path = f"plan.capacity.{index}"
         is_too_long = row["exceeds_max_model_len"]
-        users: Content = "longer than max_model_len" if is_too_long else data(document, f"{path}.users", "{:,}".format)
+        users: Content = "longer than max_model_len" if is_too_long else data(document, f"{path}.users", COUNT)
         rows.append([data(document, f"{path}.context_tokens", "{:,} tokens".format), users])
     return table("Concurrent requests if all have one length", ["context", "requests"], rows)
 
@@ -335,15 +332,12 @@ def _compare(document: Document) -> Html | None:
     compare = document["compare"]
     if compare is None:
         return None
-    rows: list[list[Content]] = []
-    for index, row in enumerate(compare["allocators"]):
-        path = f"compare.allocators.{index}"
-        cells: list[Content] = [row["name"]]
-        cells += [data(document, f"{path}.{key}", "{:.1f} %".format) for key, _ in SHARES]
-        cells.append(data(document, f"{path}.mean_batch", "{:,.2f}".format))
-        cells.append(data(document, f"{path}.max_batch", "{:,}".format))
-        cells.append(data(document, f"{path}.preemptions", "{:,}".format))
-        rows.append(cells)
+    shows: Shows = {key: "{:.1f} %".format for key, _ in SHARES}
+    shows |= {"mean_batch": "{:,.2f}".format, "max_batch": COUNT, "preemptions": COUNT}
+    rows = [
+        [row["name"], *cells(document, f"compare.allocators.{index}", shows)]
+        for index, row in enumerate(compare["allocators"])
+    ]
     columns = ["allocator", *(name for _, name in SHARES), "mean batch", "max batch", "preempted"]
     caption = (
         f"The same {compare['num_slots']:,} token slots under five allocators. All requests wait from the start; the "
@@ -362,18 +356,13 @@ def _compare(document: Document) -> Html | None:
 def _what_if(document: Document) -> Html | None:
     if not document["what_if"]:
         return None
-    rows: list[list[Content]] = []
-    for index, row in enumerate(document["what_if"]):
-        path = f"what_if.{index}"
-        cells: list[Content] = [tag("code", row["option"]) if index else row["option"]]
-        cells.append(data(document, f"{path}.gpus", "{:,}".format))
-        cells.append(data(document, f"{path}.num_gpu_blocks", "{:,}".format))
-        cells.append(data(document, f"{path}.kv_cache_tokens", millions))
-        cells.append(
-            data(document, f"{path}.users_of_mean_length", lambda users: "-" if users is None else f"{users:,}")
-        )
-        cells.append(data(document, f"{path}.lru_token_hit_rate", lambda rate: "-" if rate is None else percent(rate)))
-        rows.append(cells)
+    shows: Shows = {"gpus": COUNT, "num_gpu_blocks": COUNT, "kv_cache_tokens": millions}
+    shows["users_of_mean_length"] = lambda users: "-" if users is None else f"{users:,}"
+    shows["lru_token_hit_rate"] = lambda rate: "-" if rate is None else percent(rate)
+    rows = [
+        [tag("code", row["option"]) if index else row["option"], *cells(document, f"what_if.{index}", shows)]
+        for index, row in enumerate(document["what_if"])
+    ]
     columns = ["changed option", "GPUs", "blocks", "tokens", "requests of mean length", "LRU hit rate"]
     note = tag(
         "p", "Each row has its own memory plan; the hit rate comes from the curve. Latency needs another replay."
