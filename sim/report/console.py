@@ -38,6 +38,29 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any
     return out
 
 
+def print_hanging(out: Any, head: str, text: str) -> None:
+    """Print `head text`; continuation lines are indented to the text."""
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=0)
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row(Text(head), Text(text))
+    out.print(grid)
+
+
+def print_list(out: Any, title: str, lines: Sequence[str]) -> None:
+    """Print a bold title and a bullet per line; nothing without lines."""
+    from rich.text import Text
+
+    if lines:
+        out.print(Text(title, style="bold"))
+        for line in lines:
+            print_hanging(out, "  - ", line)
+        out.print()
+
+
 def print_assumptions(assumptions: Mapping[str, Any], where: str = "") -> None:
     """Print a table of assumptions."""
     out = console()

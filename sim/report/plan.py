@@ -13,7 +13,7 @@ from ...core.quantities import GIB, MIB, format_bytes, format_gib
 from ..figures import Document, percent
 from ..scenario.deployment import PlanQuestion
 from ..scenario.plan import PlanResult, explanation, option_of, totals, with_options
-from .console import console, table
+from .console import console, print_hanging, print_list, table
 
 # Part of the bar -> its character and its colour.
 _FILLS = {
@@ -42,9 +42,9 @@ def print_plan(result: PlanResult, *, explain: bool) -> None:
         _print_values(out, plan)
     for diagnosis in result.diagnoses:
         _print_diagnosis(out, diagnosis)
-    _print_list(out, "Warnings", [with_options(warning) for warning in result.warnings])
-    _print_list(out, "Assumed, because not given", question.assumptions)
-    _print_list(out, "The lines that a vLLM server logs", log_lines(plan))
+    print_list(out, "Warnings", [with_options(warning) for warning in result.warnings])
+    print_list(out, "Assumed, because not given", question.assumptions)
+    print_list(out, "The lines that a vLLM server logs", log_lines(plan))
     if explain:
         out.print("\n[bold]Formulas with their numbers[/bold]")
         for line in explanation(plan):
@@ -172,7 +172,7 @@ def _print_pool(out: Any, plan: DeploymentPlan) -> None:
     width = max(len(name) for name, _ in lines)
     out.print("[bold]KV cache[/bold]")
     for name, text in lines:
-        _print_hanging(out, f"  {name:<{width}}  ", text)
+        print_hanging(out, f"  {name:<{width}}  ", text)
     out.print()
     _print_ranks(out, plan)
 
@@ -187,20 +187,6 @@ def _groups(plan: DeploymentPlan) -> str:
     kinds = " and ".join(f"{count} {kind}" for kind, count in counts.items())
     widest = max(len(group.layer_names) for group in groups)
     return f"{kinds} caches in {len(groups)} groups of up to {widest}" if len(groups) > 1 else f"{kinds} caches"
-
-
-def _print_hanging(out: Any, head: str, text: str) -> None:
-    """Print `head text`; continuation lines are indented to the text."""
-    from rich.padding import Padding
-    from rich.table import Table
-
-    grid = Table.grid(padding=0)
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    from rich.text import Text
-
-    grid.add_row(Text(head), Text(text))
-    out.print(Padding(grid, 0))
 
 
 def _totals_sentence(plan: DeploymentPlan, all_gpus: Document) -> str:
@@ -263,25 +249,18 @@ def _print_capacity(out: Any, plan: DeploymentPlan, capacity: Sequence[CapacityR
 def _print_values(out: Any, plan: DeploymentPlan) -> None:
     values = fitting_values(plan)
     vllm = values.suggested_vllm
-    rows = [
-        ("this pool", f"{values.same_pool.num_bytes}", f"{values.same_pool.num_blocks:,}"),
-        (
-            "largest within --gpu-memory-utilization",
-            f"{values.to_requested_limit.num_bytes}",
-            f"{values.to_requested_limit.num_blocks:,}",
+    one = values.same_pool.bytes_per_block
+    sizes = {
+        "this pool": (values.same_pool.num_bytes, values.same_pool.num_blocks),
+        "largest within --gpu-memory-utilization": (
+            values.to_requested_limit.num_bytes,
+            values.to_requested_limit.num_blocks,
         ),
-        ("largest on this GPU", f"{values.to_gpu_limit.num_bytes}", f"{values.to_gpu_limit.num_blocks:,}"),
-        (
-            "vLLM's suggestion, within utilization",
-            f"{vllm.to_requested_limit_bytes}",
-            f"{vllm.to_requested_limit_bytes // values.same_pool.bytes_per_block:,}",
-        ),
-        (
-            "vLLM's suggestion, whole GPU",
-            f"{vllm.to_gpu_limit_bytes}",
-            f"{vllm.to_gpu_limit_bytes // values.same_pool.bytes_per_block:,}",
-        ),
-    ]
+        "largest on this GPU": (values.to_gpu_limit.num_bytes, values.to_gpu_limit.num_blocks),
+        "vLLM's suggestion, within utilization": (vllm.to_requested_limit_bytes, vllm.to_requested_limit_bytes // one),
+        "vLLM's suggestion, whole GPU": (vllm.to_gpu_limit_bytes, vllm.to_gpu_limit_bytes // one),
+    }
+    rows = [(name, f"{num_bytes}", f"{num_blocks:,}") for name, (num_bytes, num_blocks) in sizes.items()]
     out.print(table("Options that fix the size of the pool", ["", "--kv-cache-memory-bytes", "blocks"], rows))
 
 
@@ -290,26 +269,15 @@ def _print_diagnosis(out: Any, diagnosis: Diagnosis) -> None:
 
     out.print(Text(f"Why: {diagnosis.complaint}", style="bold"))
     for finding in diagnosis.findings:
-        _print_hanging(out, "  - ", with_options(finding))
+        print_hanging(out, "  - ", with_options(finding))
     if diagnosis.remedies:
         out.print(Text("Smallest single change that makes it fit", style="bold"))
         for remedy in diagnosis.remedies:
             value = "" if remedy.value is None else f" {remedy.value}"
             change = f"{option_of(remedy)}{value}"
-            _print_hanging(out, "  - ", f"{change} ({remedy.num_blocks:,} blocks; {remedy.cost})")
+            print_hanging(out, "  - ", f"{change} ({remedy.num_blocks:,} blocks; {remedy.cost})")
     else:
         out.print(Text("No single option makes it fit.", style="bold"))
-    out.print()
-
-
-def _print_list(out: Any, title: str, lines: Sequence[str]) -> None:
-    from rich.text import Text
-
-    if not lines:
-        return
-    out.print(Text(title, style="bold"))
-    for line in lines:
-        _print_hanging(out, "  - ", line)
     out.print()
 
 
@@ -320,4 +288,4 @@ def print_mix(mix: str, users: int) -> None:
 
 def print_explanation(found: PoolExplanation) -> None:
     """Print what two lines of a vLLM log mean."""
-    _print_list(console(), "What these two lines mean", found.sentences())
+    print_list(console(), "What these two lines mean", found.sentences())

@@ -123,20 +123,18 @@ def _print_searches(shape: Mapping[str, Any], asked: str) -> None:
                 seconds(trial["ttft_s"]["p99"]) if "ttft_s" in trial else "-",
                 seconds(trial["tpot_s"]["p99"]) if "tpot_s" in trial else "-",
                 percent(trial["prefix_cache_hit_rate"]) if "ttft_s" in trial else "-",
-                percent(trial["mean_busy_share"], 1) if "ttft_s" in trial else _stopped(trial),
+                percent(trial["mean_busy_share"], 1)
+                if "ttft_s" in trial
+                else f"stopped at request {trial['stopped_after_requests']:,}: certain to miss",
             )
             for trial in search["trials"]
         ]
         seed = "" if search["seed"] is None else f", seed {search['seed']}"
         title = f"Runs with tensor parallel size {shape['tensor_parallel_size']}{seed} (* the answer)"
         tried = "x rate  " if is_rate else "replicas  "
-        extra = _slo_columns(search)
+        extra = ("in time",) if "goodput_share" in search["trials"][0]["slo"] else ()
         console().print(table(title, (tried, "SLO", *extra, "TTFT p99", "TPOT p99", "hit rate", "busy"), rows))
         console().print(_checked(search, asked), soft_wrap=True)
-
-
-def _slo_columns(search: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("in time",) if "goodput_share" in search["trials"][0]["slo"] else ()
 
 
 def _slo_cells(trial: Mapping[str, Any]) -> tuple[str, ...]:
@@ -168,10 +166,6 @@ def _checked(search: Mapping[str, Any], asked: str) -> str:
     is_smallest = asked == "rate_scale" or search[asked] == 1
     below = "" if is_smallest else f" Every smaller number that ran missed the SLO{unrun}."
     return f"All runs agree that this is the only boundary.{below} --probes adds runs."
-
-
-def _stopped(trial: Mapping[str, Any]) -> str:
-    return f"stopped at request {trial['stopped_after_requests']:,}: certain to miss"
 
 
 def _print_tornado(document: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ..figures import Document, memory, millions, percent, seconds
-from .console import console, table
+from .console import console, print_list, table
 from .replay import LATENCIES
 
 SHARES = ("token_pct", "reservation_pct", "internal_pct", "external_pct")
@@ -113,9 +113,6 @@ def _what_if_table(rows: list[Document]) -> Any:
 
 
 def _print_lists(out: Any, document: Document) -> None:
-    from rich.padding import Padding
-    from rich.text import Text
-
     plan = document["plan"]
     lists = {
         "Not in this report": [f"{part}: {reason}" for part, reason in document["not_done"].items()],
@@ -124,11 +121,7 @@ def _print_lists(out: Any, document: Document) -> None:
         "Assumed, because not given (the report lists every assumption)": [] if plan is None else plan["assumptions"],
     }
     for title, lines in lists.items():
-        if lines:
-            out.print(Text(title, style="bold"))
-            for line in lines:
-                out.print(Padding(Text(f"- {line}"), (0, 0, 0, 2)))
-            out.print()
+        print_list(out, title, lines)
 
 
 def _remedies(plan: Document | None) -> list[str]:

@@ -69,27 +69,20 @@ class SizeQuestion:
         scenario: traffic and engine; `sizes` replaces its tensor-parallel size.
         asked: the options.
         slo: the SLO to keep.
+
+    Raises:
+        InputError: an option is missing, wrong or has no effect.
     """
 
     scenario: Scenario
     asked: SizeOptions
-    slo: Slo
+    slo: Slo = attrs.field(init=False)
 
-    @classmethod
-    def of(cls, scenario: Scenario, asked: SizeOptions) -> "SizeQuestion":
-        """Check the options.
-
-        Raises:
-            InputError: an option is missing, wrong or has no effect.
-        """
-        slo = Slo(
-            ttft_p99_s=asked.slo_ttft_p99,
-            tpot_p99_s=asked.slo_tpot_p99,
-            goodput_share=asked.slo_goodput,
-            ttft_s=asked.slo_ttft,
-            tpot_s=asked.slo_tpot,
-        )
-        return cls(scenario=scenario, asked=asked, slo=slo)
+    @slo.default
+    def _read_slo(self) -> Slo:
+        asked = self.asked
+        p99 = {"ttft_p99_s": asked.slo_ttft_p99, "tpot_p99_s": asked.slo_tpot_p99}
+        return Slo(**p99, goodput_share=asked.slo_goodput, ttft_s=asked.slo_ttft, tpot_s=asked.slo_tpot)
 
     def __attrs_post_init__(self) -> None:
         asked = self.asked

@@ -202,7 +202,7 @@ class SizeStudy:
         Raises:
             InputError: an option is missing, wrong or has no effect.
         """
-        self._question = question = SizeQuestion.of(scenario, asked)
+        self._question = question = SizeQuestion(scenario=scenario, asked=asked)
         self._watch = watch or SearchWatch()
         self._shapes: list[Document] = []
         self._settings: dict[tuple[int, int | None], Setting] = {}

@@ -154,7 +154,7 @@ def _percentile(samples: list[float], num_lost: int) -> float | None:
 
 
 TOLERANCE = 0.02
-# After a missed run, so many runs in a row must meet the SLO before the first of them counts as safe.
+# After a missed run, this many runs in a row must meet the SLO before the first of them counts as safe.
 IN_A_ROW = 2
 MOST_UNTIL_SAFE = 16
 

@@ -91,7 +91,9 @@ def derived_figures(parts: dict[str, Document], plan: DeploymentPlan | None) -> 
     when the last one arrived. `seconds_after_last_arrival`: time until all were served. `most_waiting`: the longest
     sampled queue. `falls_behind`: more than 1 % of all requests, and more than 10, waited at the last arrival.
     """
-    out: Document = {"pool_pinned_by": None if plan is None else _pinned_by(plan)}
+    names = ("num_gpu_blocks_override", "kv_cache_memory_bytes")
+    given = [name for name in names if plan is not None and getattr(plan.deployment, name) is not None]
+    out: Document = {"pool_pinned_by": f"--{given[0].replace('_', '-')}" if given else None}
     curve, replay = parts.get("curve"), parts.get("replay")
     if curve is not None:
         trace = curve["trace"]
@@ -118,15 +120,6 @@ def _queue(replay: Document) -> Document:
     }
 
 
-def _pinned_by(plan: DeploymentPlan) -> str | None:
-    deployment = plan.deployment
-    options = {
-        "--num-gpu-blocks-override": deployment.num_gpu_blocks_override,
-        "--kv-cache-memory-bytes": deployment.kv_cache_memory_bytes,
-    }
-    return next((option for option, value in options.items() if value is not None), None)
-
-
 HIGHER_UTILIZATION = 0.95
 
 
@@ -145,20 +138,19 @@ def what_if(plan: DeploymentPlan, curve: CapacityCurve, mean_request_tokens: int
 
 def _changes(deployment: Deployment) -> list[tuple[str, Deployment]]:
     """Options worth trying, each with the changed deployment."""
-    sizes_itself = deployment.kv_cache_memory_bytes is not None or deployment.num_gpu_blocks_override is not None
     out: list[tuple[str, Deployment]] = []
-    if sizes_itself:
+    if deployment.kv_cache_memory_bytes is not None or deployment.num_gpu_blocks_override is not None:
         return out
     if deployment.utilization < HIGHER_UTILIZATION:
         changed = attrs.evolve(deployment, utilization=HIGHER_UTILIZATION)
         out.append((f"--gpu-memory-utilization {HIGHER_UTILIZATION}", changed))
     if deployment.kv_cache_dtype == "auto":
         out.append(("--kv-cache-dtype fp8", attrs.evolve(deployment, kv_cache_dtype="fp8")))
-    if deployment.scheme is None and deployment.given.weights_bytes is None and deployment.measured is None:
-        changed = attrs.evolve(deployment, quantization=quantization_schemes()["fp8"])
-        out.append(("--quantization fp8", changed))
     ranks = 2 * deployment.tensor_parallel_size
-    if deployment.measured is None and deployment.given.weights_bytes is None:
+    if deployment.given.weights_bytes is None and deployment.measured is None:
+        if deployment.scheme is None:
+            changed = attrs.evolve(deployment, quantization=quantization_schemes()["fp8"])
+            out.append(("--quantization fp8", changed))
         out.append((f"--tensor-parallel-size {ranks}", attrs.evolve(deployment, tensor_parallel_size=ranks)))
     return out
 

@@ -195,17 +195,15 @@ class Study:
         elif self._plan is None or not self._plan.fits:
             return "the deployment does not fit, so it has no pool to run on"
         else:
+            num_requests = None if self._curve is None else self._curve.info.num_requests
             try:
-                self._keep(part, self._on_pool(part, self._plan))
+                if part == "compare":
+                    self._keep(part, compare_part(question, self._plan, self._progress))
+                else:
+                    self._keep(part, replay_part(question, self._plan, num_requests, self._progress))
             except (DoesNotFitError, InputError) as error:  # about the model: the trace was read before
                 return str(error)
         return None
-
-    def _on_pool(self, part: str, plan: DeploymentPlan) -> Document:
-        if part == "compare":
-            return compare_part(self._question, plan, self._progress)
-        num_requests = None if self._curve is None else self._curve.info.num_requests
-        return replay_part(self._question, plan, num_requests, self._progress)
 
     def _keep(self, part: str, payload: Document) -> None:
         """Move the measured times to `timing`, so that all else is the same in every run."""
