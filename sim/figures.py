@@ -1,8 +1,10 @@
-"""Figures as people read them: shares, amounts of memory, counts, durations; and where a figure is in a document."""
+"""Formats figures for people (shares, memory, counts, durations), and finds a figure in a JSON document."""
 
 from typing import Any, TypeAlias
 
-# A JSON document, or a part of one: what `to_dict` gives, `--json` prints, and the report room draws.
+from ..core.errors import InputError
+
+# A JSON document or a part of one, as `to_dict` returns, `--json` prints, and sim/report draws.
 Document: TypeAlias = dict[str, Any]
 
 GIB = 1 << 30
@@ -17,7 +19,7 @@ def gib(num_bytes: float) -> str:
 
 
 def memory(num_bytes: int) -> str:
-    """`67108864000` -> `62.5 GiB`; one decimal, so that a column of them stays narrow."""
+    """`67108864000` -> `62.5 GiB`; one decimal, for narrow columns."""
     return f"{num_bytes / TIB:,.1f} TiB" if num_bytes >= 1_000 * GIB else f"{num_bytes / GIB:,.1f} GiB"
 
 
@@ -48,7 +50,7 @@ def seconds(value: float | None) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of a JSON document as a person reads it."""
+    """Format a value of a JSON document for people."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -70,3 +72,11 @@ def at_path(document: Document, path: str) -> Any:
     for key in path.split("."):
         value = value[int(key)] if isinstance(value, list) else value[key]
     return value
+
+
+def figure_at(document: Document, path: str) -> Any:
+    """`at_path` for a path that a person typed. Raises InputError if the document has no such figure."""
+    try:
+        return at_path(document, path)
+    except (KeyError, IndexError, ValueError, TypeError):
+        raise InputError(f"the result has no figure {path!r}; it has {', '.join(document)}") from None

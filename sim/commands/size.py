@@ -51,7 +51,7 @@ def _report(study: "SizeStudy", plots: str | None, json: bool) -> bool:
     from ..report.plot_files import write_plots
     from ..report.size import print_size, size_plots
 
-    document = study.document()
+    document = study.to_dict()
     if plots is not None:
         write_plots(size_plots(document), Path(plots))
     if json:

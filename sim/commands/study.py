@@ -65,7 +65,7 @@ def _finish(study: "Study", folder: Path, plots: str | None, json: bool) -> None
     from ..report.plots import study_plots
     from ..report.study_tables import print_study
 
-    document = study.document()
+    document = study.to_dict()
     _write(folder / DATA, dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
     _write(folder / PAGE, render_page(document))
     if plots is not None:

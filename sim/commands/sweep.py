@@ -82,7 +82,7 @@ def sweep(
     run = Sweep(question)
 
     def report() -> dict[str, Any]:
-        document = run.document()
+        document = run.to_dict()
         if json:
             print_json(document)
         else:

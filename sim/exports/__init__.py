@@ -1,0 +1,1 @@
+"""Writes the files of a run: tables, Prometheus and OpenMetrics text, traces for Perfetto."""

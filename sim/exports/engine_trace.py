@@ -1,8 +1,8 @@
-"""A run to look at: engine steps, the life of every request, and counters, as events of a trace viewer.
+"""Writes a run for a trace viewer (Perfetto, chrome://tracing): engine steps, requests, counters.
 
-Tracks: "engine steps" has one slice a step. Under "requests" each request is an asynchronous slice from arrival to its
-last token, with its phases inside: queued, prefill, decode, and after a preemption preempted, prefill and decode again.
-Counters: usage of the pool, and running and waiting requests.
+The track "engine steps" has a slice per step. Under "requests", each request is an asynchronous slice from arrival to
+its last token, with its phases inside: queued, prefill, decode; after a preemption preempted, prefill, decode again.
+Counters show the usage of the pool, and running and waiting requests.
 """
 
 import gzip
@@ -19,27 +19,25 @@ from ..engine.distributions import NANOSECONDS
 from ..engine.engine import RunListener
 from .tables import OutputFile
 
-# The Trace Event Format (JSON) that Perfetto and chrome://tracing open, written event by event.
-
-# Compressing harder makes the file a tenth smaller and takes several times as long.
+# A higher level makes the file a tenth smaller and takes several times as long.
 _COMPRESSION_LEVEL = 3
 
 
 def microseconds(nanoseconds: int) -> str:
-    """The JSON number, exact to the nanosecond: 1234567 -> "1234.567"."""
+    """A JSON number that is exact to the nanosecond: 1234567 -> "1234.567"."""
     whole, rest = divmod(nanoseconds, 1000)
     return f"{whole}.{rest:03d}" if rest else str(whole)
 
 
 class TraceEventFile:
-    """A JSON object with the list `traceEvents`; compressed if the name ends in .gz. Same events, same bytes."""
+    """Writes the Trace Event Format, compressed if the name ends in .gz. The same events give the same bytes."""
 
     def __init__(self, file: OutputFile) -> None:
         """Begin the document."""
         self._compressed: gzip.GzipFile | None = None
         self._stream = cast(BinaryIO, file.stream)
         if file.path.suffix == ".gz":
-            # No name and no time of writing: they would differ from run to run.
+            # Without the name and the time of writing, which differ from run to run.
             self._compressed = gzip.GzipFile("", "wb", _COMPRESSION_LEVEL, self._stream, mtime=0)
             self._stream = cast(BinaryIO, self._compressed)
         self._separator = b"\n"
@@ -49,10 +47,10 @@ class TraceEventFile:
         """Add one event.
 
         Args:
-            at_ns: when, nanoseconds from the start of the run.
-            phase: the format's letter for what kind of event it is.
-            fields: the event's own fields as JSON without braces.
-            args: what is shown when it is clicked.
+            at_ns: nanoseconds since the start of the run.
+            phase: the format's letter for the kind of event.
+            fields: further fields as JSON without braces.
+            args: details that the viewer shows on a click.
         """
         shown = "" if args is None else ',"args":' + json.dumps(args, separators=(",", ":"), ensure_ascii=False)
         event = f'{{"ph":"{phase}","ts":{microseconds(at_ns)},{fields}{shown}}}'
@@ -60,7 +58,7 @@ class TraceEventFile:
         self._separator = b",\n"
 
     def finish(self) -> None:
-        """End the document; the file itself is closed by its owner."""
+        """End the document; its owner closes the file."""
         self._stream.write(b"\n]}\n")
         if self._compressed is not None:
             self._compressed.close()
@@ -71,7 +69,7 @@ QUEUED, PREFILL, DECODE, PREEMPTED = "queued", "prefill", "decode", "preempted"
 
 @attrs.define(eq=False)
 class _Follow:
-    """A request under way; `number` tells its events from those of others."""
+    """An unfinished request; `number` identifies its events."""
 
     request: Request
     number: int
@@ -87,10 +85,10 @@ class _Event:
 
 
 class EngineTrace(RunListener):
-    """Writes an engine's events in order of time; what is gathered at once is at most what happens during two steps."""
+    """Writes an engine's events in order of time, and buffers at most the events of two steps."""
 
     def __init__(self, file: TraceEventFile, number: int = 0, name: str = "") -> None:
-        """Write to a file; in a fleet, beside the events of other engines, each with its own number and name."""
+        """Write to a file, which the engines of a fleet share under their own numbers and names."""
         self._file = file
         engine_pid, requests_pid = 2 * number + 1, 2 * number + 2
         self._engine = f'"pid":{engine_pid}'
@@ -112,7 +110,7 @@ class EngineTrace(RunListener):
         file.write(0, "M", f'"name":"thread_name",{self._steps}', {"name": "engine steps"})
 
     def submitted(self, now_ns: int, request: Request) -> None:
-        """Its slice starts when it arrived, which under asynchronous scheduling was before it is taken in."""
+        """Begin a request's slice at its arrival, which async scheduling may notice later."""
         del now_ns
         arrival_ns = round(request.arrival * NANOSECONDS)
         follow = _Follow(request, self._num_submitted, QUEUED)
@@ -123,7 +121,7 @@ class EngineTrace(RunListener):
         self._add_slice(arrival_ns, "b", QUEUED, follow)
 
     def apply(self, now_ns: int, commit: Commit) -> None:
-        """Admissions, preemptions and aborts."""
+        """Record admissions, preemptions and aborts."""
         reason: FreeReason | None = None
         for event in commit.events:
             if type(event) is BlocksFreed:
@@ -136,7 +134,7 @@ class EngineTrace(RunListener):
                     self._released(now_ns, row, reason)
 
     def scheduled(self, now_ns: int, scheduler: Scheduler) -> None:
-        """Counters, where they changed."""
+        """Record the counters that changed."""
         pool = scheduler.allocator.pool
         self._held_blocks = pool.num_held_blocks
         self._count(now_ns, "kv_cache_usage", {"share": pool.usage})
@@ -144,7 +142,7 @@ class EngineTrace(RunListener):
         self._count(now_ns, "num_requests", numbers)
 
     def observe(self, now_ns: int, step: ScheduledStep, result: StepResult, outcome: StepOutcome) -> None:
-        """One slice for each engine step, and the ends of phases and requests."""
+        """Record a slice per engine step, and the ends of phases and requests."""
         start_ns = now_ns - sum(result.nanoseconds)
         first_end_ns = start_ns + result.nanoseconds[0]
         self._add_steps(start_ns, step, result)
@@ -160,7 +158,7 @@ class EngineTrace(RunListener):
         self._write_before(start_ns)
 
     def finish(self) -> None:
-        """Write what is gathered; the document is ended by whoever began it."""
+        """Write the buffered events; the owner of the file ends the document."""
         self._write_before(None)
 
     def _admitted(self, now_ns: int, request_id: str, row: int) -> None:
@@ -172,7 +170,7 @@ class EngineTrace(RunListener):
         self._next_phase(now_ns, follow, PREFILL)
 
     def _released(self, now_ns: int, row: int, reason: FreeReason | None) -> None:
-        """A finished request is ended by `observe`, which comes after its rows were released."""
+        """Record a preemption or abort; `observe`, which comes later, ends finished requests."""
         if row not in self._in_row or reason is FreeReason.FINISHED:
             return
         follow = self._in_row.pop(row)
@@ -201,7 +199,7 @@ class EngineTrace(RunListener):
 
     def _add_steps(self, start_ns: int, step: ScheduledStep, result: StepResult) -> None:
         load = step.load
-        # Blocks of a macro-step are taken at its start; each step is shown with those in use by then.
+        # A macro-step takes its blocks at its start; each step shows the blocks in use by then.
         num_blocks = self._held_blocks - sum(step.blocks_taken_at)
         args = {
             "num_requests": len(step.batch.rows),
@@ -230,8 +228,8 @@ class EngineTrace(RunListener):
         self._pending.append(_Event(at_ns, phase, fields, args))
 
     def _write_before(self, before_ns: int | None) -> None:
-        """Write the events that nothing earlier can follow: a request is taken in during the step it arrived in, or
-        right after it.
+        """Write the events before a time; no earlier event can follow, because the engine notices a request during the
+        step in which it arrives, or right after it.
         """
         self._pending.sort(key=lambda event: event.at_ns)
         number = len(self._pending)

@@ -1,7 +1,7 @@
-"""The metrics of a run over time, as OpenMetrics text with timestamps: what Prometheus takes in as history.
+"""Writes metrics of a run under vLLM's names: Prometheus text of its end, and OpenMetrics with timestamps over time.
 
-`promtool tsdb create-blocks-from openmetrics FILE DATA_DIR` turns it into blocks of a Prometheus server, on which
-dashboards made for vLLM show the run as they would have shown the server.
+`promtool tsdb create-blocks-from openmetrics FILE DATA_DIR` imports the latter into a Prometheus server, where
+dashboards made for vLLM show the run.
 """
 
 import shutil
@@ -35,16 +35,16 @@ SCRAPE_INTERVAL_S = 15
 class OpenMetricsSeries(RunListener):
     """Takes a snapshot of every metric at the first scheduling decision of each scrape interval, and at the end.
 
-    An idle engine is scraped at the interval itself. The format wants the samples of one series together, so they are
-    gathered in one temporary file a series; memory does not grow with the run.
+    An idle engine is scraped at the interval itself. The format needs the samples of a series together, so each series
+    has a temporary file; memory does not grow with the run.
     """
 
     def __init__(self, start_unix_s: int, labels: Mapping[str, str], cache_config: Mapping[str, str]) -> None:
-        """Begin with nothing.
+        """Start without samples.
 
         Args:
-            start_unix_s: what time the start of the run is shown as, seconds since 1970.
-            labels: of every series but that of the cache's configuration.
+            start_unix_s: shown time of the start of the run, seconds since 1970.
+            labels: of every series except that of the cache's configuration.
             cache_config: labels of `vllm:cache_config_info`.
         """
         self._start_ns = start_unix_s * NANOSECONDS
@@ -55,15 +55,15 @@ class OpenMetricsSeries(RunListener):
         self._at_rest: Snapshot | None = None
         self._recorder: Recorder | None = None
         self._scheduler: Scheduler | None = None
-        # By metric and, for one that is counted by reason, the reason.
+        # Keyed by metric, and by reason for a metric that is counted by reason.
         self._gathered: dict[tuple[str, str], IO[bytes]] = {}
 
     def started(self, recorder: Recorder) -> None:
-        """Remember whom to ask."""
+        """Keep the recorder to read from."""
         self._recorder = recorder
 
     def scheduled(self, now_ns: int, scheduler: Scheduler) -> None:
-        """Scrape if it is time."""
+        """Scrape if the interval is over."""
         self._scheduler, self._now_ns = scheduler, now_ns
         interval_ns = SCRAPE_INTERVAL_S * NANOSECONDS
         while self._at_rest is not None and self._due_ns < now_ns:
@@ -77,31 +77,31 @@ class OpenMetricsSeries(RunListener):
             self._at_rest = self._snapshot()
 
     def finish(self) -> None:
-        """Scrape once more, at the end of the run."""
+        """Scrape at the end of the run."""
         if self._now_ns > self._last_ns:
             self._add(self._now_ns, self._snapshot())
 
     def write_samples(self, metric: Metric, stream: IO[bytes]) -> None:
-        """Write what was gathered of one metric."""
+        """Write the samples of one metric."""
         for (name, _), gathered in self._gathered.items():
             if name == metric.name:
                 gathered.seek(0)
                 shutil.copyfileobj(gathered, stream)
 
     def write_cache_config(self, stream: IO[bytes]) -> None:
-        """Write what the pool is, as of the start and of the end."""
+        """Write the configuration of the pool, at the start and at the end."""
         for at_ns in sorted({0, self._last_ns}):
             stream.write(f"{CACHE_CONFIG_INFO}{{{self._cache_config}}} 1 {self._timestamp(at_ns)}\n".encode())
 
     def close(self) -> None:
-        """Let the temporary files go."""
+        """Delete the temporary files."""
         for gathered in self._gathered.values():
             gathered.close()
         self._gathered.clear()
 
     def _snapshot(self) -> Snapshot:
         if self._recorder is None or self._scheduler is None:
-            raise MisuseError("there was no run to write metrics of")
+            raise MisuseError("no run has started, so there are no metrics")
         return take_snapshot(self._scheduler, self._recorder)
 
     def _timestamp(self, at_ns: int) -> str:
@@ -119,7 +119,7 @@ class OpenMetricsSeries(RunListener):
                 gathered.write(lines.encode())
 
     def _lines(self, metric: Metric, value: Any, at: str) -> Iterator[tuple[str, str]]:
-        """(reason or "", the lines of one series)."""
+        """Yield (reason or "", the lines of one series)."""
         if isinstance(value, HistogramCounts):
             buckets = [
                 f'{metric.name}_bucket{{{self._labels},le="{"+Inf" if le == float("inf") else le}"}} {count} {at}\n'
@@ -137,7 +137,7 @@ class OpenMetricsSeries(RunListener):
 
 
 def write_openmetrics(series: Sequence[OpenMetricsSeries], stream: IO[bytes]) -> None:
-    """The document of one engine's series, or of several engines' with labels that tell them apart; lets them go."""
+    """Write and close the series of one engine, or of several engines with labels that identify them."""
     for one in series:
         one.finish()
     for metric in METRICS:
@@ -163,11 +163,8 @@ def _labels(labels: Mapping[str, str]) -> str:
     return ",".join(f'{name}="{escaped(value)}"' for name, value in labels.items())
 
 
-# A run as Prometheus text under vLLM's metric names, so that what reads a vLLM server reads a simulated one.
-
-
 def check_prometheus_client(option: str) -> None:
-    """Raises InputError where the library that writes the text is missing."""
+    """Raise InputError if prometheus_client is missing."""
     try:
         import prometheus_client  # noqa: F401
     except ImportError:
@@ -179,7 +176,7 @@ def check_prometheus_client(option: str) -> None:
 
 @attrs.frozen
 class EngineMetrics:
-    """What one engine's metrics stood at, and what tells its series from those of others.
+    """One engine's metrics, and the labels of its series.
 
     Attributes:
         snapshot: from `take_snapshot`.
@@ -193,7 +190,7 @@ class EngineMetrics:
 
 
 def prometheus_text(engines: Sequence[EngineMetrics]) -> bytes:
-    """The text exposition of one scrape of every engine. All of them have the same names of labels."""
+    """The text exposition of one scrape of every engine; all engines have the same label names."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
@@ -206,7 +203,7 @@ class _Collector:
         self._families = families
 
     def collect(self) -> "Iterable[Family]":
-        """What the registry writes."""
+        """The metric families, for the registry."""
         return self._families
 
 

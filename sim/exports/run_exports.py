@@ -1,9 +1,8 @@
-"""The files that a replay or a fleet leaves: opened before it starts, written meanwhile, in place only when all are."""
+"""Writes the files of a replay or fleet: opened before the run, written during it, and put in place together."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ...core.allocator.config import AllocatorConfig
@@ -21,16 +20,16 @@ from .tables import (
     REQUEST_COLUMNS,
     SERIES_COLUMNS,
     OutputFile,
-    RequestTable,
     SeriesTable,
     TableWriter,
     open_table,
+    write_request,
 )
 
 
 @options
 class ExportOptions:
-    """The files that a run leaves; None where one was not asked for."""
+    """The files to write; None for those not wanted."""
 
     requests_out: str | None = option(
         None, OUTPUT, "Write a row for each finished request to FILE.csv, .jsonl or .parquet.", metavar="FILE"
@@ -47,7 +46,7 @@ class ExportOptions:
     openmetrics_out: str | None = option(
         None,
         OUTPUT,
-        "Write the same every 15 s of the run, as OpenMetrics that Prometheus imports as history.",
+        "Write the metrics of every 15 s of the run as OpenMetrics, which Prometheus imports as history.",
         metavar="FILE",
     )
     openmetrics_start: int | None = option(
@@ -59,7 +58,7 @@ class ExportOptions:
 
 
 class RunExports(AbstractContextManager["RunExports"]):
-    """Writes the files of one replay. Leaving it without `publish` leaves every place as it was.
+    """Writes the files of one replay. Without `publish`, no existing file changes.
 
         with RunExports(options, pool.allocator, pool.facts, inputs=[trace]) as exports:
             report = replay(
@@ -70,13 +69,13 @@ class RunExports(AbstractContextManager["RunExports"]):
             )
             exports.publish(report)
 
-    Of a fleet, `engines` names every engine; its `EngineParts` take `listeners_of`, `on_finished_on`, `macro_steps` and
-    `histograms`. Tables have a column `engine` first, series labels that tell engines apart, and traces a pair of
-    tracks for each.
+    For a fleet, `engines` names every engine, and `EngineParts` take `listeners_of`, `on_finished_on`, `macro_steps`
+    and `histograms`. Tables then begin with a column `engine`, series have labels of the engine, and each engine has
+    its own tracks in the trace.
 
     Attributes:
-        on_finished: to be given the record of each finished request; None if nothing wants them.
-        on_finished_on: the same of a fleet, with the index of the engine that it finished on.
+        on_finished: callback for the record of each finished request, or None.
+        on_finished_on: callback of a fleet, which also takes the index of the engine, or None.
     """
 
     def __init__(
@@ -90,14 +89,14 @@ class RunExports(AbstractContextManager["RunExports"]):
         """Open every file.
 
         Args:
-            files: what to write where.
+            files: the files to write.
             allocator: the pool of the run.
-            facts: what is known of the pool's model, if it has one.
-            inputs: files that are read meanwhile and must not be written over.
-            engines: of a fleet, by index; none: one engine.
+            facts: facts of the pool's model, if it has one.
+            inputs: files that the run reads and that must not be overwritten.
+            engines: names of a fleet's engines; empty for a single engine.
 
         Raises:
-            InputError: a file cannot be written, is asked for twice or is an input, or a library is missing.
+            InputError: a file cannot be written, is given twice or is an input, or a library is missing.
         """
         self.on_finished: Callable[[RequestRecord], None] | None = None
         self.on_finished_on: Callable[[int, RequestRecord], None] | None = None
@@ -115,7 +114,7 @@ class RunExports(AbstractContextManager["RunExports"]):
         self._cache_config = [cache_config_labels(allocator, facts, labels) for labels in of_engine] or [
             cache_config_labels(allocator, facts)
         ]
-        self._taken = {Path(name).resolve(): "read by this run" for name in inputs}
+        self._taken = {Path(name).resolve(): "an input of this run" for name in inputs}
         try:
             self._open_all(files)
         except InputError:
@@ -124,28 +123,28 @@ class RunExports(AbstractContextManager["RunExports"]):
 
     @property
     def listeners(self) -> list[RunListener]:
-        """To be told of the run of one engine."""
+        """Listeners of a single engine."""
         return self._listeners[0]
 
     def listeners_of(self, index: int) -> list[RunListener]:
-        """To be told of the run of one engine of a fleet."""
+        """Listeners of one engine of a fleet."""
         return self._listeners[index]
 
     @property
     def macro_steps(self) -> bool:
-        """Whether steps may be taken several at once; not where counters are read while the run goes on."""
+        """Whether several steps may run at once; False if counters are read during the run."""
         return not self._openmetrics
 
     @property
     def histograms(self) -> bool:
-        """Whether engines have to count the histograms of vLLM's metrics."""
+        """Whether engines must count the histograms of vLLM's metrics."""
         return self._prometheus is not None or bool(self._openmetrics)
 
     def publish(self, report: ReplayReport) -> None:
-        """Finish every file, then put them all in their places.
+        """Finish every file, then put all of them in place.
 
         Raises:
-            InputError: the system did not take the bytes, such as on a full disk. No file is put in its place then.
+            InputError: a write failed, such as on a full disk; then no file is put in place.
         """
         for table in self._tables:
             table.finish()
@@ -165,13 +164,8 @@ class RunExports(AbstractContextManager["RunExports"]):
             file.publish()
         self._files.clear()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Discard what was not published."""
+    def __exit__(self, *_: object) -> None:
+        """Discard the files unless they were published."""
         self._discard()
 
     def _open_all(self, files: ExportOptions) -> None:
@@ -181,8 +175,8 @@ class RunExports(AbstractContextManager["RunExports"]):
             self._prometheus = self._file("--prometheus-out", files.prometheus_out)
         if (files.openmetrics_out is None) != (files.openmetrics_start is None):
             raise InputError(
-                "--openmetrics-out and --openmetrics-start go together: samples need a time. Give when the run is to "
-                "have started, in seconds since 1970; Prometheus drops what is older than its retention"
+                "--openmetrics-out and --openmetrics-start go together: give the start time of the run in seconds "
+                "since 1970; Prometheus drops samples that are older than its retention"
             )
         if files.openmetrics_out is not None and files.openmetrics_start is not None:
             self._openmetrics_file = self._file("--openmetrics-out", files.openmetrics_out)
@@ -201,12 +195,12 @@ class RunExports(AbstractContextManager["RunExports"]):
     def _open_tables(self, files: ExportOptions) -> None:
         first = ENGINE_COLUMN if self._engines else {}
         if files.requests_out is not None:
-            requests = RequestTable(self._table("--requests-out", files.requests_out, {**first, **REQUEST_COLUMNS}))
+            requests = self._table("--requests-out", files.requests_out, {**first, **REQUEST_COLUMNS})
             if self._engines:
                 names = [str(name) for name in self._engines]
-                self.on_finished_on = lambda index, record: requests.add_of_engine(names[index], record)
+                self.on_finished_on = lambda index, record: write_request(requests, record, names[index])
             else:
-                self.on_finished = requests.add
+                self.on_finished = lambda record: write_request(requests, record)
         if files.series_out is not None:
             table = self._table("--series-out", files.series_out, {**first, **SERIES_COLUMNS})
             for index, listeners in enumerate(self._listeners):
@@ -220,8 +214,8 @@ class RunExports(AbstractContextManager["RunExports"]):
     def _file(self, option: str, name: str) -> OutputFile:
         place = Path(name).resolve()
         if place in self._taken:
-            raise InputError(f"{option} {name} is {self._taken[place]}; give each its own file")
-        self._taken[place] = f"{option}'s file as well"
+            raise InputError(f"{option} {name} is {self._taken[place]}; give another file")
+        self._taken[place] = f"also the file of {option}"
         file = OutputFile(option, name)
         self._files.append(file)
         return file

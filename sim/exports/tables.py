@@ -1,4 +1,4 @@
-"""Tables of a run: one row a finished request, and occupancy over time."""
+"""Writes tables of a run to CSV, JSONL or Parquet: finished requests, and KV cache usage over time."""
 
 import contextlib
 import csv
@@ -6,9 +6,10 @@ import io
 import json
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
@@ -18,62 +19,62 @@ from ..engine.distributions import NANOSECONDS
 from ..engine.engine import RunListener
 from ..engine.metrics import SERIES, RequestRecord
 
-# A file that a run leaves behind: written beside its place, and put there whole when the run has ended.
-
 
 class _CheckedFile(io.FileIO):
-    """A file whose failed writes name the option that asked for it."""
+    """A file whose write errors name its option."""
 
     def __init__(self, path: Path, option: str) -> None:
         super().__init__(path, "wb")
         self._option = option
 
     def write(self, data: Any, /) -> int | None:
-        """Write some of the bytes. Raises InputError where the system takes none, such as on a full disk."""
+        """Write some of the bytes. Raises InputError if the system takes none, such as on a full disk."""
         try:
             return super().write(data)
         except OSError as error:
             raise InputError(
-                f"{self._option}: {error.strerror} while writing beside its place; nothing was changed there"
+                f"{self._option}: {error.strerror} while writing a temporary file; the file itself is unchanged"
             ) from error
 
 
 class OutputFile:
-    """Open for writing from the start, so that a place that cannot be written is known before the run.
+    """A temporary file that replaces the real one at the end; opened early, so that errors come before the run.
 
     Attributes:
-        option: the option that asked for it, as error messages name it.
-        path: where it will stand, symbolic links followed.
+        option: its option, for error messages.
+        path: the real file, with symbolic links followed.
         stream: takes the bytes.
     """
 
     def __init__(self, option: str, name: str) -> None:
-        """Create the file beside its place.
+        """Create the temporary file beside the real one.
 
         Raises:
-            InputError: that is no place for a file, or it cannot be written.
+            InputError: the path is not a file, or cannot be written.
         """
         self.option = option
         self.path = Path(name).resolve()
         if self.path.exists() and not self.path.is_file():
-            raise InputError(f"{option} {name}: there is something that is not a file; name a file")
+            raise InputError(f"{option} {name} exists and is not a file; name a file")
         self._partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
         try:
             self.stream = io.BufferedWriter(_CheckedFile(self._partial, option))
         except FileNotFoundError:
-            raise InputError(f"{option} {name}: there is no folder {self.path.parent}; create it first") from None
+            raise InputError(
+                f"{option} {name}: the folder {self.path.parent} does not exist; create it first"
+            ) from None
         except OSError as error:
             raise InputError(f"{option} {name} cannot be written: {error.strerror}") from None
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Flush and close the stream."""
         self.stream.close()
 
     def publish(self) -> None:
-        """Put the closed file in its place, over one that is there (whose permissions it takes).
+        """Put the closed file in place; it keeps the permissions of a file that it replaces.
 
         Raises:
-            InputError: the folder does not let it.
+            InputError: the folder cannot be written.
         """
         try:
             if self.path.exists():
@@ -83,13 +84,11 @@ class OutputFile:
             raise InputError(f"{self.option} {self.path} cannot be put in place: {error.strerror}") from error
 
     def discard(self) -> None:
-        """Leave nothing behind; a file that was there stays as it was."""
+        """Delete the temporary file; an existing file stays unchanged."""
         with contextlib.suppress(OSError, InputError):
             self.stream.close()
         self._partial.unlink(missing_ok=True)
 
-
-# Rows into a CSV, JSONL or Parquet file as they come; memory does not grow with them.
 
 ROWS_PER_GROUP = 8192
 
@@ -97,27 +96,25 @@ ROWS_PER_GROUP = 8192
 Columns = Mapping[str, type]
 
 
-class TableWriter(Protocol):
-    """Takes one row after the other."""
+class TableWriter(ABC):
+    """Writes rows one by one; memory does not grow with them."""
 
+    @abstractmethod
     def write(self, row: Sequence[Any]) -> None:
-        """Add a row: one cell a column."""
-        ...
+        """Add a row: one cell per column."""
 
-    def finish(self) -> None:
-        """Write what is gathered; the file itself is closed by its owner."""
-        ...
+    def finish(self) -> None:  # noqa: B027
+        """Write the buffered rows; the owner closes the file."""
 
-    def abandon(self) -> None:
-        """Let go of a file that is given up."""
-        ...
+    def abandon(self) -> None:  # noqa: B027
+        """Release the file without finishing it."""
 
 
 def open_table(file: OutputFile, columns: Columns) -> TableWriter:
-    """The writer for the kind of file that its name asks for.
+    """The writer for the suffix of the file's name.
 
     Raises:
-        InputError: the name ends neither in .csv nor .jsonl nor .parquet, or Parquet's library is missing.
+        InputError: the name does not end in .csv, .jsonl or .parquet, or pyarrow is missing.
     """
     writer = _WRITERS.get(file.path.suffix)
     if writer is None:
@@ -125,7 +122,7 @@ def open_table(file: OutputFile, columns: Columns) -> TableWriter:
     return writer(file, columns)
 
 
-class CsvTable:
+class CsvTable(TableWriter):
     """Comma-separated values with a header; numbers in the shortest form that reads back as the same number."""
 
     def __init__(self, file: OutputFile, columns: Columns) -> None:
@@ -138,15 +135,12 @@ class CsvTable:
         self._writer.writerow(row)
 
     def finish(self) -> None:
-        """Hand what is buffered to the file."""
+        """Flush to the file."""
         self._text.detach()
 
-    def abandon(self) -> None:
-        """Nothing is held but a buffer."""
 
-
-class JsonlTable:
-    """One JSON object a line."""
+class JsonlTable(TableWriter):
+    """One JSON object per line."""
 
     def __init__(self, file: OutputFile, columns: Columns) -> None:
         self._stream = file.stream
@@ -157,14 +151,8 @@ class JsonlTable:
         line = json.dumps(dict(zip(self._columns, row, strict=True)), ensure_ascii=False, allow_nan=False)
         self._stream.write(line.encode() + b"\n")
 
-    def finish(self) -> None:
-        """Every line is with the file already."""
 
-    def abandon(self) -> None:
-        """Nothing is held."""
-
-
-class ParquetTable:
+class ParquetTable(TableWriter):
     """Columns of int64, float64 and strings, in row groups of 8,192 rows."""
 
     def __init__(self, file: OutputFile, columns: Columns) -> None:
@@ -196,7 +184,7 @@ class ParquetTable:
         self._writer.close()
 
     def abandon(self) -> None:
-        """Keep the library from finishing the file when the writer goes."""
+        """Keep pyarrow from finishing the file when the writer is deleted."""
         self._writer.is_open = False
 
     def _flush(self) -> None:
@@ -212,34 +200,24 @@ REQUEST_COLUMNS: Columns = {
     field.name: float if field.name.endswith("_s") else int if field.name.startswith("num_") else str
     for field in attrs.fields(RequestRecord)
 }
-# In a fleet: which engine a row is of; a request's is the one that it finished on.
+# The engine of a row in a fleet; for a request, the engine on which it finished.
 ENGINE_COLUMN: Columns = {"engine": str}
 SERIES_COLUMNS: Columns = {"time_s": float, SERIES[0]: float, SERIES[1]: int, SERIES[2]: int}
 
 
-class RequestTable:
-    """Writes the record of each request as it finishes, in that order."""
-
-    def __init__(self, table: TableWriter) -> None:
-        self._table = table
-
-    def add(self, record: RequestRecord) -> None:
-        """Write one row."""
-        self._table.write([getattr(record, name) for name in REQUEST_COLUMNS])
-
-    def add_of_engine(self, engine: str, record: RequestRecord) -> None:
-        """Write one row of a fleet's table, which has `ENGINE_COLUMN` first."""
-        self._table.write([engine, *(getattr(record, name) for name in REQUEST_COLUMNS)])
+def write_request(table: TableWriter, record: RequestRecord, *engine: str) -> None:
+    """Write the row of a finished request; in a fleet, the table begins with `ENGINE_COLUMN`."""
+    table.write([*engine, *(getattr(record, name) for name in REQUEST_COLUMNS)])
 
 
 class SeriesTable(RunListener):
-    """Writes usage of the pool, running and waiting requests at every scheduling decision, none left out.
+    """Writes usage of the pool, running and waiting requests at every scheduling decision.
 
-    Several identical decode steps may be taken in one decision; their blocks are counted from its start on.
+    One decision may take several identical decode steps; their blocks count from its start.
     """
 
     def __init__(self, table: TableWriter, engine: str | None = None) -> None:
-        """Write to a table; with the name of an engine, to one that has `ENGINE_COLUMN` first."""
+        """Write to a table; with an engine's name, to a table that begins with `ENGINE_COLUMN`."""
         self._table = table
         self._first = [] if engine is None else [engine]
 

@@ -1,8 +1,8 @@
-"""A log in other forms: one Parquet file, JSON lines, a trace of its requests, the KV events that it would publish."""
+"""Converts a log to one Parquet file, JSON lines, a trace of its requests, or the KV events it would have published."""
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -20,21 +20,18 @@ from ...core.events import BlocksFreed, Commit, FreeReason, RowsReleased
 from ..engine.arrivals import traced_request
 from ..figures import Document
 from ..traces.logged import LiveTrace, is_live, row_of
-from ..traces.trace import TraceRequest
 from .live_rerun import KnownKeys, LoggedKeys
-
-# The KV events that a recorded run would have published, as a stream that can be followed.
 
 
 def write_kv_events(reader: LogReader, path: Path, wire: Wire) -> int:
-    """Write the stream of a log to a file. Returns its batches.
+    """Write the KV events that a run would have published, as a stream to follow. Returns the number of batches.
 
     Raises:
-        InputError: the log is neither of a run on a trace nor of a live one.
+        InputError: the log is neither of a run on a trace nor of a live run.
     """
     trace = reader.manifest.header.get("trace")
     if trace is None and not is_live(reader):
-        raise InputError(f"{reader.directory} holds no requests, only commits: there are no tokens to tell of")
+        raise InputError(f"{reader.directory} holds no requests, only commits, so the tokens of KV events are unknown")
     writer = KVEventFileWriter(path)
     count = 0
     try:
@@ -71,7 +68,7 @@ def _batches(reader: LogReader, wire: Wire, trace_block_size: int | None) -> Ite
 
 
 def _ended(commit: Commit) -> Iterator[str]:
-    """Requests that gave their blocks back for good: a preempted one comes again."""
+    """Requests that released their blocks for good; a preempted request runs again."""
     reasons = {event.reason for event in commit.events if isinstance(event, BlocksFreed)}
     if FreeReason.PREEMPTED not in reasons:
         for event in commit.events:
@@ -80,12 +77,12 @@ def _ended(commit: Commit) -> Iterator[str]:
 
 
 def convert_log(reader: LogReader, form: str, target: str | Path, wire: str | None = None) -> int:
-    """Write a log to `target` in another form, whole or not at all. Returns the rows, requests or batches written.
+    """Write a log to `target` in another form, atomically. Returns the number of rows, requests or batches written.
 
-    `wire` is how KV events are written, "vllm" unless given; it has no effect on another form.
+    `wire` is the encoding of KV events, "vllm" unless given; other forms do not take it.
 
     Raises:
-        InputError: no such form, the target exists, or the log holds nothing of the kind.
+        InputError: an unknown form, a target that exists, or a log without such data.
     """
     forms = {**FORMS, KV_EVENTS: _kv_events_as(wire)}
     if form not in forms:
@@ -94,7 +91,7 @@ def convert_log(reader: LogReader, form: str, target: str | Path, wire: str | No
         raise InputError(f"--wire {wire} has no effect on --to {form}; leave it out")
     path = Path(target)
     if path.exists():
-        raise InputError(f"{path} exists already; give a name that is free")
+        raise InputError(f"{path} exists already; give another name")
     temporary = path.with_name(path.name + ".tmp")
     try:
         count = forms[form](reader, temporary)
@@ -119,7 +116,7 @@ def _kv_events_as(wire: str | None) -> Callable[[LogReader, Path], int]:
 
 
 def _to_parquet(reader: LogReader, path: Path) -> int:
-    """One file, the rows of docs/event_log.md."""
+    """Write one Parquet file with the rows of docs/event_log.md."""
     count = 0
     with pq.ParquetWriter(path, ROW_SCHEMA, compression="zstd") as writer:
         for placed in reader.batches():
@@ -129,7 +126,7 @@ def _to_parquet(reader: LogReader, path: Path) -> int:
 
 
 def _to_jsonl(reader: LogReader, path: Path) -> int:
-    """One JSON object a row, under the names of the columns; empty columns are left out, keys are as in the rows."""
+    """Write one JSON object per row, named by the columns, without empty columns; block hashes are as in the rows."""
     with path.open("w") as file:
         return _write_lines(file, _plain_rows(reader))
 
@@ -143,43 +140,33 @@ def _plain_rows(reader: LogReader) -> Iterator[Document]:
 
 
 def _to_trace(reader: LogReader, path: Path) -> int:
-    """A Mooncake trace of the requests: milliseconds, lengths, and the ids of the prompts' blocks if they have any."""
+    """Write a Mooncake trace of the requests: milliseconds, lengths, and the block ids of prompts that have any."""
     with path.open("w") as file:
         count = _write_lines(file, _mooncake_rows(reader))
     if not count:
-        raise InputError(f"{reader.directory} holds no requests, only commits: no trace can be made of it")
+        raise InputError(f"{reader.directory} holds no requests, only commits, so it cannot become a trace")
     return count
 
 
 def _mooncake_rows(reader: LogReader) -> Iterator[Document]:
     if is_live(reader):
-        yield from map(_mooncake_row, LiveTrace(reader))
+        for row in LiveTrace(reader):
+            yield _mooncake_row(row.arrival_s, row.input_length, row.output_length, row.hash_ids)
         return
     numbers: dict[bytes, int] = {}
     for logged in reader.notes():
         note = logged.note
-        if not isinstance(note, RequestArrived):
-            continue
-        row: Document = {
-            "timestamp": note.arrival_s * 1e3,
-            "input_length": note.num_prompt_tokens,
-            "output_length": note.num_output_tokens or 0,
-        }
-        if note.prompt_keys:
-            row["hash_ids"] = [
+        if isinstance(note, RequestArrived):
+            ids = [
                 key if type(key) is int and key >= 0 else numbers.setdefault(encode_key(key), len(numbers))
                 for key in note.prompt_keys
             ]
-        yield row
+            yield _mooncake_row(note.arrival_s, note.num_prompt_tokens, note.num_output_tokens or 0, ids or None)
 
 
-def _mooncake_row(row: TraceRequest) -> Document:
-    out: Document = {
-        "timestamp": row.arrival_s * 1e3,
-        "input_length": row.input_length,
-        "output_length": row.output_length,
-    }
-    return out if row.hash_ids is None else {**out, "hash_ids": list(row.hash_ids)}
+def _mooncake_row(arrival_s: float, num_input: int, num_output: int, ids: Sequence[int] | None) -> Document:
+    row: Document = {"timestamp": arrival_s * 1e3, "input_length": num_input, "output_length": num_output}
+    return row if ids is None else {**row, "hash_ids": list(ids)}
 
 
 def _write_lines(file: IO[str], rows: Iterator[Document]) -> int:

@@ -1,4 +1,4 @@
-"""Following a stream of KV events to a shadow ledger: from a server's sockets, or from a file that was recorded."""
+"""Follows a stream of KV events, from a server's sockets or a recorded file, and feeds a shadow ledger."""
 
 import json
 import time
@@ -19,17 +19,17 @@ from .shadow_ledger import HashNumbers, SeenRequest, ShadowLedger
 
 @attrs.frozen
 class FollowOptions:
-    """What is followed, and what becomes of it.
+    """What to follow, and where to write it.
 
     Attributes:
         source: the publisher's endpoint, or a recorded file.
-        replay_endpoint: where missed batches are asked for.
-        topic: prefix of the topics wanted.
-        offers_snapshots: whether the producer gives its whole state.
+        replay_endpoint: the endpoint that resends missed batches.
+        topic: prefix of the topics to receive.
+        offers_snapshots: whether the producer sends its whole state on request.
         num_gpu_blocks: blocks of the server's pool, if known.
         continuation_s: see `ShadowLedger`.
-        record: file for the stream, in order; None: not kept.
-        trace_out: file for the requests seen, as a Mooncake trace; None: not kept.
+        record: file for the stream, in order; None: not written.
+        trace_out: file for the requests seen, as a Mooncake trace; None: not written.
     """
 
     source: str
@@ -46,12 +46,12 @@ class Follower(AbstractContextManager["Follower"]):
     """One stream and its shadow ledger.
 
     Attributes:
-        ledger: what the stream says.
-        order: how the stream arrived.
+        ledger: the state that the stream describes.
+        order: puts batches in order and counts gaps.
     """
 
     def __init__(self, options: FollowOptions) -> None:
-        """Open the files that are to be written. Raises InputError for one that is there already."""
+        """Open the output files. Raises InputError for one that exists."""
         self._options = options
         self._is_file = is_kv_event_file(options.source)
         if not self._is_file and "://" not in options.source:
@@ -79,12 +79,12 @@ class Follower(AbstractContextManager["Follower"]):
         self._files.close()
 
     def run(self, interval_s: float, duration_s: float | None, on_report: Callable[[Document], None]) -> Document:
-        """Follow until the time is over, the file ends, or somebody interrupts. Returns the last report.
+        """Follow until the duration ends, the file ends, or an interrupt. Returns the last report.
 
         Args:
-            interval_s: seconds between reports: of the server's clock, or of the recorded one.
+            interval_s: seconds between reports, by this machine's clock or the recorded one.
             duration_s: seconds to follow a server; None: until interrupted.
-            on_report: given each report.
+            on_report: called with each report.
         """
         steps = self._through_file(interval_s) if self._is_file else self._through_sockets(interval_s, duration_s)
         for _ in steps:
@@ -131,14 +131,14 @@ class Follower(AbstractContextManager["Follower"]):
         self._record(KVEventBatch(self.ledger.last_ts or 0.0, [AllBlocksCleared()]))
 
     def _record(self, batch: KVEventBatch) -> None:
-        """What was applied, under numbers of the file's own: a gap that could not be closed is a clearing there."""
+        """Record an applied batch under the file's own numbers; a gap that stays open becomes a clear event."""
         if self._recording is not None:
             self._recording.write(self._num_recorded, encode_batch(batch))
             self._num_recorded += 1
 
     def _open_trace(self, path: str) -> None:
         if Path(path).exists():
-            raise InputError(f"{path} exists already; give a name that is free")
+            raise InputError(f"{path} exists already; give another name")
         file = self._files.enter_context(Path(path).open("w"))  # noqa: SIM115
 
         def write(request: SeenRequest) -> None:

@@ -1,7 +1,7 @@
-"""Predicted and measured step times of a live run, side by side, and the latency models calibrated from them.
+"""Compares measured step times of a live run with predictions, and calibrates the latency models.
 
-Of each model three errors are told: before calibration, after it on the steps that it was fitted to, and on steps that
-it has not seen (fitted to every other step, tested on those between).
+Each model has three errors: before calibration, after calibration on the fitted steps, and on unseen steps (fitted to
+every other step, tested on the rest).
 """
 
 from collections.abc import Callable
@@ -33,11 +33,11 @@ class CalibratedModel:
 
     Attributes:
         name: "linear", "linear with context", "linear with prefill steps" or "roofline".
-        before: the model as it stood; None where it has no costs of its own.
-        after: the same, calibrated.
-        error_before, error_after, error_unseen: mean absolute relative errors of a step; None: there is no model
-            before.
-        total_error: of the predicted time of all steps together, after calibration.
+        before: the uncalibrated model; None if it has no default costs.
+        after: the calibrated model.
+        error_before, error_after, error_unseen: mean absolute relative errors of a step; `error_before` is None
+            without `before`.
+        total_error: relative error of the total predicted time, after calibration.
     """
 
     name: str
@@ -49,7 +49,7 @@ class CalibratedModel:
     total_error: float
 
     def to_json(self) -> Document:
-        """Plain values; errors in %."""
+        """JSON values, with errors in %."""
         return {
             "name": self.name,
             "mape_before_pct": None if self.error_before is None else self.error_before * 100,
@@ -62,11 +62,11 @@ class CalibratedModel:
 
 @attrs.frozen(eq=False)
 class LiveReport:
-    """The comparison.
+    """Measured steps and the models calibrated to them.
 
     Attributes:
-        steps: what was measured.
-        models: each against it; the one with the smallest error on unseen steps is `best`.
+        steps: the measured steps.
+        models: every model; `best` is the one with the smallest error on unseen steps.
     """
 
     steps: MeasuredSteps
@@ -74,11 +74,11 @@ class LiveReport:
 
     @property
     def best(self) -> CalibratedModel:
-        """The model that predicts unseen steps best; of equals the one with fewer terms."""
+        """The model that predicts unseen steps best; on a tie the one with fewer terms."""
         return min(self.models, key=lambda model: model.error_unseen)
 
     def rows(self) -> list[Document]:
-        """Measured and predicted means by kind of step, of the best model; the errors are those of the means."""
+        """Measured and predicted means per kind of step, of the best model."""
         best, steps = self.best, self.steps
         after = steps.predicted(best.after)
         before = None if best.before is None else steps.predicted(best.before)
@@ -124,14 +124,14 @@ class LiveReport:
 
 
 def live_report(steps: MeasuredSteps, roofline: RooflineLatency | None = None) -> LiveReport:
-    """Compare and calibrate.
+    """Compare and calibrate every latency model.
 
     Args:
         steps: of a live run.
-        roofline: what was expected of the model on its device before measuring; None: nothing was.
+        roofline: the model expected before measuring, if any.
 
     Raises:
-        InputError: no steps.
+        InputError: there are no steps.
     """
     models = [
         _calibrated("linear", LinearLatency(), steps, lambda some: fit_latency(some, PLAIN)),
@@ -144,12 +144,12 @@ def live_report(steps: MeasuredSteps, roofline: RooflineLatency | None = None) -
 
 
 def served_roofline(reader: "LogReader", model: str, gpu: str, weights_dtype: str = "auto") -> RooflineLatency:
-    """What was to be expected of a live engine: its model on its device, as the presets have them.
+    """The roofline expected of a live engine, from the presets of its model and device.
 
-    The floor of steps outside CUDA graphs is taken for those with more tokens than the largest captured decode step.
+    Steps with more tokens than the largest captured decode step count as running outside CUDA graphs.
 
     Raises:
-        InputError: no such model or device, or what the model computes is not known.
+        InputError: an unknown model or device, or a model whose computation is unknown.
     """
     header = reader.manifest.header
     expected = RooflineLatency.for_model(
@@ -164,7 +164,7 @@ def served_roofline(reader: "LogReader", model: str, gpu: str, weights_dtype: st
 
 
 def fit_roofline(steps: MeasuredSteps, start: RooflineLatency) -> RooflineLatency:
-    """A roofline with the factors of its device fitted to measured steps, one measurement a kind of step."""
+    """Fit a roofline's device factors to measured steps, with one measurement per kind of step."""
     measured: list[MeasuredStep] = []
     for name, which in steps.kinds():
         load, seconds = steps.means(which)

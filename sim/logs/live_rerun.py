@@ -1,8 +1,8 @@
-"""A recorded live run, decided again: the same requests at the same steps must give the same commits and slots.
+"""Runs the decisions of a recorded live run again: the same requests must give the same commits and slots.
 
-Fixed are what the engine could not know: when requests came, what their blocks' keys are, which of them stopped where
-and which were aborted. Everything else is decided anew by core's scheduler and allocator, and mirrored by
-`SimBackend`: every commit is compared with the log's, and the slots of every step with those that the device had.
+The log provides what the engine cannot decide: arrivals, block hashes, where requests stopped, and aborts. The
+scheduler, the allocator and `SimBackend` decide everything else again. Every commit is compared with the log's, and
+the slots of every step with those of the device.
 """
 
 from collections import defaultdict, deque
@@ -25,22 +25,20 @@ from ..figures import Document
 from ..traces.logged import is_live
 from .text import described
 
-# The keys of a live run's requests, as far as its log has them.
-
 
 class LoggedKeys:
-    """A request's keys: those of its prompt stand in its `RequestArrived`, those of its output in its `RequestEnded`.
+    """Block hashes of each request: `RequestArrived` has those of its prompt, `RequestEnded` those of its output.
 
-    Of a request that has no end in the log (the engine was killed, or still runs) the keys that its output's blocks
-    were registered under are taken from the commits, which are all that any later lookup could find.
+    If a request has no end in the log (the engine was killed, or still runs), the commits provide the hashes of its
+    cached output blocks, which are the only ones that a later lookup can find.
 
     Attributes:
         num_unended: requests without an end in the log.
     """
 
     def __init__(self, reader: LogReader) -> None:
-        """Read the notes once, and the commits if a request has no end."""
-        # An id may be used again after its request's end.
+        """Read the notes, and the commits if a request has no end."""
+        # A later request may reuse the id of an ended one.
         self._ends: defaultdict[str, deque[RequestEnded]] = defaultdict(deque)
         arrived: list[RequestArrived] = []
         for logged in reader.notes():
@@ -52,7 +50,7 @@ class LoggedKeys:
         self._registered = _registered_keys(reader) if self.num_unended else {}
 
     def of(self, note: RequestArrived) -> tuple[Key, ...]:
-        """The keys of a request's complete blocks; to be asked once for each request, in the order of the log."""
+        """Hashes of a request's full blocks; call once per request, in the order of the log."""
         ends = self._ends[note.request_id]
         if ends:
             return note.prompt_keys + ends.popleft().output_keys
@@ -64,18 +62,18 @@ class LoggedKeys:
 
 
 class KnownKeys:
-    """A key source over keys that are all known."""
+    """A key source whose keys are all known."""
 
     def __init__(self, keys: tuple[Key, ...]) -> None:
         self._keys = keys
 
     def keys(self, start: int, stop: int) -> Sequence[Key]:
-        """Those of blocks `start <= i < stop` that there are."""
+        """The known keys of blocks `start <= i < stop`."""
         return self._keys[start:stop]
 
 
 def _registered_keys(reader: LogReader) -> dict[str, dict[int, Key]]:
-    """Request -> logical index -> key, of blocks as large as hash blocks; of an id used again, its last request's."""
+    """Request -> block index -> hash, for blocks of the hash block size; the last request wins if an id repeats."""
     hash_block_size = reader.created.hash_block_size
     groups = [group for group, kind in enumerate(reader.created.groups) if kind.block_size == hash_block_size]
     request_in: dict[int, str] = {}
@@ -100,13 +98,13 @@ ABORTED = ("abort", "error")
 
 @attrs.define
 class Rerun:
-    """What deciding a live run again found.
+    """The result of running a live run's decisions again.
 
     Attributes:
-        commits, steps, requests: how many were decided again and are equal.
-        steps_with_slots: of the steps, those whose slots the log has; all of them are equal.
-        unended: requests whose end the log does not have (it is torn, or still being written).
-        divergence: the first difference, in words; None: there is none.
+        commits, steps, requests: how many came out equal.
+        steps_with_slots: steps whose slots are in the log and came out equal.
+        unended: requests without an end in the log (it is torn, or still being written).
+        divergence: describes the first difference; None if there is none.
     """
 
     commits: int = 0
@@ -118,35 +116,35 @@ class Rerun:
 
     @property
     def is_equal(self) -> bool:
-        """Whether everything that the log holds came out again."""
+        """Whether the whole log came out equal."""
         return self.divergence is None
 
     def to_json(self) -> Document:
-        """Plain values for `--json`."""
+        """The document of `--json`."""
         return {"equal": self.is_equal, **attrs.asdict(self)}
 
     def describe(self) -> list[str]:
-        """The outcome in a few lines."""
+        """The result in a few lines of text."""
         lines = [
-            f"{self.requests:,} requests and {self.steps:,} steps decided again: {self.commits:,} commits equal, and "
-            f"so are block tables and free queue; the slots of {self.steps_with_slots:,} steps equal the device's"
+            f"ran {self.requests:,} requests and {self.steps:,} steps again: {self.commits:,} commits, block tables "
+            f"and free queue are equal; the slots of {self.steps_with_slots:,} steps equal the device's"
         ]
         if self.unended:
-            lines.append(f"{self.unended:,} requests have no end in the log: it stops before")
+            lines.append(f"{self.unended:,} requests do not end within the log")
         if self.divergence is not None:
             lines.append(f"NOT EQUAL: {self.divergence}")
         return lines
 
 
 def run_live_again(reader: LogReader, on_progress: Callable[[int], None] | None = None) -> Rerun:
-    """Decide a live run again and compare.
+    """Run the decisions of a live run again and compare.
 
     Args:
         reader: its log.
         on_progress: called with the number of steps so far.
 
     Raises:
-        InputError: the log is of no live run.
+        InputError: the log is not of a live run.
     """
     if not is_live(reader):
         raise InputError(f"{reader.directory} is not the log of a live engine (kvledger serve --log)")
@@ -158,7 +156,7 @@ class _Diverged(Exception):
 
 
 class _LogOver(Exception):
-    """No record is left."""
+    """The log has no more records."""
 
 
 class _LiveRerun:
@@ -200,10 +198,8 @@ class _LiveRerun:
                     self._expect_the_end()
                 move = loop.send(result)
 
-    # -- what is compared --------------------------------------------------------------------------------------------
-
     def apply(self, commit: Commit) -> None:
-        """A sink of the rerun: the log must go on with the same commit."""
+        """Compare a commit of the rerun with the next record of the log."""
         record = self._next()
         if not isinstance(record, LoggedCommit):
             self._differ(commit.sequence, commit, record)
@@ -217,15 +213,15 @@ class _LiveRerun:
             return None
         self._next()
         if not isinstance(record, LoggedNote) or not isinstance(record.note, StepComputed):
-            raise _Diverged(f"step {self._found.steps} is due, and the log goes on with {_in_words(record)}")
+            raise _Diverged(f"step {self._found.steps} is next, but the log continues with {_in_words(record)}")
         note = record.note
         if note.load != step.load:
-            raise _Diverged(f"step {self._found.steps} computes {step.load}, in the log {note.load}")
+            raise _Diverged(f"step {self._found.steps} computes {step.load}; in the log it computed {note.load}")
         if note.slots_crc32 is not None:
             groups = range(len(self._backend.block_tables))
             found = slots_crc32([self._backend.slot_mapping(step.batch, group) for group in groups])
             if found != note.slots_crc32:
-                raise _Diverged(f"the slots of step {self._found.steps} are not those that the device had")
+                raise _Diverged(f"the slots of step {self._found.steps} differ from the device's")
             self._found.steps_with_slots += 1
         self._found.steps += 1
         if self._on_progress is not None:
@@ -234,22 +230,20 @@ class _LiveRerun:
 
     def _differ(self, sequence: int, commit: Commit, record: Record) -> NoReturn:
         mine = "; ".join(described(LoggedCommit(commit, None)))
-        raise _Diverged(f"commit {sequence} is decided as [{mine}], and the log has [{_in_words(record)}]")
+        raise _Diverged(f"commit {sequence} is [{mine}], but the log has [{_in_words(record)}]")
 
     def _expect_the_end(self) -> NoReturn:
-        """Nothing is left to be done; neither may anything be left in the log."""
+        """Check that no commit or step is left in the log when the rerun has nothing left to compute."""
         record = self._peek()
         if isinstance(record, LoggedCommit) or isinstance(record.note, StepComputed):
-            raise _Diverged(f"nothing is left to compute, and the log goes on with {_in_words(record)}")
+            raise _Diverged(f"nothing is left to compute, but the log continues with {_in_words(record)}")
         raise _LogOver
-
-    # -- what is fixed -----------------------------------------------------------------------------------------------
 
     def _between_steps(self, _step: ScheduledStep, _result: StepResult, outcome: StepOutcome) -> None:
         self._take_in(outcome.finished_requests)
 
     def _take_in(self, finished: Sequence[Request]) -> bool:
-        """Do what the notes up to the next step say; False if there were none of requests."""
+        """Apply the notes up to the next step; returns False if none was about a request."""
         self._finished.update({request.request_id: request.num_output_tokens for request in finished})
         taken = False
         while (note := self._note_of_a_request()) is not None:
@@ -258,19 +252,19 @@ class _LiveRerun:
             if isinstance(note, RequestArrived):
                 self._arrive(note)
             elif note.reason in ABORTED:
-                self._finished.pop(note.request_id, None)  # it finished, and then its engine failed
+                self._finished.pop(note.request_id, None)  # it finished before the engine failed
                 self._the_scheduler.abort(note.request_id)
             else:
                 self._compare_end(note)
         if self._finished:
-            raise _Diverged(f"requests {', '.join(self._finished)} finish here, and the log does not say so")
+            raise _Diverged(f"requests {', '.join(self._finished)} finish here, but not in the log")
         return taken
 
     def _note_of_a_request(self) -> RequestArrived | RequestEnded | None:
         try:
             record = self._peek()
         except _LogOver:
-            if self._finished:  # the log stops between a step and what it notes of it
+            if self._finished:  # the log ends between a step and its notes
                 self._finished.clear()
                 raise
             return None
@@ -307,8 +301,6 @@ class _LiveRerun:
     def _the_scheduler(self) -> Scheduler:
         assert self._scheduler is not None
         return self._scheduler
-
-    # -- the log, record by record -----------------------------------------------------------------------------------
 
     def _peek(self) -> Record:
         if self._peeked is None:

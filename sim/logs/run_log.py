@@ -1,14 +1,13 @@
-"""A run of a command, written down as it happens: its options, the requests as they come, every commit with its time.
+"""Records a run as it happens: its options, its requests, and every commit with its time.
 
     with RunLog("run.log", command="replay", options=options, trace=source, flush=FlushPolicy(every_ms=50)) as run:
         report = replay(run.trace, ..., listeners=[run])
 
-What is in such a log suffices to run it again, as it was or under other options (`kvledger log replay`).
+`kvledger log replay` runs such a log again, with the same options or with changed ones.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import attrs
@@ -26,11 +25,11 @@ CLOCK: Final = "simulated"
 
 
 class RunLog(RunListener):
-    """The log of one run, and a listener that fills it.
+    """A listener that writes the log of one run.
 
     Attributes:
-        trace: the trace, whose requests are noted as the run takes them.
-        log: what is written.
+        trace: the trace to run on, which notes each request when the run takes it.
+        log: the log being written.
     """
 
     def __init__(
@@ -45,14 +44,14 @@ class RunLog(RunListener):
         """Start the log of a run.
 
         Args:
-            directory: where; empty or not there yet.
+            directory: an empty or new directory.
             command: the command that runs, such as "replay".
-            options: its options by parameter name, as plain JSON values.
-            trace: what it runs on.
+            options: its options by parameter name, as JSON values.
+            trace: the trace of the run.
             flush: when commits reach the disk.
 
         Raises:
-            InputError: something is in the directory, or an option is no JSON value.
+            InputError: the directory is not empty, or an option is not a JSON value.
             LogWriteError: the directory cannot be written.
         """
         self._now_ns = 0
@@ -67,38 +66,36 @@ class RunLog(RunListener):
         self.log.apply(commit)
 
     def scheduled(self, now_ns: int, scheduler: Scheduler) -> None:
-        """Learn where the state is, so that snapshots need no fold of their own."""
+        """Give the log the live state, so that it need not fold one for snapshots."""
         self.log.live_state = scheduler.allocator.state
 
     def close(self) -> None:
-        """Note what the trace turned out to be, and close the log."""
+        """Note the final facts of the trace, and close the log."""
         self.log.note(RunEnded({"trace": plain_info(self.trace.info)}))
         self.log.close()
 
     def __enter__(self) -> "RunLog":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
             self.close()
-        else:  # the run did not end, and the log does not say that it did
+        else:  # the run did not end, so the log gets no end note
             self.log.__exit__(kind, error, trace)
 
 
 def plain_info(info: TraceInfo) -> Document:
-    """Everything that is known of a trace, as plain JSON values."""
+    """All facts of a trace, as JSON values."""
     plain = attrs.asdict(info)
     plain["unused_fields"] = sorted(info.unused_fields)
     return plain
 
 
 def arrival_of(row: TraceRequest) -> RequestArrived:
-    """The note of one row of a trace; `LoggedTrace` makes the same row of it again."""
+    """The note of one row of a trace, from which `LoggedTrace` makes the same row."""
     facts: dict[str, Any] = {}
     if row.hash_ids == ():
-        facts["hash_ids"] = []  # ids that are all behind full blocks, of which there is none: not the same as no ids
+        facts["hash_ids"] = []  # a prompt with ids but no full block, unlike a prompt without ids
     if row.turn is not None:
         facts["turn"] = attrs.asdict(row.turn)
     if row.priority:

@@ -1,9 +1,7 @@
-"""The ledger of a server that is not ours, from its KV events alone: occupancy, churn, hits, and what more memory
-would bring.
+"""Reconstructs the KV cache of another server from its KV events: occupancy, churn, hits, benefit of more memory.
 
-What a stream does not tell is not made up: it has no lookups, so a request that stores no block of its own leaves no
-trace, and it does not say where one request ends and the next begins. The assumptions that fill this are in
-`ASSUMPTIONS`, and every report states them.
+The stream has no lookups, so a request that stores no block is invisible, and it does not mark where requests end.
+`ASSUMPTIONS` lists how the reports fill these gaps.
 """
 
 from collections import OrderedDict
@@ -17,18 +15,16 @@ from ...backends.sinks.kv_events.stream_order import StreamCounts
 from ...backends.sinks.metrics.endpoint import Figure
 from ..figures import Document
 
-# Requests as a stream of KV events shows them: each begins behind the longest prefix that it found.
-
 
 @attrs.define
 class _Sequence:
-    """A request that may still go on.
+    """A request that may continue.
 
     Attributes:
         began: the time of its first store.
-        last: the time of its latest one.
-        chain: every block so far, found or stored.
-        block_size: tokens a block.
+        last: the time of its latest store.
+        chain: every block so far, hit or stored.
+        block_size: tokens per block.
     """
 
     began: float
@@ -39,12 +35,12 @@ class _Sequence:
 
 @attrs.frozen
 class SeenRequest:
-    """A request that has ended, as far as one can tell.
+    """A request that has probably ended.
 
     Attributes:
         arrival_s: when its first block was stored.
-        chain: the hashes of its blocks, those that it found first.
-        block_size: tokens a block.
+        chain: the hashes of its blocks, hits first.
+        block_size: tokens per block.
     """
 
     arrival_s: float
@@ -53,27 +49,27 @@ class SeenRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of whole blocks; prompt and output are not told apart."""
+        """Tokens of full blocks, of prompt and output together."""
         return len(self.chain) * self.block_size
 
 
 class StreamRequests:
-    """Tells requests apart in a stream of stored blocks.
+    """Separates the requests in a stream of stored blocks.
 
-    Blocks stored right behind the last block of a sequence go on with it (a chunk of its prompt, or its output), if
-    they come within `continuation_s`; every other store begins a request, whose hit is what stands before it.
+    Blocks stored right after the last block of a request continue it (a chunk of its prompt, or its output), if they
+    come within `continuation_s`. Any other store begins a request, whose prefix hit is the chain before it.
 
     Attributes:
-        block_size: tokens a block.
+        block_size: tokens per block.
         num_requests: requests begun.
-        num_hit_blocks: blocks that they found.
+        num_hit_blocks: blocks that they hit.
         num_stored_blocks: blocks that they stored.
     """
 
     def __init__(
         self, pool: ShadowPool, continuation_s: float, ended: Callable[[SeenRequest], None] | None = None
     ) -> None:
-        """`pool` is asked for prefixes before an event is applied to it; `ended` is given each request at its end."""
+        """`pool` gives prefixes before an event is applied to it; `ended` is called with each ended request."""
         self._pool = pool
         self._continuation_s = continuation_s
         self.ended = ended
@@ -86,18 +82,18 @@ class StreamRequests:
 
     @property
     def hit_rate(self) -> float | None:
-        """Blocks found over blocks found or stored; None before the first request."""
+        """Blocks hit over blocks hit or stored; None before the first request."""
         blocks = self.num_hit_blocks + self.num_stored_blocks
         return self.num_hit_blocks / blocks if blocks else None
 
     def group_of(self, event: BlockStored, kind: str) -> int | None:
-        """The group by which requests are told apart: the first one of this kind (or of no kind stated) that stores."""
+        """The group that separates requests: the first of this kind (or of unknown kind) that stores."""
         if self._group is None and event.kv_cache_spec_kind in (None, kind):
             self._group = event.group_idx or 0
         return self._group
 
     def stored(self, event: BlockStored, ts: float) -> None:
-        """Take in one store of the group, before the pool does."""
+        """Apply one store of the group, before the pool does."""
         hashes, parent = event.block_hashes, event.parent_block_hash
         self.num_stored_blocks += len(hashes)
         self.block_size = event.block_size
@@ -119,7 +115,7 @@ class StreamRequests:
         self._end_old(ts)
 
     def forget(self) -> None:
-        """The stream was cut: what was going on has ended."""
+        """End all current requests, because the stream was interrupted."""
         for sequence in self._by_tip.values():
             self._end(sequence)
         self._by_tip.clear()
@@ -136,7 +132,7 @@ class StreamRequests:
         return chain[::-1]
 
     def _end_old(self, now: float) -> None:
-        """Sequences stand in the order of their latest store, so the old ones are at the front."""
+        """End old requests; they are ordered by their latest store, so the old ones come first."""
         while self._by_tip:
             tip, sequence = next(iter(self._by_tip.items()))
             if now - sequence.last <= self._continuation_s:
@@ -150,13 +146,13 @@ class StreamRequests:
 
 
 class HashNumbers:
-    """Numbers hashes in first-seen order: the `hash_ids` of a trace."""
+    """Numbers hashes in the order of their first use, for the `hash_ids` of a trace."""
 
     def __init__(self) -> None:
         self._numbers: dict[BlockHash, int] = {}
 
     def row(self, request: SeenRequest, start_s: float) -> Document:
-        """The row of a Mooncake trace whose block size is the stream's; output cannot be told from prompt."""
+        """The row of a Mooncake trace with the stream's block size; output counts as prompt."""
         return {
             "timestamp": (request.arrival_s - start_s) * 1e3,
             "input_length": request.num_tokens,
@@ -166,11 +162,11 @@ class HashNumbers:
 
 
 ASSUMPTIONS = {
-    "prefix_hit_rate": "blocks before the first one that a request stored, over those and all that it stored; requests "
-    "that stored nothing are not seen, and blocks of output count as stored",
-    "twice_memory": "stored blocks that had been evicted less than one pool of evictions before: LRU with twice the "
-    "blocks would still have had them",
-    "occupancy": "findable blocks, duplicates included; blocks without a key are not seen",
+    "prefix_hit_rate": "hit blocks over hit and stored blocks, where the blocks before a request's first stored one "
+    "count as hits; requests that store nothing are invisible, and output blocks count as stored",
+    "twice_memory": "stored blocks that were evicted less than one pool of evictions earlier, which LRU with twice the "
+    "blocks would still have",
+    "occupancy": "cached blocks, including duplicates; blocks without a hash are invisible",
 }
 
 
@@ -186,21 +182,21 @@ class Interval:
 
 
 class ShadowLedger:
-    """Follows a stream batch by batch, in order (`apply`), and forgets when the stream says so (`clear`).
+    """The state of a server's KV cache, updated batch by batch (`apply`) and reset by `clear`.
 
     Attributes:
-        pool: the index as the events describe it.
-        requests: what the stream shows of requests.
-        num_batches: batches taken in.
+        pool: the cached blocks.
+        requests: the requests seen.
+        num_batches: batches applied.
     """
 
     def __init__(self, num_gpu_blocks: int | None = None, continuation_s: float = 2.0) -> None:
         """Start before the first batch.
 
         Args:
-            num_gpu_blocks: blocks of the server's pool, if known; else the most that were ever findable at once.
-            continuation_s: a store right behind the last block of a sequence goes on with it if it comes within this
-                time, and is a new request otherwise.
+            num_gpu_blocks: blocks of the server's pool, if known; else the most blocks cached at once so far.
+            continuation_s: a store right after the last block of a request continues it if it comes within this time,
+                and begins a request otherwise.
         """
         self._num_gpu_blocks = num_gpu_blocks
         self.pool = ShadowPool()
@@ -214,7 +210,7 @@ class ShadowLedger:
 
     @property
     def capacity(self) -> int:
-        """Blocks of the pool, as given or as seen."""
+        """Blocks of the pool, given or observed."""
         return self._num_gpu_blocks - 1 if self._num_gpu_blocks else self._peak
 
     @property
@@ -224,16 +220,16 @@ class ShadowLedger:
 
     @property
     def num_returned(self) -> int:
-        """Stored blocks that twice the memory would still have had."""
+        """Stored blocks that a cache with twice the memory would still have."""
         return self._total.returned
 
     def apply(self, sequence: int, batch: KVEventBatch) -> None:
-        """Take in one batch."""
+        """Apply one batch."""
         for counts in (self._interval, self._total):
             counts.first_ts = batch.ts if counts.first_ts is None else counts.first_ts
             counts.last_ts = batch.ts
         self.num_batches += 1
-        # The lookup that found these missing came before the evictions that made room for them.
+        # The lookup that missed these blocks came before the evictions that made room for them.
         returned = self._take_returned(batch)
         for event in batch.events:
             if isinstance(event, BlockStored):
@@ -246,13 +242,13 @@ class ShadowLedger:
         self._peak = max(self._peak, self.pool.num_copies)
 
     def clear(self) -> None:
-        """Nothing that was known counts any more (a gap, a new run of the producer)."""
+        """Forget everything, because the stream has a gap or the producer restarted."""
         self.pool.clear()
         self.requests.forget()
         self._evicted.clear()
 
     def _take_returned(self, batch: KVEventBatch) -> set[Address]:
-        """Blocks that this batch stores and that went within the last pool of evictions."""
+        """Blocks stored by this batch that were evicted within the last pool of evictions."""
         stored = [event for event in batch.events if isinstance(event, BlockStored)]
         addresses = [(event.group_idx or 0, hashed) for event in stored for hashed in event.block_hashes]
         returned = {address for address in addresses if address in self._evicted}
@@ -285,10 +281,8 @@ class ShadowLedger:
         while len(self._evicted) > max(self.capacity, 1):
             self._evicted.popitem(last=False)
 
-    # -- reports -----------------------------------------------------------------------------------------------------
-
     def report(self, counts: StreamCounts | None = None) -> Document:
-        """The figures now, and since the last report; begins a new interval."""
+        """Current figures, and counts since the last report; begins a new interval."""
         interval, self._interval = self._interval, Interval()
         seconds = _seconds(interval)
         total = self._total
@@ -328,14 +322,11 @@ def _seconds(interval: Interval) -> float:
     return interval.last_ts - interval.first_ts
 
 
-# A shadow ledger's figures for Prometheus: vLLM's names where they mean what vLLM means by them, ours elsewhere.
-
-
 class ShadowMetrics:
-    """Gives the figures of a shadow ledger and of the stream that it follows."""
+    """Prometheus figures of a shadow ledger and its stream, under vLLM's names where they mean the same."""
 
     def __init__(self, ledger: ShadowLedger, counts: StreamCounts, block_size: int | None = None) -> None:
-        """`block_size`: tokens a block; None: that of the latest stored block."""
+        """`block_size`: tokens per block; None: that of the latest stored block."""
         self._ledger = ledger
         self._counts = counts
         self._block_size = block_size
@@ -345,19 +336,21 @@ class ShadowMetrics:
         ledger, requests, counts = self._ledger, self._ledger.requests, self._counts
         size = self._block_size or requests.block_size
         looked_up = (requests.num_hit_blocks + requests.num_stored_blocks) * size
-        seen = "as the stream of events shows it: requests that stored nothing are not seen."
+        seen = "as seen in the event stream, without requests that stored nothing."
         yield Figure("vllm:prefix_cache_queries", "counter", f"Tokens looked up, {seen}", looked_up)
         yield Figure("vllm:prefix_cache_hits", "counter", f"Tokens found, {seen}", requests.num_hit_blocks * size)
         pool = ledger.pool
-        yield Figure("kvledger:shadow_blocks", "gauge", "Blocks that can be found.", pool.num_copies)
+        yield Figure("kvledger:shadow_blocks", "gauge", "Cached blocks.", pool.num_copies)
         occupancy = pool.num_copies / ledger.capacity if ledger.capacity else float("nan")
-        yield Figure("kvledger:shadow_occupancy", "gauge", "Findable blocks over the pool's, 0 to 1.", occupancy)
-        yield Figure("kvledger:shadow_blocks_stored", "counter", "Blocks that became findable.", pool.num_stored)
-        yield Figure("kvledger:shadow_blocks_removed", "counter", "Blocks that were removed.", pool.num_removed)
+        yield Figure(
+            "kvledger:shadow_occupancy", "gauge", "Cached blocks over the blocks of the pool, 0 to 1.", occupancy
+        )
+        yield Figure("kvledger:shadow_blocks_stored", "counter", "Blocks stored.", pool.num_stored)
+        yield Figure("kvledger:shadow_blocks_removed", "counter", "Blocks removed.", pool.num_removed)
         again = "Stored blocks that twice the memory would still have had."
         yield Figure("kvledger:shadow_blocks_twice_memory_saves", "counter", again, ledger.num_returned)
-        yield Figure("kvledger:shadow_orphans", "counter", "Blocks stored behind one not there.", pool.num_orphans)
+        yield Figure("kvledger:shadow_orphans", "counter", "Blocks stored after an unknown parent.", pool.num_orphans)
         yield Figure("kvledger:stream_batches", "counter", "Batches applied.", counts.applied)
         yield Figure("kvledger:stream_gaps", "counter", "Gaps found.", counts.gaps)
         yield Figure("kvledger:stream_unrecoverable", "counter", "Batches lost for good.", counts.unrecoverable)
-        yield Figure("kvledger:stream_restarts", "counter", "New runs of the producer.", counts.restarts)
+        yield Figure("kvledger:stream_restarts", "counter", "Restarts of the producer.", counts.restarts)

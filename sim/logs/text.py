@@ -1,4 +1,4 @@
-"""Commits and notes of a log in words and in plain JSON values, and which of them somebody asked for."""
+"""Describes commits and notes of a log as text and as JSON, and selects some of them."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -101,10 +101,10 @@ def _runs(values: tuple[int, ...]) -> str:
 
 @attrs.frozen
 class Wanted:
-    """What `kvledger log show` is to show; a criterion that is None admits everything.
+    """Selects records for `kvledger log show`; a criterion that is None selects everything.
 
     Attributes:
-        request: commits that name this request, or a row while it holds it.
+        request: commits that name this request, or its row while it has one.
         block: commits that name this block.
         event: commits with an event of this name, or notes of this name.
     """
@@ -114,7 +114,7 @@ class Wanted:
     event: str | None = None
 
     def among(self, records: Iterator[Record]) -> Iterator[Record]:
-        """The records that every criterion admits, in order."""
+        """Yield the records that meet every criterion, in order."""
         rows: set[int] = set()
         for record in records:
             if isinstance(record, LoggedNote):
@@ -136,7 +136,7 @@ class Wanted:
         return self.block is None or any(self.block in blocks_of(event) for event in commit.events)
 
     def _touches_request(self, commit: Commit, rows: set[int]) -> bool:
-        """Whether the commit is about the request; `rows` is the row that it holds, if any, and is kept up to date."""
+        """Whether the commit is about the request; `rows` has its current row, if any, and is updated."""
         touches = False
         for event in commit.events:
             names: tuple[str, ...] = getattr(event, "requests", ())
@@ -148,7 +148,7 @@ class Wanted:
 
 
 def rows_of(event: Event) -> tuple[int, ...]:
-    """The rows that an event is about."""
+    """The rows that an event names."""
     if hasattr(event, "rows"):
         return as_ints(getattr(event, "rows", ()))
     return tuple([getattr(event, name) for name in ("row", "parent_row", "child_row") if hasattr(event, name)])
@@ -162,7 +162,7 @@ def blocks_of(event: Event) -> tuple[int, ...]:
 
 
 def occupancy(state: LedgerState) -> Document:
-    """Where the blocks are, in blocks, and how full the pool is (0..1)."""
+    """Blocks by state (held, evictable, clean, null), and the usage of the pool (0 to 1)."""
     pool = state.pool
     evictable = pool.num_evictable_blocks()
     return {
@@ -177,7 +177,7 @@ def occupancy(state: LedgerState) -> Document:
 
 
 def state_as_dict(state: LedgerState) -> Document:
-    """The whole state as JSON values, block tables and the order of the free queue included."""
+    """The whole state as JSON values, including block tables and the order of the free queue."""
     pool = state.pool
     requests = {
         request_id: {
@@ -223,7 +223,7 @@ class _Tally:
 
 
 def log_stats(reader: LogReader) -> Document:
-    """The answer of `kvledger log stats --json`. Reads the log once, a batch at a time."""
+    """The document of `kvledger log stats --json`. Reads the log once, batch by batch."""
     tally = _Tally()
     for placed in reader.batches():
         tally.add(placed.batch)

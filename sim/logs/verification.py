@@ -1,4 +1,4 @@
-"""Is a log whole, does it replay, and does every promise hold after every commit? In memory that does not grow."""
+"""Verifies a log: checksums, replay, conservation of blocks, invariants. Also finds where two logs differ."""
 
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
@@ -20,22 +20,21 @@ from ...core.ledger.state import LedgerState
 from ..figures import Document
 from .text import blocks_of, described, occupancy, plain_record, rows_of
 
-# A check of all promises looks at every block; done once for so many blocks' worth of commits it costs as little as
-# the replay itself.
+# Checking the invariants visits every block. One check per pool/8 commits costs about as much as the replay itself.
 BLOCKS_PER_COMMIT = 8
 
 
 @attrs.frozen
 class Fault:
-    """The first thing that is wrong with a log.
+    """The first fault of a log.
 
     Attributes:
-        kind: "damage" (the bytes on disk), "conservation" (blocks lost or there twice), "replay" (an event that
-            cannot follow what came before), "invariant", or "snapshot" (not the fold up to it).
-        commit: the first commit affected, None where damage does not tell.
-        description: what is wrong, in words.
+        kind: "damage" (bytes on disk), "conservation" (a block lost or counted twice), "replay" (an event that is
+            illegal after the events before it), "invariant", or "snapshot" (differs from the fold).
+        commit: the first affected commit, None if damage hides it.
+        description: the fault in words.
         path: the damaged file.
-        offset: the byte in it.
+        offset: the damaged byte.
     """
 
     kind: str
@@ -47,7 +46,7 @@ class Fault:
 
 @attrs.define
 class Verification:
-    """What a pass over a log found."""
+    """The result of verifying a log."""
 
     commits: int = 0
     events: int = 0
@@ -59,24 +58,24 @@ class Verification:
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing is wrong. A torn tail is no fault: it says where a writer was interrupted."""
+        """Whether there is no fault. A torn tail, where a writer was interrupted, is not a fault."""
         return self.fault is None
 
     def describe(self) -> list[str]:
-        """The outcome in a few lines."""
+        """The result in a few lines of text."""
         counted = (
             f"{self.commits:,} commits with {self.events:,} events, {self.notes:,} notes, {self.snapshots} snapshots"
         )
         names = ", ".join(invariant.name for invariant in INVARIANTS)
-        lines = [counted, f"invariants after every commit of {self.checked_every:,} and the last: {names}"]
+        lines = [counted, f"invariants checked every {self.checked_every:,} commits and at the end: {names}"]
         if self.torn is not None:
-            lines.append(f"{self.torn}: a writer was interrupted there, or is writing now")
+            lines.append(f"{self.torn}: a writer was interrupted there, or is still writing")
         if self.fault is None:
             return [*lines, "sound: every checksum matches, every commit applies, every invariant holds"]
         return [*lines, f"NOT SOUND ({self.fault.kind}): {self.fault.description}"]
 
     def to_json(self) -> Document:
-        """Plain values for `--json`."""
+        """The document of `--json`."""
         return {
             "sound": self.is_sound,
             "commits": self.commits,
@@ -92,18 +91,17 @@ class Verification:
 
 
 class LogVerifier:
-    """One pass over a log.
+    """Verifies a log in one pass and constant memory.
 
-    Every byte is compared with its checksum, every commit is counted (`ConservationAudit`) and applied to the fold,
-    and every snapshot is compared with it. The invariants of the property-test kit are checked after every
-    `checked_every`-th commit and after the last one; where one is broken, the commits since the last good check are
-    gone through one by one to name the first.
+    Compares every byte with its checksum, audits and applies every commit, and compares every snapshot with the fold.
+    The invariants of the property-test kit are checked after every `checked_every`-th commit and after the last. If
+    one is broken, the commits since the last good check are checked one by one to find the first.
     """
 
     def __init__(
         self, reader: LogReader, checked_every: int | None = None, on_progress: Callable[[int], None] | None = None
     ) -> None:
-        """`checked_every` None: one commit for every 8 blocks of the pool."""
+        """Without `checked_every`, invariants are checked every `num_blocks / 8` commits."""
         self._reader = reader
         self._wanted_every = checked_every
         self._on_progress = on_progress
@@ -168,8 +166,6 @@ class LogVerifier:
             self._found.checked_every = self._wanted_every or max(1, created.num_blocks // BLOCKS_PER_COMMIT)
         return self._replay, self._audit
 
-    # -- invariants --------------------------------------------------------------------------------------------------
-
     def _check_invariants(self) -> None:
         if self._replay is None or not self._since_good:
             return
@@ -182,7 +178,7 @@ class LogVerifier:
         self._since_good.clear()
 
     def _first_violation_since_good(self) -> Fault | None:
-        """Go through the commits since the last good check one by one."""
+        """Check the commits since the last good check one by one."""
         for replay, commit in self._steps_since_good() if self._since_good else ():
             replay.apply(commit)
             for violation in _violations(replay.state):
@@ -195,7 +191,7 @@ class LogVerifier:
         if self._good is not None:
             replay = CheckedReplay(restore_snapshot(created, self._good))
         else:
-            # No check has been good yet, or the eviction order cannot be restored: from the first commit on.
+            # No check was good yet, or the eviction order cannot be restored: start from the first commit.
             replay = CheckedReplay(LedgerState(created))
             for commit in self._reader.commits(stop=self._since_good[0].sequence):
                 replay.apply(commit)
@@ -213,12 +209,12 @@ class LogVerifier:
         self._found.snapshots += 1
 
     def _fail(self, kind: str, commit: int, description: str) -> NoReturn:
-        """Name this fault, or a promise that was broken before it, between two checks."""
+        """Report this fault, or an invariant broken before it, between two checks."""
         raise _FaultFound(self._first_violation_since_good() or Fault(kind, commit, description))
 
 
 def _violations(state: Any) -> Iterator[InvariantViolation]:
-    """The kit's; it imports this package by its full name, so a type checker takes our `LedgerState` for another."""
+    """The kit's check; it imports this package by its full name, so a type checker sees another `LedgerState`."""
     return violations(state)
 
 
@@ -237,13 +233,13 @@ def verify_log(
 
 @attrs.frozen
 class Divergence:
-    """Where two logs part.
+    """Where two logs begin to differ.
 
     Attributes:
-        commit: the first commit that differs; all before it are equal.
-        one: that commit in the first log, None where it has ended.
+        commit: the first commit that differs.
+        one: that commit in the first log, None if the log ended before it.
         other: that commit in the second log.
-        times_only: whether the events are the same and only the time differs.
+        times_only: whether only the time differs.
     """
 
     commit: int
@@ -253,7 +249,7 @@ class Divergence:
 
 
 def first_divergence(one: LogReader, other: LogReader, ignore_times: bool = False) -> Divergence | None:
-    """The first commit that two logs do not have in common, or None. Reads both side by side, a batch at a time."""
+    """The first commit in which two logs differ, or None. Reads both batch by batch."""
     for mine, theirs in zip_longest(_commits(one), _commits(other)):
         if mine is not None and theirs is not None:
             same_events = mine.commit == theirs.commit
@@ -271,7 +267,7 @@ def _commits(reader: LogReader):
 
 
 def divergence_as_dict(divergence: Divergence | None, one: LogReader) -> Document:
-    """The answer of `kvledger log diff --json`."""
+    """The document of `kvledger log diff --json`."""
     if divergence is None:
         return {"equal": True, "first_divergence": None}
     return {
@@ -287,7 +283,7 @@ def divergence_as_dict(divergence: Divergence | None, one: LogReader) -> Documen
 
 
 def _state_before(divergence: Divergence, one: LogReader) -> Document | None:
-    """What the differing events are about, as both logs had it before: occupancy, requests, blocks."""
+    """The common state before the difference: occupancy, and the requests and blocks that the events name."""
     if not divergence.commit:
         return None
     state = one.state(divergence.commit)
@@ -316,11 +312,11 @@ def _block(state: LedgerState, block: int) -> Document:
 
 
 def describe_divergence(divergence: Divergence) -> list[str]:
-    """The two sides, for people."""
+    """Describe the difference as lines of text."""
     lines = [f"the logs are equal up to commit {divergence.commit - 1} and differ in commit {divergence.commit}"]
     if divergence.times_only:
-        lines.append("(the events are the same, the times are not)")
+        lines.append("(the events are equal, the times differ)")
     for name, side in (("first", divergence.one), ("second", divergence.other)):
         lines.append(f"{name} log:")
-        lines += [f"  {line}" for line in described(side)] if side else ["  has ended"]
+        lines += [f"  {line}" for line in described(side)] if side else ["  ended before it"]
     return lines

@@ -1,19 +1,18 @@
-"""`kvledger ab` on a terminal: why they differ, then every figure side by side."""
+"""Prints the commands that compare runs: ab, block-size, optimum, sweep. Each takes the document of `--json`."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.errors import InputError
-from ..figures import Document, at_path, millions, percent, seconds, shown
-from .console import console, table
+from ..figures import Document, figure_at, millions, percent, seconds, shown
+from .console import console, print_assumptions, table
 
 
 def print_ab(document: Mapping[str, Any]) -> None:
-    """Everything on standard output (`document` is that of `--json`)."""
+    """Print what differs and why, then every figure side by side."""
     from rich.markup import escape
 
     out = console()
-    out.print("[bold]What differs, and what comes of it[/bold]")
+    out.print("[bold]What differs, and its effect[/bold]")
     for sentence in document["explanation"]:
         out.print(f"- {escape(sentence)}", soft_wrap=True)
     rows = [
@@ -32,7 +31,7 @@ def print_ab(document: Mapping[str, Any]) -> None:
     if differing:
         out.print(table("Assumptions that differ", ("assumption", "A", "B"), differing, left=(0, 1, 2)))
     same = ", ".join(f"{name} {text}" for name, text in document["same"].items())
-    out.print(escape(f"The same in both: {document['trace']['name']}{', ' if same else ''}{same}"), soft_wrap=True)
+    out.print(escape(f"Same in both: {document['trace']['name']}{', ' if same else ''}{same}"), soft_wrap=True)
 
 
 def _shown(value: Any) -> str:
@@ -41,11 +40,8 @@ def _shown(value: Any) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else shown(value)
 
 
-# `kvledger block-size` on a terminal.
-
-
 def print_block_sizes(document: Mapping[str, Any]) -> None:
-    """The answer, a row a size, and what all of it rests on (`document` is that of `--json`)."""
+    """Print the answer, a row per block size, and the assumptions."""
     from rich.markup import escape
 
     out = console()
@@ -59,18 +55,25 @@ def print_block_sizes(document: Mapping[str, Any]) -> None:
         "TPOT p99",
         "tokens/s",
         "preempted",
-        "most behind",
+        "worst gap",
     )
     rows = [_cells(row, document["answer"]["block_size"]) for row in document["rows"] if "error" not in row]
-    out.print(table("Block sizes (* the answer; behind: the best of any size)", columns, rows, left=()))
+    out.print(
+        table(
+            "Block sizes (* the answer; worst gap: largest distance of a figure from the best size)",
+            columns,
+            rows,
+            left=(),
+        )
+    )
     for row in document["rows"]:
         if "error" in row:
             out.print(f"{row['block_size']}: {escape(row['error'])}", soft_wrap=True)
     out.print(f"Pool: {document['pool']}")
-    out.print("Not charged: the length of block tables, and keys and events by their number; they favour large blocks.")
-    out.print("[bold]Assumptions[/bold] (of the smallest size; change them with the options of the same names)")
-    assumed = [(name, shown(value)) for name, value in document["assumptions"].items()]
-    out.print(table(None, ("assumption", "value"), assumed, left=(0, 1)))
+    out.print(
+        "Not modelled: the cost of long block tables, of hashing and of events, all of which favour large blocks."
+    )
+    print_assumptions(document["assumptions"], "at the smallest size; ")
 
 
 def _cells(row: Mapping[str, Any], chosen: int) -> tuple[str, ...]:
@@ -88,11 +91,8 @@ def _cells(row: Mapping[str, Any], chosen: int) -> tuple[str, ...]:
     )
 
 
-# `kvledger optimum` on a terminal.
-
-
 def print_worth(document: Mapping[str, Any]) -> None:
-    """The answer, the policies, and what it rests on (`document` is that of `--json`)."""
+    """Print the answer, the policies, and the assumptions."""
     from rich.markup import escape
 
     out = console()
@@ -107,15 +107,13 @@ def print_worth(document: Mapping[str, Any]) -> None:
         )
         for row in document["policies"]
     ]
-    title = f"A pool of {pool['num_blocks']:,} blocks of {pool['block_size']} tokens"
+    title = f"Pool of {pool['num_blocks']:,} blocks of {pool['block_size']} tokens"
     out.print(table(title, ("eviction", "served", "tokens served", "tokens computed"), rows))
-    out.print("[bold]Assumptions[/bold] (change them with the options of the same names)")
-    rows = [(name, shown(value)) for name, value in document["assumptions"].items()]
-    out.print(table(None, ("assumption", "value"), rows, left=(0, 1)))
+    print_assumptions(document["assumptions"])
 
 
 def print_sweep(document: Document, figures: list[str] | None) -> None:
-    """A row a point: the options that differ, the figures asked for, or the error; then the best."""
+    """Print a row per point (the options that differ, then the figures or the error), and the best point."""
     best = document["best"]
     names = list(document["grid"])
     required = [text.replace(">", "<").split("<")[0].strip() for text in best["require"]] if best else []
@@ -127,22 +125,15 @@ def print_sweep(document: Document, figures: list[str] | None) -> None:
         if "error" in row:
             cells = [row["error"].splitlines()[0], *[""] * (max(len(figures), 1) - 1)]
         else:
-            cells = [_cell(row["result"], figure) for figure in figures] or ["done"]
+            cells = [shown(figure_at(row["result"], figure)) for figure in figures] or ["done"]
         rows.append((mark, *options, *cells))
     out = console()
     out.print(table(f"{document['command']}: {len(rows):,} points", ("", *names, *(figures or ["outcome"])), rows))
     if document["num_not_done"]:
-        out.print(f"{document['num_not_done']:,} points were not done: the sweep was interrupted")
+        out.print(f"{document['num_not_done']:,} points did not run: the sweep was interrupted")
     if document["num_failed"]:
-        out.print(f"{document['num_failed']:,} points have no result; they are tried again when the sweep is repeated")
+        out.print(f"{document['num_failed']:,} points failed; running the sweep again retries them")
     if best:
-        found = "none meets the requirements" if best["index"] is None else f"{shown(best['value'])}"
+        found = "no point meets the requirements" if best["index"] is None else f"{shown(best['value'])}"
         chosen = ", ".join(f"{name} {best['options'][name]}" for name in names) if best["options"] else ""
         out.print(f"[bold]Best[/bold] ({best['of']} {best['figure']}): {found}  {chosen}", soft_wrap=True)
-
-
-def _cell(result: Document, path: str) -> str:
-    try:
-        return shown(at_path(result, path))
-    except (KeyError, IndexError, ValueError, TypeError):
-        raise InputError(f"there is no figure {path!r} in the result; it has {', '.join(result)}") from None

@@ -1,4 +1,4 @@
-"""The capacity curve on a terminal: one table, what it means, and what to try next."""
+"""Prints the capacity curve and the comparison of allocators."""
 
 from collections.abc import Iterator
 
@@ -11,11 +11,9 @@ from ..scenario.compare import CompareResult, assumptions, compare_sentences
 from ..scenario.curve import CurveResult
 from .console import console, table
 
-# Reuse on a terminal: by block size, by distance and time, and how much is in use at once.
-
 
 def print_reuse(curve: CapacityCurve, bytes_per_block: int | None) -> None:
-    """Print to standard output; for a curve whose trace reuses blocks."""
+    """Print hit rate by block size, reuse distances and times, and working sets of a trace that reuses blocks."""
     out = console()
     out.print()
     out.print(_by_block_size(curve))
@@ -37,10 +35,10 @@ def _by_block_size(curve: CapacityCurve):
     ]
     columns = (
         "block size",
-        "hit rate,\ninfinite cache",
+        "hit rate,\nunlimited cache",
         "tokens lost\nto rounding",
         "near\nmisses",
-        "shared unknown\nto the trace",
+        "sharing not\nin the trace",
     )
     return table(None, columns, rows, left=())
 
@@ -48,26 +46,27 @@ def _by_block_size(curve: CapacityCurve):
 def _sentences(curve: CapacityCurve, bytes_per_block: int | None) -> Iterator[str]:
     here = curve.near_misses()
     yield (
-        f"Of {curve.info.num_requests:,} requests {here['requests_that_share']:,} share a prefix with an earlier one; "
-        f"{here['requests']:,} of them share less than one block of {curve.block_size} (near misses: no hit at all)."
+        f"{here['requests_that_share']:,} of {curve.info.num_requests:,} requests share a prefix with an earlier one; "
+        f"{here['requests']:,} of these share less than one block of {curve.block_size} tokens and hit nothing "
+        "(near misses)."
     )
     distances, times = reuse_distances(curve.lru), reuse_times(curve.prompts)
     yield (
-        f"A block is asked for again after {distances['p50']:,} other blocks in the median and {distances['p90']:,} at "
-        f"the 90th percentile; after {duration(times['p50'])} and {duration(times['p90'])}."
+        f"Reuse distance of a block: {distances['p50']:,} other blocks (median), {distances['p90']:,} (p90). "
+        f"Time between uses: {duration(times['p50'])} (median), {duration(times['p90'])} (p90)."
     )
     for each in working_sets(curve.prompts)[-1:]:
         size = f"{millions(each.max_blocks * curve.block_size)} tokens"
         if bytes_per_block is not None:
             size += f", {memory(each.max_blocks * bytes_per_block)}"
         yield (
-            f"Working set of {duration(each.window_s)}: {each.mean_blocks:,.0f} blocks in the mean, "
-            f"{each.max_blocks:,} at most ({size})."
+            f"Blocks used within {duration(each.window_s)}: mean {each.mean_blocks:,.0f}, max {each.max_blocks:,} "
+            f"({size})."
         )
 
 
 def print_curve(result: CurveResult) -> None:
-    """Print to standard output."""
+    """Print the table, what it means, and what to try next."""
     curve, bytes_per_block = result.curve, result.bytes_per_block
     from rich.markup import escape
 
@@ -82,10 +81,8 @@ def print_curve(result: CurveResult) -> None:
         out.print(line)
     if curve.infinite.hit_blocks:
         print_reuse(curve, bytes_per_block)
-    out.print(f"[dim]Counted: {'; '.join(ASSUMPTIONS)}.[/dim]")
-    out.print(
-        "[dim]Next: `kvledger replay` runs the same requests through a whole engine, with outputs and latency.[/dim]"
-    )
+    out.print(f"[dim]Assumptions: {'; '.join(ASSUMPTIONS)}.[/dim]")
+    out.print("[dim]Next: `kvledger replay` runs the same requests through an engine, with outputs and latency.[/dim]")
 
 
 def _what_was_read(curve: CapacityCurve) -> Iterator[str]:
@@ -101,10 +98,10 @@ def _what_was_read(curve: CapacityCurve) -> Iterator[str]:
     if curve.block_size != info.trace_block_size:
         source = "given"
         if info.trace_block_size is not None:
-            source += f"; one hash id stands for {info.trace_block_size}, {info.trace_block_size_source}"
+            source += f"; one hash id of the trace covers {info.trace_block_size}, {info.trace_block_size_source}"
     yield (
-        f"Blocks of {curve.block_size} tokens ({source}): {curve.num_block_events:,} asked for, "
-        f"{curve.num_distinct_blocks:,} of them distinct"
+        f"Blocks of {curve.block_size} tokens ({source}): {curve.num_block_events:,} lookups of "
+        f"{curve.num_distinct_blocks:,} distinct blocks"
     )
     for note in info.notes():
         yield f"Note: {note}"
@@ -121,7 +118,7 @@ def _table(curve: CapacityCurve, bytes_per_block: int | None):
         for i, point in enumerate(first)
     ]
     infinite = curve.infinite
-    rows.append(["infinite", *_row(curve, bytes_per_block, infinite, [infinite] * len(others), has_lru)[1:]])
+    rows.append(["unlimited", *_row(curve, bytes_per_block, infinite, [infinite] * len(others), has_lru)[1:]])
     return table(None, columns, rows, left=())
 
 
@@ -144,28 +141,28 @@ def _row(
 def _headlines(curve: CapacityCurve, bytes_per_block: int | None) -> Iterator[str]:
     ceiling = curve.infinite
     yield (
-        "Hit rates in percent of all prompt blocks; 'by tokens' and 'vLLM rule' of all prompt tokens, the latter where "
-        "only full blocks hit and one token a prompt is computed."
+        "Hit rates in percent of all prompt blocks. 'by tokens' and 'vLLM rule': percent of all prompt tokens; under "
+        "vLLM's rule only full blocks hit, and each prompt computes at least one token."
     )
     if not curve.info.claims_reuse:
-        yield "The trace does not say which prompts share blocks, so 0.00 here is no measurement."
+        yield "The trace does not say which prompts share blocks, so the 0.00 here are not measured."
         return
     if not ceiling.hit_blocks:
-        yield "No block is asked for twice: there is nothing for a prefix cache to serve."
+        yield "No block occurs twice, so a prefix cache serves nothing."
         return
     enough = curve.lru.smallest_for(0.9)
     size = f"{millions(enough * curve.block_size)} tokens"
     if bytes_per_block is not None:
-        size += f", {memory(enough * bytes_per_block)} of keys and values over all GPUs"
+        size += f", {memory(enough * bytes_per_block)} of KV cache over all GPUs"
     yield (
-        f"The ceiling is {percent(curve.block_hit_rate(ceiling))}. LRU serves 90 % of it from {enough:,} blocks on "
+        f"Unlimited cache: {percent(curve.block_hit_rate(ceiling))}. LRU serves 90 % of that with {enough:,} blocks "
         f"({size})."
     )
     yield from _optimum_beside_lru(curve)
 
 
 def _optimum_beside_lru(curve: CapacityCurve) -> Iterator[str]:
-    """Where the gap between LRU and the optimum is widest: what a better policy could win at most."""
+    """Compare LRU with the optimum where they differ most: the most that a better policy can gain."""
     optimum = curve.policies.get("optimum")
     if not optimum:
         return
@@ -177,20 +174,20 @@ def _optimum_beside_lru(curve: CapacityCurve) -> Iterator[str]:
         return
     num_blocks = point.num_blocks or 0
     yield (
-        f"No policy serves more than the optimum, which knows the future: at {num_blocks:,} blocks it reaches "
-        f"{percent(curve.block_hit_rate(point))}, LRU {percent(curve.block_hit_rate(curve.lru.at(num_blocks)))}."
+        f"Best possible eviction at {num_blocks:,} blocks: {percent(curve.block_hit_rate(point))}. LRU there: "
+        f"{percent(curve.block_hit_rate(curve.lru.at(num_blocks)))}."
     )
 
 
 def _rate(share: float) -> str:
-    """In percent, without the sign: the line under the table says so once."""
+    """In percent, without the sign, which the line under the table explains."""
     return f"{share * 100:.2f}"
 
 
 DEFINITIONS = (
-    "Shares of all KV memory, each slot counted once. Tokens: holds a token. Reserved: held by a running request that "
-    "will fill it. Internal: held and never filled. External: the allocator's rounding, holes, and what no waiting "
-    "request got."
+    "Shares of all token slots. Tokens: slots that hold a token. Reserved: slots that a running request will fill. "
+    "Internal: slots reserved but never filled. External: rounding, holes, and free slots that no waiting request "
+    "could use."
 )
 
 
@@ -207,11 +204,11 @@ def compare_table(usages: list[AllocatorUsage]):
         )
         for usage in usages
     ]
-    return table("Where the KV memory goes", columns, rows)
+    return table("What fills the KV memory", columns, rows)
 
 
 def print_compare(result: CompareResult) -> None:
-    """Print the table and the sentences."""
+    """Print the comparison of allocators: the table, the sentences, the assumptions."""
     usages, setup = result.usages, result.setup
     out = console()
     trace, window = setup["trace"], setup["window"]

@@ -1,4 +1,4 @@
-"""What `kvledger log` prints: the state of a ledger, what is in a log, and step times of a live run."""
+"""Prints the tables of `kvledger log` and the lines of `kvledger follow`."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ NEXT_SHOWN = 16
 
 
 def print_state(commit: int, state: Document) -> None:
-    """The tables of `kvledger log at` (`state` is what `state_as_dict` returned)."""
+    """Print `kvledger log at` (`state` is the result of `state_as_dict`)."""
     out = console()
     usage = percent(state["kv_cache_usage"])
     parts = ", ".join(f"{name} {state[name]:,}" for name in ("held", "evictable", "clean", "null"))
@@ -21,14 +21,12 @@ def print_state(commit: int, state: Document) -> None:
     ]
     out.print(table(None, ("request", "row", "placed tokens", "blocks by group"), rows))
     queue = state["free_queue"]
-    more = f", ... {len(queue):,} in all" if len(queue) > NEXT_SHOWN else ""
-    out.print(
-        f"free queue, the next to be taken first: {', '.join(map(str, queue[:NEXT_SHOWN]))}{more}", soft_wrap=True
-    )
+    more = f", ... ({len(queue):,} in total)" if len(queue) > NEXT_SHOWN else ""
+    out.print(f"free queue, in eviction order: {', '.join(map(str, queue[:NEXT_SHOWN]))}{more}", soft_wrap=True)
 
 
 def print_stats(stats: Document) -> None:
-    """The tables of `kvledger log stats`."""
+    """Print `kvledger log stats`."""
     out = console()
     out.print(
         f"{stats['commits']:,} commits, {stats['events']:,} events, {stats['notes']:,} notes in "
@@ -36,7 +34,7 @@ def print_stats(stats: Document) -> None:
         soft_wrap=True,
     )
     if stats["bytes_per_event"] is not None:
-        out.print(f"{stats['bytes_per_event']:.1f} bytes an event")
+        out.print(f"{stats['bytes_per_event']:.1f} bytes per event")
     if stats["first_time_ns"] is not None:
         first, last = stats["first_time_ns"] / 1e9, stats["last_time_ns"] / 1e9
         out.print(f"from {first:,.3f} s to {last:,.3f} s ({stats['clock']})")
@@ -49,7 +47,7 @@ def print_stats(stats: Document) -> None:
 
 
 def print_live_report(report: LiveReport) -> None:
-    """The tables of `kvledger log steps`."""
+    """Print `kvledger log steps`."""
     out = console()
     steps, best = report.steps, report.best
     out.print(f"{len(steps):,} steps, {steps.seconds.sum():,.3f} s measured", soft_wrap=True)
@@ -66,7 +64,7 @@ def print_live_report(report: LiveReport) -> None:
         for row in report.rows()
     ]
     title = f"Step times, measured and predicted ({best.name})"
-    columns = ("steps that compute", "steps", "measured ms", "before ms", "calibrated ms", "error", "of a step")
+    columns = ("kind of step", "steps", "measured ms", "before ms", "calibrated ms", "error", "per step")
     out.print(table(title, columns, rows))
     models = [
         (
@@ -78,8 +76,8 @@ def print_live_report(report: LiveReport) -> None:
         )
         for model in report.models
     ]
-    columns = ("model", "before", "calibrated", "on unseen steps", "all steps together")
-    out.print(table("Mean absolute error of a step", columns, models))
+    columns = ("model", "before", "calibrated", "unseen steps", "total time")
+    out.print(table("Mean absolute error per step", columns, models))
     for name, value in best.after.assumptions().items():
         shown = f"{value:.6g}" if isinstance(value, float) else value
         out.print(f"  {name}: {shown}", markup=False, soft_wrap=True)
@@ -93,7 +91,7 @@ LINE_HEADER = (
 
 
 def line_of(report: Document) -> str:
-    """One report as a line under `LINE_HEADER`."""
+    """Format one report of `kvledger follow` as a line under `LINE_HEADER`."""
     twice = report["twice_memory"]["prefix_hit_rate"]
     stream = report["stream"] or {}
     return (
@@ -104,13 +102,13 @@ def line_of(report: Document) -> str:
 
 
 def describe_report(report: Document, assumptions: Mapping[str, str]) -> list[str]:
-    """The last report, and what it rests on."""
+    """Describe the last report of `kvledger follow`, with its assumptions."""
     twice, stream = report["twice_memory"], report["stream"]
     lines = [
-        f"{report['requests']:,} requests seen, {_share(report['prefix_hit_rate'])} of their blocks found in the cache",
-        f"twice the memory: {_share(twice['prefix_hit_rate'])}, {twice['blocks_not_computed_again']:,} blocks "
-        f"({_share(twice['share_of_stored'])} of those stored) not computed again",
-        f"{report['num_blocks']:,} blocks findable now, {report['orphans']:,} orphans, "
+        f"{report['requests']:,} requests seen; the cache served {_share(report['prefix_hit_rate'])} of their blocks",
+        f"with twice the memory: {_share(twice['prefix_hit_rate'])}; saves computing "
+        f"{twice['blocks_not_computed_again']:,} blocks ({_share(twice['share_of_stored'])} of the stored ones) again",
+        f"{report['num_blocks']:,} blocks cached now, {report['orphans']:,} orphans, "
         f"{report['unknown_removals']:,} removals of unknown blocks",
     ]
     if stream is not None:

@@ -1,6 +1,6 @@
-"""A study as one self-contained HTML page: the answer first, then the plots, the tables, the assumptions, the command.
+"""Renders a study as one HTML page: the answer, the plots, the tables, the assumptions, the command.
 
-The page is a function of the study's document and opens with no network. Two runs of one study give the same bytes.
+The page needs no network. The same document always gives the same bytes.
 """
 
 import json
@@ -17,12 +17,10 @@ from ..study.sentences import answer_sentences
 from .plots import PLOT_TEXTS, row_colour, study_plots
 from .replay import LATENCIES
 
-# Pieces of HTML: everything that is shown passes `escape`, and every figure carries its value and where it stands.
-
 
 @attrs.frozen
 class Html:
-    """Text that is HTML already; plain strings are not, and are escaped where they are put into a page."""
+    """Text that is already HTML. Plain strings are escaped when they enter a page."""
 
     code: str
 
@@ -32,20 +30,22 @@ class Html:
 
 
 Content = str | Html
+Shows = dict[str, Callable[[Any], str]]
+COUNT = "{:,}".format
 
 
 def html(content: Content) -> str:
-    """The code of a piece of content."""
+    """The content as HTML code."""
     return content.code if isinstance(content, Html) else escape(content)
 
 
 def joined(parts: Iterable[Content]) -> Html:
-    """Pieces one after the other."""
+    """Concatenate pieces of content."""
     return Html("".join(map(html, parts)))
 
 
 def tag(name: str, *content: Content, **attributes: str | None) -> Html:
-    """`<name attribute="...">content</name>`; `class_` and `data_x` stand for `class` and `data-x`."""
+    """`<name attribute="...">content</name>`; `class_` is written as `class`, `data_x` as `data-x`."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"'
         for key, value in attributes.items()
@@ -55,18 +55,23 @@ def tag(name: str, *content: Content, **attributes: str | None) -> Html:
 
 
 def breakable(name: str) -> Html:
-    """A name that a narrow column may break after its underscores."""
+    """A name that may wrap after its underscores."""
     return Html(html(name).replace("_", "_<wbr>"))
 
 
 def data(document: Document, path: str, show: Callable[[Any], str]) -> Html:
-    """A figure of the document: its value for programs, as shown for people, and its path."""
+    """A figure of the document, shown for people, with its exact value and its path as attributes."""
     value = at_path(document, path)
     return tag("data", show(value), value=_plain(value), data_path=path)
 
 
+def cells(document: Document, path: str, shows: Shows) -> list[Content]:
+    """The figures below a path of the document: key -> how it is shown."""
+    return [data(document, f"{path}.{key}", show) for key, show in shows.items()]
+
+
 def answered(sentence: Sentence) -> Html:
-    """A sentence in which every figure carries its value and its name among the answer's figures."""
+    """A sentence whose figures have their value and their name as attributes."""
     return joined(_figure(part) if isinstance(part, Figure) else part for part in sentence.parts)
 
 
@@ -80,7 +85,7 @@ def _plain(value: Any) -> str:
 
 
 def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Content]], left: Sequence[int] = (0,)) -> Html:
-    """A table that scrolls sideways where the page is narrow; the first cell of a row is its heading."""
+    """A table that scrolls sideways on a narrow page; the first cell of a row is its heading."""
     classes = ["left" if index in left else None for index in range(len(columns))]
     head = [tag("th", column, scope="col", class_=kind) for column, kind in zip(columns, classes, strict=True)]
     body: list[Html] = []
@@ -95,7 +100,7 @@ def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Content]
 
 
 def plot(plot_id: str, *caption: Content) -> Html:
-    """The place of a plot: drawn by the page's script, described in words, and saved by its buttons."""
+    """A placeholder that the page's script fills with a plot, with a description and buttons that save it."""
     text = PLOT_TEXTS[plot_id]
     place = tag("div", id=plot_id, class_="plot", role="img", aria_label=text.alt)
     buttons = [
@@ -113,7 +118,7 @@ def plot(plot_id: str, *caption: Content) -> Html:
 
 
 def bullets(items: Iterable[Content]) -> Html:
-    """A list."""
+    """An unordered list."""
     return tag("ul", *(tag("li", item) for item in items))
 
 
@@ -127,7 +132,7 @@ SHARES = (
 
 
 def render_page(document: Document) -> str:
-    """The page of a study's document (`Study.document`), as HTML with its style, its script and its plots inside."""
+    """Render a study's document (`Study.to_dict`) as HTML that contains its style, script and plots."""
     from plotly.offline import get_plotlyjs
 
     plots = study_plots(document)
@@ -136,12 +141,12 @@ def render_page(document: Document) -> str:
         ("hit-rate", "Hit rate at every capacity", _curve(document, "plot-curve" in plots)),
         ("time", "Over time", _time(document)),
         ("latency", "Latency", _latency(document)),
-        ("memory", "Where the memory goes", _ledger(document)),
-        ("allocators", "Paged against contiguous memory", _compare(document)),
-        ("what-if", "What would change the answer", _what_if(document)),
-        ("assumptions", "What it assumes", _assumptions(document)),
-        ("figures", "Every figure of the answer", _figures(document)),
-        ("reproduce", "Reproduce it", _reproduce(document)),
+        ("memory", "What fills the memory", _ledger(document)),
+        ("allocators", "Paged and contiguous allocation", _compare(document)),
+        ("what-if", "What changes the answer", _what_if(document)),
+        ("assumptions", "Assumptions", _assumptions(document)),
+        ("figures", "Every figure in the answer", _figures(document)),
+        ("reproduce", "Reproduce this report", _reproduce(document)),
     ]
     written = [(anchor, title, content) for anchor, title, content in sections if content is not None]
     title = document["title"]
@@ -160,7 +165,7 @@ def render_page(document: Document) -> str:
                 tag("nav", links, aria_label="Contents"),
             ),
             tag("main", _not_done(document), *main),
-            tag("footer", "Written by kvledger. The same figures for programs: study.json, beside this page."),
+            tag("footer", "Written by kvledger. study.json beside this page has the same figures for programs."),
         )
     )
     return _shell(title["heading"], body, plots, get_plotlyjs())
@@ -169,7 +174,7 @@ def render_page(document: Document) -> str:
 def _shell(title: str, body: Html, plots: Document, plotly_js: str) -> str:
     here = files(__package__ or "")
     style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    # Inside a script element only "<" could end it or open a comment.
+    # Inside a script element, only "<" can end the element or open a comment.
     embedded = json.dumps(plots, allow_nan=False).replace("<", "\\u003c")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -206,34 +211,28 @@ def _curve(document: Document, is_drawn: bool) -> Html | None:
     pool = curve["at_pool"]["lru"]["num_blocks"] if curve["at_pool"] is not None else None
     in_bytes = "bytes" in curve["infinite"]
     columns = ["blocks", "pools", "tokens", *(["memory"] if in_bytes else []), "LRU", "optimum", "LRU, of blocks"]
+    shows: Shows = {"tokens": millions, **({"bytes": memory} if in_bytes else {}), "token_hit_rate": percent}
+
+    def row(first: Sequence[Content], lru: str, optimum: str) -> list[Content]:
+        rates = (f"{optimum}.token_hit_rate", f"{lru}.block_hit_rate")
+        return [*first, *cells(document, lru, shows), *(data(document, rate, percent) for rate in rates)]
+
     rows: list[list[Content]] = []
     for index, point in enumerate(curve["points"]):
-        path = f"curve.policies.lru.{index}"
-        row: list[Content] = [data(document, f"{path}.num_blocks", "{:,}".format)]
-        row.append("-" if not pool else f"{point['num_blocks'] / pool:.2g}")
-        row.append(data(document, f"{path}.tokens", millions))
-        if in_bytes:
-            row.append(data(document, f"{path}.bytes", memory))
-        row.append(data(document, f"{path}.token_hit_rate", percent))
-        row.append(data(document, f"curve.policies.optimum.{index}.token_hit_rate", percent))
-        row.append(data(document, f"{path}.block_hit_rate", percent))
-        rows.append(row)
-    last: list[Content] = ["no limit", "", data(document, "curve.infinite.tokens", millions)]
-    if in_bytes:
-        last.append(data(document, "curve.infinite.bytes", memory))
-    rates = ("token_hit_rate", "token_hit_rate", "block_hit_rate")
-    last.extend(data(document, f"curve.infinite.{rate}", percent) for rate in rates)
-    rows.append(last)
+        lru, optimum = (f"curve.policies.{policy}.{index}" for policy in ("lru", "optimum"))
+        pools = "-" if not pool else f"{point['num_blocks'] / pool:.2g}"
+        rows.append(row([data(document, f"{lru}.num_blocks", COUNT), pools], lru, optimum))
+    rows.append(row(["no limit", ""], "curve.infinite", "curve.infinite"))
     caption = (
-        f"Share of all prompt tokens that the cache serves, in blocks of {curve['block_size']} tokens, requests one "
-        "after the other. No policy can lie above the optimum; the gap between it and LRU is what a better eviction "
-        "policy could win at most. The star is what the whole engine reached, with requests running side by side and "
-        "their outputs in the same pool."
+        f"Share of all prompt tokens that the cache serves, in blocks of {curve['block_size']} tokens, when requests "
+        "run one after the other. No eviction policy can serve more than the optimum, so the gap between the optimum "
+        "and LRU is the most that a better policy can gain. The star is the hit rate of the replayed engine, where "
+        "concurrent requests and their outputs share the pool."
     )
     return joined(
         (
             plot("plot-curve", caption),
-            table("Hit rates, percent of prompt tokens", columns, rows, left=()),
+            table("Hit rates in percent of prompt tokens", columns, rows, left=()),
         )
     )
 
@@ -243,47 +242,43 @@ def _time(document: Document) -> Html | None:
     if replay is None:
         return None
     caption = (
-        "Blocks held by requests (cached blocks that nobody holds do not count), and the two queues of the engine."
+        "Blocks that requests hold (cached blocks with ref count 0 do not count), and requests running and waiting."
     )
     rows: list[list[Content]] = [
         ["KV cache in use, mean", data(document, "replay.kv_cache_usage.mean", percent)],
-        ["KV cache in use, most", data(document, "replay.kv_cache_usage.max", percent)],
-        ["requests waiting, most", data(document, "derived.most_waiting", "{:,.0f}".format)],
-        ["requests finished", data(document, "replay.requests.finished", "{:,}".format)],
-        ["requests refused (can never fit)", data(document, "replay.requests.rejected", "{:,}".format)],
-        ["preemptions", data(document, "replay.preemptions.total", "{:,}".format)],
-        ["preemptions of one request, most", data(document, "replay.preemptions.max_per_request", "{:,}".format)],
-        ["tokens computed again, of all computed", data(document, "replay.preemptions.recompute_tax", percent)],
+        ["KV cache in use, max", data(document, "replay.kv_cache_usage.max", percent)],
+        ["requests waiting, max", data(document, "derived.most_waiting", "{:,.0f}".format)],
+        ["requests finished", data(document, "replay.requests.finished", COUNT)],
+        ["requests rejected (can never fit)", data(document, "replay.requests.rejected", COUNT)],
+        ["preemptions", data(document, "replay.preemptions.total", COUNT)],
+        ["preemptions of one request, max", data(document, "replay.preemptions.max_per_request", COUNT)],
+        ["recomputed share of computed tokens", data(document, "replay.preemptions.recompute_tax", percent)],
         ["prompt tokens served from the cache", data(document, "replay.prefix_cache.hit_rate", percent)],
-        ["output tokens a second", data(document, "replay.throughput.output_tokens_per_s", "{:,.1f}".format)],
+        ["output tokens per second", data(document, "replay.throughput.output_tokens_per_s", "{:,.1f}".format)],
         ["simulated time, s", data(document, "replay.simulated_seconds", "{:,.1f}".format)],
-        ["engine steps", data(document, "replay.steps", "{:,}".format)],
+        ["engine steps", data(document, "replay.steps", COUNT)],
     ]
-    return joined((plot("plot-time", caption), table("The replay in figures", ["", "value"], rows)))
+    return joined((plot("plot-time", caption), table("Replay results", ["", "value"], rows)))
 
 
 def _latency(document: Document) -> Html | None:
     if document["replay"] is None:
         return None
     meanings = {
-        "ttft_s": "TTFT, arrival to first token",
+        "ttft_s": "TTFT, from arrival to first token",
         "itl_s": "ITL, between two tokens",
-        "tpot_s": "TPOT, mean of a request",
-        "e2e_s": "E2E, arrival to last token",
+        "tpot_s": "TPOT, mean ITL of a request",
+        "e2e_s": "E2E, from arrival to last token",
     }
-    columns = ["", "mean", "p50", "p90", "p99", "max", "samples"]
-    rows: list[list[Content]] = []
-    for key, _ in LATENCIES:
-        row: list[Content] = [meanings[key]]
-        row += [data(document, f"replay.{key}.{name}", seconds) for name in ("mean", "p50", "p90", "p99", "max")]
-        row.append(data(document, f"replay.{key}.count", "{:,}".format))
-        rows.append(row)
+    columns = ("mean", "p50", "p90", "p99", "max")
+    shows: Shows = {**dict.fromkeys(columns, seconds), "count": COUNT}
+    rows = [[meanings[key], *cells(document, f"replay.{key}", shows)] for key, _ in LATENCIES]
     caption = (
-        "Model time from arrival on, queueing included; no HTTP server. What a step costs stands under the assumptions."
+        "Modelled time since arrival, including queueing, without an HTTP server. The assumptions list the step costs."
     )
-    pieces = [plot("plot-latency", caption), table("Latencies", columns, rows)]
+    pieces = [plot("plot-latency", caption), table("Latencies", ["", *columns, "samples"], rows)]
     if document["replay"]["distributions"]:
-        how_to_read = "Read a target off it: the share of requests within it. Counted exactly at the markers."
+        how_to_read = "Shows the share of samples within each time. The counts are exact at the markers."
         pieces.append(plot("plot-distribution", how_to_read))
     return joined(pieces)
 
@@ -309,12 +304,12 @@ def _ledger(document: Document) -> Html | None:
             ]
         )
     columns = ["row", "bytes", "share", "source", "range", "formula"]
-    caption = f"One GPU of {plan['device']['name']}; the rows add up to what its driver reports in total."
+    caption = f"One {plan['device']['name']} GPU; the rows add up to the total memory that its driver reports."
     users = _users_table(document)
     return joined(
         (
             plot("plot-ledger", caption),
-            table("The ledger of one GPU", columns, rows, left=(0, 3, 4, 5)),
+            table("Memory ledger of one GPU", columns, rows, left=(0, 3, 4, 5)),
             *([users] if users else []),
         )
     )
@@ -328,33 +323,31 @@ def _users_table(document: Document) -> Html | None:
     for index, row in enumerate(capacity):
         path = f"plan.capacity.{index}"
         is_too_long = row["exceeds_max_model_len"]
-        users: Content = "longer than max_model_len" if is_too_long else data(document, f"{path}.users", "{:,}".format)
+        users: Content = "longer than max_model_len" if is_too_long else data(document, f"{path}.users", COUNT)
         rows.append([data(document, f"{path}.context_tokens", "{:,} tokens".format), users])
-    return table("Requests at once, if all are of one length", ["context", "requests"], rows)
+    return table("Concurrent requests if all have one length", ["context", "requests"], rows)
 
 
 def _compare(document: Document) -> Html | None:
     compare = document["compare"]
     if compare is None:
         return None
-    rows: list[list[Content]] = []
-    for index, row in enumerate(compare["allocators"]):
-        path = f"compare.allocators.{index}"
-        cells: list[Content] = [row["name"]]
-        cells += [data(document, f"{path}.{key}", "{:.1f} %".format) for key, _ in SHARES]
-        cells.append(data(document, f"{path}.mean_batch", "{:,.2f}".format))
-        cells.append(data(document, f"{path}.max_batch", "{:,}".format))
-        cells.append(data(document, f"{path}.preemptions", "{:,}".format))
-        rows.append(cells)
-    columns = ["allocator", *(name for _, name in SHARES), "mean batch", "largest", "preempted"]
+    shows: Shows = {key: "{:.1f} %".format for key, _ in SHARES}
+    shows |= {"mean_batch": "{:,.2f}".format, "max_batch": COUNT, "preemptions": COUNT}
+    rows = [
+        [row["name"], *cells(document, f"compare.allocators.{index}", shows)]
+        for index, row in enumerate(compare["allocators"])
+    ]
+    columns = ["allocator", *(name for _, name in SHARES), "mean batch", "max batch", "preempted"]
     caption = (
-        f"The same {compare['num_slots']:,} token slots under five allocators, all requests waiting from the start, "
-        "averaged while any of them still waits. The mean batch is what the memory lets run at a time."
+        f"The same {compare['num_slots']:,} token slots under five allocators. All requests wait from the start; the "
+        "averages cover the time while any request still waits. The mean batch is how many requests the memory lets "
+        "run at once."
     )
     return joined(
         (
             plot("plot-compare", caption),
-            table("Where the KV memory goes", columns, rows),
+            table("What fills the KV memory", columns, rows),
             bullets(compare["sentences"]),
         )
     )
@@ -363,23 +356,18 @@ def _compare(document: Document) -> Html | None:
 def _what_if(document: Document) -> Html | None:
     if not document["what_if"]:
         return None
-    rows: list[list[Content]] = []
-    for index, row in enumerate(document["what_if"]):
-        path = f"what_if.{index}"
-        cells: list[Content] = [tag("code", row["option"]) if index else row["option"]]
-        cells.append(data(document, f"{path}.gpus", "{:,}".format))
-        cells.append(data(document, f"{path}.num_gpu_blocks", "{:,}".format))
-        cells.append(data(document, f"{path}.kv_cache_tokens", millions))
-        cells.append(
-            data(document, f"{path}.users_of_mean_length", lambda users: "-" if users is None else f"{users:,}")
-        )
-        cells.append(data(document, f"{path}.lru_token_hit_rate", lambda rate: "-" if rate is None else percent(rate)))
-        rows.append(cells)
-    columns = ["one option changed", "GPUs", "blocks", "tokens", "mean requests at once", "LRU hit rate"]
+    shows: Shows = {"gpus": COUNT, "num_gpu_blocks": COUNT, "kv_cache_tokens": millions}
+    shows["users_of_mean_length"] = lambda users: "-" if users is None else f"{users:,}"
+    shows["lru_token_hit_rate"] = lambda rate: "-" if rate is None else percent(rate)
+    rows = [
+        [tag("code", row["option"]) if index else row["option"], *cells(document, f"what_if.{index}", shows)]
+        for index, row in enumerate(document["what_if"])
+    ]
+    columns = ["changed option", "GPUs", "blocks", "tokens", "requests of mean length", "LRU hit rate"]
     note = tag(
-        "p", "Each row is planned anew; the hit rate is read off the curve. Latency would need a replay of its own."
+        "p", "Each row has its own memory plan; the hit rate comes from the curve. Latency needs another replay."
     )
-    return joined((note, table("The same study with one option changed", columns, rows)))
+    return joined((note, table("This study with one option changed", columns, rows)))
 
 
 def _assumptions(document: Document) -> Html:
@@ -416,4 +404,4 @@ def _reproduce(document: Document) -> Html:
     commands = [tag("pre", step["command"], tabindex="0") for step in document["next"]]
     following = joined(joined(pair) for pair in zip(steps, commands, strict=True))
     again = tag("pre", document["command"], tabindex="0")
-    return joined((again, tag("p", "What to try next:"), following)) if document["next"] else again
+    return joined((again, tag("p", "Try next:"), following)) if document["next"] else again

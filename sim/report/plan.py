@@ -1,4 +1,4 @@
-"""`kvledger plan` for a person: the ledger as a table and a bar, the pool, users by length, values to paste."""
+"""Prints `kvledger plan`: the memory ledger as a table and a bar, the pool, users by length, values to paste."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +13,9 @@ from ...core.quantities import GIB, MIB, format_bytes, format_gib
 from ..figures import Document, percent
 from ..scenario.deployment import PlanQuestion
 from ..scenario.plan import PlanResult, explanation, option_of, totals, with_options
-from .console import console, table
+from .console import console, print_hanging, print_list, table
 
-# What each part of the bar looks like without colour, and with it.
+# Part of the bar -> its character and its colour.
 _FILLS = {
     "weights": ("█", "blue"),
     "libraries and workspace": ("▓", "magenta"),
@@ -25,11 +25,11 @@ _FILLS = {
     "in use by others": ("x", "red"),
     "outside the budget": ("·", "white"),
 }
-_BETWEEN = "   "  # entries of the legend
+_BETWEEN = "   "  # separates entries of the legend
 
 
 def print_plan(result: PlanResult, *, explain: bool) -> None:
-    """Print everything, most wanted first."""
+    """Print everything, the most important figures first."""
     question, plan = result.question, result.plan
     out = console()
     out.print(_headline(question, plan), style="bold", markup=False)
@@ -42,11 +42,11 @@ def print_plan(result: PlanResult, *, explain: bool) -> None:
         _print_values(out, plan)
     for diagnosis in result.diagnoses:
         _print_diagnosis(out, diagnosis)
-    _print_list(out, "Warnings", [with_options(warning) for warning in result.warnings])
-    _print_list(out, "Assumed, since not given", question.assumptions)
-    _print_list(out, "In the words of a server's log", log_lines(plan))
+    print_list(out, "Warnings", [with_options(warning) for warning in result.warnings])
+    print_list(out, "Assumed, because not given", question.assumptions)
+    print_list(out, "The lines that a vLLM server logs", log_lines(plan))
     if explain:
-        out.print("\n[bold]Formulas, with the numbers substituted[/bold]")
+        out.print("\n[bold]Formulas with their numbers[/bold]")
         for line in explanation(plan):
             out.print(line, markup=False, soft_wrap=True)
 
@@ -70,10 +70,10 @@ def _headline(question: PlanQuestion, plan: DeploymentPlan) -> str:
 
 
 def _answer(plan: DeploymentPlan) -> str:
-    """The one sentence that most people came for."""
+    """The size of the pool and how many longest requests it holds."""
     pool = plan.pool
     if not plan.fits:
-        return f"One request of {pool.max_model_len:,} tokens cannot be served; see why below."
+        return f"The pool cannot hold one request of {pool.max_model_len:,} tokens; see the reasons below."
     users = max(pool.num_usable_blocks, 0) // pool.blocks_per_request
     return (
         f"{plan.num_blocks:,} blocks = {pool.kv_cache_size_tokens:,} tokens of KV cache, enough for {users:,}"
@@ -90,7 +90,7 @@ def _print_ledger(out: Any, plan: DeploymentPlan) -> None:
     if len(plan.stages) == 1 and plan.deployment.num_gpus > 1:
         where = "each GPU"
     shown = table(
-        f"Where the memory of {where} goes",
+        f"Memory of {where}",
         ["", "GiB", "share", "source", "range, GiB"],
         [
             (row.name, f"{row.num_bytes / GIB:,.2f}", percent(row.num_bytes / total, 1), str(row.source), _span(row))
@@ -111,7 +111,7 @@ def _span(row: LedgerRow) -> str:
 
 
 def bar_segments(rows: Sequence[LedgerRow]) -> dict[str, int]:
-    """Bytes of each part of the bar, in the order of the ledger."""
+    """Bytes of each part of the bar, in the order of the memory ledger."""
     segments = dict.fromkeys(_FILLS, 0)
     for row in rows:
         segments[_segment(row)] += max(row.num_bytes, 0)
@@ -131,7 +131,7 @@ def _segment(row: LedgerRow) -> str:
 
 
 def ledger_bar(rows: Sequence[LedgerRow], total_bytes: int, width: int) -> Any:
-    """A bar of `width` characters and its legend; what would take less than a tenth of a character is left out."""
+    """A bar of `width` characters and its legend, without parts below a tenth of a character."""
     from rich.text import Text
 
     segments = bar_segments(rows)
@@ -158,7 +158,7 @@ def _print_pool(out: Any, plan: DeploymentPlan) -> None:
     pool, deployment = plan.pool, plan.deployment
     block_size, _ = deployment.resolved_block_size()
     low, high = plan.blocks_range
-    span = f"  ({low:,} to {high:,} over the ranges above)" if low != high else ""
+    span = f"  ({low:,} to {high:,} given the ranges above)" if low != high else ""
     rank = " on the tightest rank" if len(pool.ranks) > 1 else ""
     lines = [
         ("num_gpu_blocks", f"{plan.num_blocks:,} blocks of {block_size} tokens{span}"),
@@ -172,7 +172,7 @@ def _print_pool(out: Any, plan: DeploymentPlan) -> None:
     width = max(len(name) for name, _ in lines)
     out.print("[bold]KV cache[/bold]")
     for name, text in lines:
-        _print_hanging(out, f"  {name:<{width}}  ", text)
+        print_hanging(out, f"  {name:<{width}}  ", text)
     out.print()
     _print_ranks(out, plan)
 
@@ -189,35 +189,21 @@ def _groups(plan: DeploymentPlan) -> str:
     return f"{kinds} caches in {len(groups)} groups of up to {widest}" if len(groups) > 1 else f"{kinds} caches"
 
 
-def _print_hanging(out: Any, head: str, text: str) -> None:
-    """A line whose continuation lines start below the text, not below the head."""
-    from rich.padding import Padding
-    from rich.table import Table
-
-    grid = Table.grid(padding=0)
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    from rich.text import Text
-
-    grid.add_row(Text(head), Text(text))
-    out.print(Padding(grid, 0))
-
-
 def _totals_sentence(plan: DeploymentPlan, all_gpus: Document) -> str:
-    held = f"{format_gib(all_gpus['kv_cache_bytes'])} of KV cache hold {all_gpus['kv_cache_tokens']:,} tokens"
+    held = f"{format_gib(all_gpus['kv_cache_bytes'])} of KV cache for {all_gpus['kv_cache_tokens']:,} tokens"
     deployment = plan.deployment
     reasons: list[str] = []
     if deployment.tensor_parallel_size > 1:
-        reasons.append("TP multiplies bytes, not tokens: each rank holds its heads of every block")
+        reasons.append("TP adds bytes, not tokens: each rank holds its heads of every block")
     if deployment.pipeline_parallel_size > 1:
-        reasons.append("PP multiplies bytes, not tokens: each stage holds its layers of every block")
+        reasons.append("PP adds bytes, not tokens: each stage holds its layers of every block")
     if deployment.data_parallel_size > 1:
-        reasons.append(f"DP multiplies both: {deployment.data_parallel_size} engines of their own")
+        reasons.append(f"DP adds both: {deployment.data_parallel_size} independent engines")
     return f"{held} ({'; '.join(reasons)})" if reasons else held
 
 
 def _print_ranks(out: Any, plan: DeploymentPlan) -> None:
-    """One row a stage, since its tensor-parallel ranks are alike; nothing where there is one stage."""
+    """Print a row per pipeline stage, whose tensor-parallel ranks are alike; nothing for a single stage."""
     if len(plan.stages) == 1:
         return
     rows: list[tuple[str, ...]] = []
@@ -235,13 +221,16 @@ def _print_ranks(out: Any, plan: DeploymentPlan) -> None:
                 f"{rank.idle_bytes / GIB:,.2f}",
             )
         )
-    out.print("[bold]The pool is what the tightest rank (*) holds[/bold]")
-    columns = ["ranks", "layers", "KV GiB", "MiB a block", "blocks alone", "used GiB", "idle GiB"]
+    out.print("[bold]The tightest rank (*) decides the size of the pool[/bold]")
+    columns = ["ranks", "layers", "KV GiB", "MiB per block", "blocks that fit", "used GiB", "idle GiB"]
     out.print(table(None, columns, rows))
 
 
 def _print_capacity(out: Any, plan: DeploymentPlan, capacity: Sequence[CapacityRow]) -> None:
-    """The safe figure; where windows or states make it differ, also users who all decode, and users by bytes alone."""
+    """Print users per context length.
+
+    If windowed or state layers make them differ, also users that all decode, and users by bytes alone.
+    """
     engines = plan.deployment.data_parallel_size
     differs = any(row.decode_users != row.users for row in capacity)
     rows: list[list[str]] = []
@@ -253,33 +242,26 @@ def _print_capacity(out: Any, plan: DeploymentPlan, capacity: Sequence[CapacityR
     columns = ["context, tokens", "blocks each", "GiB each", "users"]
     if differs:
         columns += ["all decoding", "by bytes alone"]
-    out.print("[bold]Users at once, if all are at this length (KV capacity only)[/bold]")
+    out.print("[bold]Concurrent users if all have this context length (limited by KV capacity only)[/bold]")
     out.print(table(None, columns, rows, left=()))
 
 
 def _print_values(out: Any, plan: DeploymentPlan) -> None:
     values = fitting_values(plan)
     vllm = values.suggested_vllm
-    rows = [
-        ("this pool again", f"{values.same_pool.num_bytes}", f"{values.same_pool.num_blocks:,}"),
-        (
-            "largest within the request",
-            f"{values.to_requested_limit.num_bytes}",
-            f"{values.to_requested_limit.num_blocks:,}",
+    one = values.same_pool.bytes_per_block
+    sizes = {
+        "this pool": (values.same_pool.num_bytes, values.same_pool.num_blocks),
+        "largest within --gpu-memory-utilization": (
+            values.to_requested_limit.num_bytes,
+            values.to_requested_limit.num_blocks,
         ),
-        ("largest on this GPU", f"{values.to_gpu_limit.num_bytes}", f"{values.to_gpu_limit.num_blocks:,}"),
-        (
-            "vLLM's suggestion, request",
-            f"{vllm.to_requested_limit_bytes}",
-            f"{vllm.to_requested_limit_bytes // values.same_pool.bytes_per_block:,}",
-        ),
-        (
-            "vLLM's suggestion, GPU",
-            f"{vllm.to_gpu_limit_bytes}",
-            f"{vllm.to_gpu_limit_bytes // values.same_pool.bytes_per_block:,}",
-        ),
-    ]
-    out.print(table("To pin the pool", ["", "--kv-cache-memory-bytes", "blocks"], rows))
+        "largest on this GPU": (values.to_gpu_limit.num_bytes, values.to_gpu_limit.num_blocks),
+        "vLLM's suggestion, within utilization": (vllm.to_requested_limit_bytes, vllm.to_requested_limit_bytes // one),
+        "vLLM's suggestion, whole GPU": (vllm.to_gpu_limit_bytes, vllm.to_gpu_limit_bytes // one),
+    }
+    rows = [(name, f"{num_bytes}", f"{num_blocks:,}") for name, (num_bytes, num_blocks) in sizes.items()]
+    out.print(table("Options that fix the size of the pool", ["", "--kv-cache-memory-bytes", "blocks"], rows))
 
 
 def _print_diagnosis(out: Any, diagnosis: Diagnosis) -> None:
@@ -287,34 +269,23 @@ def _print_diagnosis(out: Any, diagnosis: Diagnosis) -> None:
 
     out.print(Text(f"Why: {diagnosis.complaint}", style="bold"))
     for finding in diagnosis.findings:
-        _print_hanging(out, "  - ", with_options(finding))
+        print_hanging(out, "  - ", with_options(finding))
     if diagnosis.remedies:
-        out.print(Text("Smallest single changes that help", style="bold"))
+        out.print(Text("Smallest single change that makes it fit", style="bold"))
         for remedy in diagnosis.remedies:
             value = "" if remedy.value is None else f" {remedy.value}"
             change = f"{option_of(remedy)}{value}"
-            _print_hanging(out, "  - ", f"{change} ({remedy.num_blocks:,} blocks; {remedy.cost})")
+            print_hanging(out, "  - ", f"{change} ({remedy.num_blocks:,} blocks; {remedy.cost})")
     else:
-        out.print(Text("No single option that can be tried here is enough.", style="bold"))
-    out.print()
-
-
-def _print_list(out: Any, title: str, lines: Sequence[str]) -> None:
-    from rich.text import Text
-
-    if not lines:
-        return
-    out.print(Text(title, style="bold"))
-    for line in lines:
-        _print_hanging(out, "  - ", line)
+        out.print(Text("No single option makes it fit.", style="bold"))
     out.print()
 
 
 def print_mix(mix: str, users: int) -> None:
-    """Users of a mix of lengths."""
-    console().print(f"Users at once of the mix {mix}: {users:,}", markup=False)
+    """Print the users of a mix of context lengths."""
+    console().print(f"Concurrent users of the mix {mix}: {users:,}", markup=False)
 
 
 def print_explanation(found: PoolExplanation) -> None:
-    """What two lines of a log stand for."""
-    _print_list(console(), "What these two lines say", found.sentences())
+    """Print what two lines of a vLLM log mean."""
+    print_list(console(), "What these two lines mean", found.sentences())

@@ -1,7 +1,6 @@
-"""The plots of a report as SVG and PNG files, drawn by Matplotlib from the same figures that the page shows.
+"""Draws the plots of a report with Matplotlib as SVG and PNG files.
 
-No browser is needed. Colours are the style sheet's for a light page, so that the files look like the page's plots, and
-both formats are the same bytes from run to run.
+Colours are those of the page in light mode. The same plots always give the same bytes.
 """
 
 import re
@@ -19,7 +18,7 @@ PIXELS_PER_INCH = 100
 WIDTH_PIXELS = 900
 DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 SYMBOLS = {"circle": "o", "diamond": "D", "square": "s", "star": "*", "cross": "P"}
-# Fixed names and dates: two runs of one report give the same bytes.
+# Fixed ids: the same plots give the same bytes.
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "kvledger",
     "svg.fonttype": "none",
@@ -34,11 +33,11 @@ STYLE: dict[Any, Any] = {
 
 
 def write_plots(plots: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Write every plot as `<id>.svg` and `<id>.png`, and give their paths.
+    """Write every plot as `<id>.svg` and `<id>.png`; returns their paths.
 
     Args:
-        plots: figures by id, as `study_plots` makes them; each id has a title and a description in `PLOT_TEXTS`.
-        folder: where to; made where it is not there.
+        plots: figures by id, as `study_plots` makes them; each id is in `PLOT_TEXTS`.
+        folder: where to write; created if missing.
 
     Raises:
         InputError: Matplotlib is not installed, or the folder cannot be written.
@@ -131,7 +130,7 @@ def _draw_traces(
 
 
 def _categories(traces: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The names along the y axis, bottom up; none where it has numbers."""
+    """The names along the y axis, from the bottom; empty if the axis has numbers."""
     return list(dict.fromkeys(y for trace in traces for y in trace["y"] if isinstance(y, str)))
 
 
@@ -191,7 +190,7 @@ def _set_axis(axis: Any, wanted: Mapping[str, Any], colours: Mapping[str, str]) 
 
 
 def _note(axis: Any, layout: Mapping[str, Any], colours: Mapping[str, str]) -> None:
-    """The words beside the vertical lines; their places are those of the lines, in the same order."""
+    """Label the vertical lines, in their order."""
     for note, line in zip(layout.get("annotations", ()), layout.get("shapes", ()), strict=True):
         axis.annotate(
             note["text"],

@@ -1,11 +1,11 @@
-"""The plots of a study, as plotly figures in plain values.
+"""Describes plots as plotly figures in plain values.
 
-A colour is the name of a variable of the page's style sheet (`--lru`); the page's script puts in what it stands for, so
-that one figure serves light, dark and print. Nothing here comes from the user: titles and labels are our own words.
+A colour is the name of a variable of the page's style sheet (`--lru`), so that one figure serves light, dark and print.
+No text in a plot comes from the user.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import ceil, floor, log10
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..figures import GIB, Document
 from .replay import LATENCIES
 
 LEGEND_ABOVE = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
-# Steps of a logarithmic axis by how many decades it spans: its labels must fit a phone.
+# Decades that a logarithmic axis spans at most -> labelled steps of a decade; the labels must fit a phone.
 STEPS_OF_A_DECADE = ((2.0, (1, 2, 5)), (3.5, (1, 3)), (float("inf"), (1,)))
 SERIES = (
     ("kv_cache_usage", "KV cache<br>in use, %", "--lru"),
@@ -38,7 +38,7 @@ ROW_COLOURS = {
     "outside the budget": "--outside",
 }
 SHARES = (
-    ("token_pct", "token states", "--pool"),
+    ("token_pct", "tokens", "--pool"),
     ("reservation_pct", "reserved, will be filled", "--weights"),
     ("internal_pct", "reserved, never filled", "--activation"),
     ("external_pct", "rounding, holes, unused", "--outside"),
@@ -46,7 +46,7 @@ SHARES = (
 
 
 def study_plots(document: Document) -> dict[str, Document]:
-    """Plots by the id of their place on the page; those whose part is not done are left out."""
+    """Plots of the finished parts, by the id of their place on the page."""
     out: dict[str, Document] = {}
     curve, replay, plan, compare = (document[part] for part in ("curve", "replay", "plan", "compare"))
     if curve is not None and document["derived"]["claims_reuse"]:
@@ -61,41 +61,34 @@ def study_plots(document: Document) -> dict[str, Document]:
 
 
 def curve_plot(curve: Document, replay: Document | None) -> Document:
-    """Hit rate against capacity: LRU, the optimum, the ceiling, this pool, and what the replayed engine reached."""
+    """Hit rate against capacity: LRU, the optimum, an unlimited cache, this pool, and the replayed engine."""
     in_bytes = "bytes" in curve["infinite"]
 
     def size(point: Document) -> float:
         return point["bytes"] / GIB if in_bytes else point["tokens"]
 
-    def line(name: str, points: list[Document], **style: Any) -> Document:
-        return {
-            "type": "scatter",
-            "name": name,
-            "x": [size(point) for point in points],
-            "y": [100 * point["token_hit_rate"] for point in points],
-            "customdata": [point["tokens"] for point in points],
-            "hovertemplate": "%{y:.1f} % at %{customdata:,} tokens<extra>" + name + "</extra>",
-            **style,
-        }
+    def line(name: str, points: list[Document], mode: str, **style: Any) -> Document:
+        rates = [100 * point["token_hit_rate"] for point in points]
+        hover = "%{y:.1f} % at %{customdata:,} tokens<extra>" + name + "</extra>"
+        tokens = [point["tokens"] for point in points]
+        return scatter(name, [size(point) for point in points], rates, mode, hover, customdata=tokens, **style)
 
     lru_line = curve["lru_line"]
     ends = [lru_line[0], lru_line[-1]]
     ceiling = [{**point, "token_hit_rate": curve["infinite"]["token_hit_rate"]} for point in ends]
     optimum = [point for point in curve["policies"]["optimum"] if point["tokens"] <= ends[1]["tokens"]]
     data = [
+        line("unlimited cache", ceiling, "lines", line={"color": "--muted", "dash": "dot", "width": 2}),
         line(
-            "ceiling: nothing is evicted", ceiling, mode="lines", line={"color": "--muted", "dash": "dot", "width": 2}
-        ),
-        line(
-            "optimum: knows the future",
+            "best possible eviction",
             optimum,
-            mode="lines+markers",
+            "lines+markers",
             line={"color": "--optimum", "dash": "dash", "width": 2},
             marker={"size": 7, "symbol": "diamond"},
         ),
-        line("LRU", lru_line, mode="lines", line={"color": "--lru", "width": 3}),
+        line("LRU", lru_line, "lines", line={"color": "--lru", "width": 3}),
     ]
-    title = "memory for keys and values, GiB" if in_bytes else "capacity, tokens"
+    title = "KV cache, GiB" if in_bytes else "capacity, tokens"
     layout = layout_of(
         height=420,
         xaxis=axis_of(title, **logarithmic([size(point) for point in lru_line])),
@@ -106,29 +99,23 @@ def curve_plot(curve: Document, replay: Document | None) -> Document:
         here = size(curve["at_pool"]["lru"])
         layout["shapes"] = [_vertical(here)]
         layout["annotations"] = [_note("this pool", here, log=True)]
-        data.append(
-            line(
-                "LRU at this pool",
-                [curve["at_pool"]["lru"]],
-                mode="markers",
-                marker={"color": "--ink", "size": 10, "symbol": "circle"},
-            )
-        )
+        style = {"color": "--ink", "size": 10, "symbol": "circle"}
+        data.append(line("LRU with this pool", [curve["at_pool"]["lru"]], "markers", marker=style))
         if replay is not None:
             engine = {**curve["at_pool"]["lru"], "token_hit_rate": replay["prefix_cache"]["hit_rate"]}
             style = {"color": "--engine", "size": 12, "symbol": "star"}
-            data.append(line("the whole engine, replayed", [engine], mode="markers", marker=style))
+            data.append(line("replayed engine", [engine], "markers", marker=style))
     return {"data": data, "layout": layout}
 
 
 def replay_plots(replay: Document, distributions: Document) -> dict[str, Document]:
-    """The plots of one replay by their ids: its document, and `latency_distributions` of its final state."""
+    """Plots of one replay, given its document and its `latency_distributions`."""
     out = {"plot-time": time_plot(replay["series"], replay.get("last_arrival_s")), "plot-latency": latency_plot(replay)}
     return out | ({"plot-distribution": distribution_plot(distributions)} if distributions else {})
 
 
 def time_plot(series: dict[str, list[float]], last_arrival_s: float | None) -> Document:
-    """Occupancy, running and waiting requests over time, one above the other; where known, the last arrival."""
+    """KV cache usage, running and waiting requests over time; marks the last arrival if known."""
     minutes = [time_s / 60 for time_s in series["time_s"]]
     data: list[Document] = []
     layout = layout_of(height=520, showlegend=False)
@@ -138,19 +125,9 @@ def time_plot(series: dict[str, list[float]], last_arrival_s: float | None) -> D
         scale = 100 if name == "kv_cache_usage" else 1
         top = 1 - index * 0.355
         layout[f"yaxis{number}"] = axis_of(title, domain=[top - 0.29, top], rangemode="tozero", nticks=4)
-        data.append(
-            {
-                "type": "scatter",
-                "name": title.replace("<br>", " "),
-                "x": minutes,
-                "y": [value * scale for value in series[name]],
-                "xaxis": "x",
-                "yaxis": f"y{number}",
-                "mode": "lines",
-                "line": {"color": colour, "width": 1.5},
-                "hovertemplate": "%{y:,.1f} at %{x:.1f} min<extra></extra>",
-            }
-        )
+        values, hover = [value * scale for value in series[name]], "%{y:,.1f} at %{x:.1f} min<extra></extra>"
+        style: Document = {"xaxis": "x", "yaxis": f"y{number}", "line": {"color": colour, "width": 1.5}}
+        data.append(scatter(title.replace("<br>", " "), minutes, values, "lines", hover, **style))
     layout["yaxis"]["range"] = [0, 102]
     layout["margin"]["t"] = 24
     if last_arrival_s is not None:
@@ -162,7 +139,7 @@ def time_plot(series: dict[str, list[float]], last_arrival_s: float | None) -> D
 
 
 def latency_plot(replay: Document) -> Document:
-    """Percentiles of each latency on one logarithmic axis, a line from p50 to p99."""
+    """Percentiles of each latency on a logarithmic axis, with a line from p50 to p99."""
     measured = [(key, name) for key, name in reversed(LATENCIES) if replay[key]["count"]]
     data: list[Document] = [
         {
@@ -176,17 +153,12 @@ def latency_plot(replay: Document) -> Document:
         }
     ]
     for quantile, symbol, colour in QUANTILES:
-        data.append(
-            {
-                "type": "scatter",
-                "name": quantile,
-                "x": [replay[key][quantile] for key, _ in measured],
-                "y": [name for _, name in measured],
-                "mode": "markers",
-                "marker": {"symbol": symbol, "size": 12, "color": colour},
-                "hovertemplate": "%{y} " + quantile + ": %{x:.4~g} s<extra></extra>",
-            }
+        values = [replay[key][quantile] for key, _ in measured]
+        hover, marker = (
+            "%{y} " + quantile + ": %{x:.4~g} s<extra></extra>",
+            {"symbol": symbol, "size": 12, "color": colour},
         )
+        data.append(scatter(quantile, values, [name for _, name in measured], "markers", hover, marker=marker))
     times_s = [value for key, _ in measured for value in (replay[key]["p50"], replay[key]["p99"])]
     layout = layout_of(
         height=320,
@@ -198,17 +170,16 @@ def latency_plot(replay: Document) -> Document:
 
 
 def distribution_plot(distributions: dict[str, dict[str, list[float]]]) -> Document:
-    """For each latency the share of its samples within a time; exact at the markers."""
+    """The share of samples of each latency within a time; exact at the markers."""
     data = [
-        {
-            "type": "scatter",
-            "name": name,
-            **_rising_part(distributions[key]),
-            "mode": "lines+markers",
-            "line": {"color": colour, "width": 2, "dash": dash},
-            "marker": {"size": 6, "symbol": symbol},
-            "hovertemplate": "%{y:.1f} % within %{x:,.4~g} s<extra>" + name + "</extra>",
-        }
+        scatter(
+            name,
+            *_rising_part(distributions[key]),
+            "lines+markers",
+            "%{y:.1f} % within %{x:,.4~g} s<extra>" + name + "</extra>",
+            line={"color": colour, "width": 2, "dash": dash},
+            marker={"size": 6, "symbol": symbol},
+        )
         for (key, name), (colour, dash, symbol) in zip(LATENCIES, DISTRIBUTION_STYLES, strict=True)
         if key in distributions
     ]
@@ -221,31 +192,28 @@ def distribution_plot(distributions: dict[str, dict[str, list[float]]]) -> Docum
     return {"data": data, "layout": layout}
 
 
-def _rising_part(distribution: dict[str, list[float]]) -> dict[str, list[float]]:
-    """From the last boundary that no sample lies within to the first that all do."""
+def _rising_part(distribution: dict[str, list[float]]) -> tuple[list[float], list[float]]:
+    """The part of a distribution between 0 and 100 %."""
     times_s, shares = distribution["up_to_s"], distribution["share"]
     first = max(0, bisect_right(shares, 0.0) - 1)
     last = min(len(shares), bisect_left(shares, 1.0) + 1)
-    return {"x": times_s[first:last], "y": [100 * share for share in shares[first:last]]}
+    return times_s[first:last], [100 * share for share in shares[first:last]]
 
 
 def ledger_plot(rows: list[Document]) -> Document:
-    """One bar: where every byte of a GPU goes."""
+    """One bar with every row of a GPU's memory ledger."""
+    inside: Document = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
+    inside["textfont"] = {"color": "--on-colour"}
     data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": row["name"],
-            "x": [row["bytes"] / GIB],
-            "y": [""],
-            "text": [f"{row['name']}<br>{row['bytes'] / GIB:.1f} GiB"],
-            "textposition": "inside",
-            "insidetextanchor": "middle",
-            "textangle": 0,
-            "textfont": {"color": "--on-colour"},
-            "marker": {"color": row_colour(row["name"]), "line": {"color": "--page", "width": 1}},
-            "hovertemplate": "%{x:.2f} GiB<extra>" + row["name"] + "</extra>",
-        }
+        bars(
+            row["name"],
+            [row["bytes"] / GIB],
+            [""],
+            row_colour(row["name"]),
+            "%{x:.2f} GiB<extra>" + row["name"] + "</extra>",
+            **inside,
+            text=[f"{row['name']}<br>{row['bytes'] / GIB:.1f} GiB"],
+        )
         for row in rows
         if row["bytes"] > 0
     ]
@@ -257,23 +225,15 @@ def ledger_plot(rows: list[Document]) -> Document:
 
 
 def row_colour(name: str) -> str:
-    """The variable of the style sheet that a row of the ledger is drawn in."""
+    """The style sheet's variable for the colour of a row of the memory ledger."""
     return ROW_COLOURS.get(name, "--libraries")
 
 
 def compare_plot(allocators: list[Document]) -> Document:
-    """Shares of the memory under each allocator, with the requests that run at a time beside its name."""
-    labels = [f"{row['name']}<br>{row['mean_batch']:,.1f} at a time" for row in reversed(allocators)]
+    """Shares of the memory under each allocator, named with its mean batch."""
+    labels = [f"{row['name']}<br>mean batch {row['mean_batch']:,.1f}" for row in reversed(allocators)]
     data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "x": [row[key] for row in reversed(allocators)],
-            "y": labels,
-            "marker": {"color": colour, "line": {"color": "--page", "width": 1}},
-            "hovertemplate": "%{x:.1f} %<extra>" + name + "</extra>",
-        }
+        bars(name, [row[key] for row in reversed(allocators)], labels, colour, "%{x:.1f} %<extra>" + name + "</extra>")
         for key, name, colour in SHARES
     ]
     layout = layout_of(
@@ -284,8 +244,23 @@ def compare_plot(allocators: list[Document]) -> Document:
     return {"data": data, "layout": layout}
 
 
+def scatter(
+    name: str, x: Sequence[Any], y: Sequence[Any], mode: str, hover: str | None = None, **style: Any
+) -> Document:
+    """Lines or markers; `hover` is the text at a point."""
+    shown = {} if hover is None else {"hovertemplate": hover}
+    return {"type": "scatter", "name": name, "x": x, "y": y, "mode": mode, **shown, **style}
+
+
+def bars(name: str, x: Sequence[float], y: Sequence[str], colour: str, hover: str, **style: Any) -> Document:
+    """Horizontal bars of lengths `x` at the names `y`."""
+    marker = {"color": colour, "line": {"color": "--page", "width": 1}}
+    own: Document = {"x": x, "y": y, "marker": marker, "hovertemplate": hover, **style}
+    return {"type": "bar", "orientation": "h", "name": name, **own}
+
+
 def layout_of(**own: Any) -> Document:
-    """What all plots have in common, and what is this one's own."""
+    """The layout that all plots share, plus this plot's own settings."""
     return {
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
@@ -313,7 +288,7 @@ def axis_of(title: str, **own: Any) -> Document:
 
 
 def logarithmic(values: Iterable[float]) -> Document:
-    """A logarithmic axis over positive values, with a label in full at every tick: 20, 50, 100, not 2, 5, 100."""
+    """A logarithmic axis over positive values, with full numbers at its ticks: 20, 50, 100, not 2, 5, 100."""
     positive = [value for value in values if value > 0] or [1.0]
     low, high = floor(log10(min(positive))), ceil(log10(max(positive)))
     decades = log10(max(positive) / min(positive))
@@ -328,18 +303,15 @@ def _vertical(x: float) -> Document:
 
 
 def _note(text: str, x: float, log: bool = False) -> Document:
-    """A label at the top of a vertical line; on a logarithmic axis plotly wants the exponent."""
+    """A label at the top of a vertical line; plotly expects the exponent on a logarithmic axis."""
     place = log10(x) if log else x
     note = {"text": text, "x": place, "xref": "x", "y": 1, "yref": "paper", "showarrow": False}
     return {**note, "xanchor": "left", "yanchor": "top", "xshift": 4, "font": {"color": "--ink"}}
 
 
-# What each plot is called, and what it shows, in words: for those who cannot see it, on the page and in the files.
-
-
 @attrs.frozen
 class PlotText:
-    """Of one plot: `name` for the buttons that save it, `title` for a file of its own, `alt` instead of the picture."""
+    """Names a plot: `name` on the buttons that save it, `title` in its file, `alt` for people who cannot see it."""
 
     name: str
     title: str
@@ -349,47 +321,47 @@ class PlotText:
 PLOT_TEXTS = {
     "plot-curve": PlotText(
         "hit rate",
-        "Prompt tokens that a prefix cache serves, by capacity",
-        "Share of prompt tokens that a prefix cache serves against its capacity: the LRU line rises from left to right "
-        "towards the ceiling; the optimum lies above it. The table below holds the points.",
+        "Prompt tokens served by the prefix cache, by capacity",
+        "Share of prompt tokens that a prefix cache serves, by capacity: the LRU line rises towards the unlimited "
+        "cache; the best possible eviction lies above it. The table below lists the points.",
     ),
     "plot-time": PlotText(
         "load over time",
-        "Occupancy and queue over time",
-        "Three lines over time, one above the other: share of the KV cache in use, requests running, requests waiting. "
-        "A vertical line marks the last arrival.",
+        "KV cache usage and queue over time",
+        "Three lines over time: share of the KV cache in use, requests running, requests waiting. A vertical line "
+        "marks the last arrival.",
     ),
     "plot-latency": PlotText(
         "latency",
         "Latencies: 50th, 90th and 99th percentile",
-        "For each latency its 50th, 90th and 99th percentile in seconds on a logarithmic axis; the table has them all.",
+        "The 50th, 90th and 99th percentile of each latency in seconds on a logarithmic axis; the table lists them.",
     ),
     "plot-distribution": PlotText(
         "latency distributions",
         "Latencies: share of samples within a time",
-        "Four rising lines: the share of samples of TTFT, ITL, TPOT and E2E within a time, from 0 to 100 percent, over "
+        "Four rising lines: the share of samples of TTFT, ITL, TPOT and E2E within a time, from 0 to 100 percent; "
         "seconds on a logarithmic axis.",
     ),
     "plot-ledger": PlotText(
         "memory ledger",
-        "Where every byte of a GPU goes",
-        "One bar of a GPU's memory, cut into the rows of the ledger: weights, activations, the pool of KV blocks and "
-        "the rest. The table below holds every row.",
+        "Memory ledger of one GPU",
+        "One bar of a GPU's memory, divided into the rows of the ledger: weights, activations, the pool of KV blocks "
+        "and the rest. The table below lists every row.",
     ),
     "plot-compare": PlotText(
         "allocators",
         "KV memory under five allocators",
-        "For each allocator one bar of the KV memory: token states, reserved slots that will be filled, reserved slots "
-        "that never are, and the rest. The table below holds the shares.",
+        "One bar of KV memory per allocator: slots that hold tokens, reserved slots that will be filled, reserved "
+        "slots that never are, and the rest. The table below lists the shares.",
     ),
     "plot-search": PlotText(
         "runs of the search",
-        "What the runs of the search gave",
-        "The SLO's figure of every run to its end against what was tried; a horizontal line marks the limit.",
+        "Runs of the search",
+        "The SLO figure of every complete run, by tried value; a horizontal line marks the limit.",
     ),
     "plot-tornado": PlotText(
         "tornado",
-        "What would change the answer",
-        "For each assumption a bar from the answer at its low end to that at its high end, the widest one on top.",
+        "What changes the answer",
+        "A bar per assumption, from the answer at its low end to that at its high end, the widest on top.",
     ),
 }

@@ -1,9 +1,9 @@
-"""One replay on the terminal: what was asked, what happened, what it rests on."""
+"""Prints a replay, a fleet and a sampling run. Each takes the document of `--json` or the result."""
 
-from ..figures import Document, percent, seconds, shown
+from ..figures import Document, percent, seconds
 from ..fleet.fleet import EngineName
 from ..scenario.sampling import SamplingResult
-from .console import console, table
+from .console import console, print_assumptions, table
 
 LATENCIES = (
     ("ttft_s", "TTFT"),
@@ -14,13 +14,13 @@ LATENCIES = (
 
 
 def print_replay(report: Document) -> None:
-    """The tables of one replay (`report` is the document of `--json`)."""
+    """Print a replay (`report` is the document of `--json`)."""
     print_outcome(report)
-    print_assumptions(report)
+    _print_end(report)
 
 
 def print_outcome(report: Document) -> None:
-    """What happened."""
+    """Print outcomes and latencies."""
     from rich.markup import escape
 
     out = console()
@@ -29,7 +29,7 @@ def print_outcome(report: Document) -> None:
     out.print(f"[bold]Replay of {trace['name']}[/bold]: {requests['total']:,} requests", soft_wrap=True)
     for note in trace["notes"]:
         out.print(f"Note: {escape(note)}", soft_wrap=True)
-    reuse = percent(cache["hit_rate"]) if trace["claims_reuse"] else "0 (the trace has no block ids: no reuse claimed)"
+    reuse = percent(cache["hit_rate"]) if trace["claims_reuse"] else "unknown (the trace has no block ids)"
     out.print(
         table(
             None,
@@ -38,15 +38,15 @@ def print_outcome(report: Document) -> None:
                 ("finished", f"{requests['finished']:,}"),
                 ("rejected (can never fit)", f"{requests['rejected']:,}"),
                 ("aborted", f"{requests['aborted']:,}"),
-                ("prefix-cache hit rate, tokens of first admissions", reuse),
+                ("prefix-cache hit rate, tokens at first admission", reuse),
                 ("KV cache usage, mean / max", f"{percent(usage['mean'], 1)} / {percent(usage['max'], 1)}"),
                 (
-                    "preemptions, total / most of one request",
+                    "preemptions, total / max per request",
                     f"{preemptions['total']:,} / {preemptions['max_per_request']}",
                 ),
                 ("recompute tax (recomputed / computed tokens)", percent(preemptions["recompute_tax"])),
-                ("output tokens a second", f"{throughput['output_tokens_per_s']:,.1f}"),
-                ("requests a second", f"{throughput['requests_per_s']:,.3f}"),
+                ("output tokens per second", f"{throughput['output_tokens_per_s']:,.1f}"),
+                ("requests per second", f"{throughput['requests_per_s']:,.3f}"),
                 ("simulated time", f"{report['simulated_seconds']:,.1f} s in {report['steps']:,} engine steps"),
             ],
         )
@@ -56,31 +56,21 @@ def print_outcome(report: Document) -> None:
         out.print(f"rejected: {reason}", soft_wrap=True)
 
 
-def print_assumptions(report: Document) -> None:
-    """What it rests on, and how long it took to find out."""
-    out = console()
-    assumptions = report["assumptions"]
-    out.print("[bold]Assumptions[/bold] (change them with the options of the same names)")
-    out.print(table(None, ("assumption", "value"), _assumption_rows(assumptions), left=(0, 1)))
+def _print_end(report: Document) -> None:
+    """Print the assumptions, and how long the replay took."""
+    print_assumptions(report["assumptions"])
     timing = report["timing"]
-    out.print(f"[dim]took {timing['wall_seconds']:.1f} s, {timing['us_per_step']:.0f} us an engine step[/dim]")
+    console().print(f"[dim]took {timing['wall_seconds']:.1f} s, {timing['us_per_step']:.0f} us per engine step[/dim]")
 
 
 def _latency_rows(report: Document) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for key, name in LATENCIES:
-        figures = report[key]
-        cells = [seconds(figures[column]) for column in ("mean", "p50", "p90", "p99", "max")]
-        rows.append((name, *cells, f"{figures['count']:,}"))
-    return rows
-
-
-def _assumption_rows(assumptions: Document) -> list[tuple[str, str]]:
-    return [(name, shown(value)) for name, value in assumptions.items()]
+    columns = ("mean", "p50", "p90", "p99", "max")
+    rows = [(name, report[key]) for key, name in LATENCIES]
+    return [(name, *(seconds(of[column]) for column in columns), f"{of['count']:,}") for name, of in rows]
 
 
 def print_fleet(document: Document) -> None:
-    """The tables of one fleet (`document` is that of `--json`)."""
+    """Print a fleet (`document` is that of `--json`)."""
     print_outcome(document)
     if "kv_transfer" in document:
         _print_transfers(document)
@@ -102,11 +92,12 @@ def print_fleet(document: Document) -> None:
     out.print(table("Engines", columns, rows))
     if "kv_transfer" in document:
         console().print(
-            "Hit rate of a decode engine: tokens that it found instead of having them copied.", soft_wrap=True
+            "Hit rate of a decode engine: share of tokens found in its own cache, which were not copied.",
+            soft_wrap=True,
         )
     if "hit_rate_with_tiers" in document["prefix_cache"]:
         _print_tiers(document)
-    print_assumptions(document)
+    _print_end(document)
 
 
 def _name(one: Document) -> str:
@@ -117,18 +108,18 @@ def _print_transfers(document: Document) -> None:
     moved = document["kv_transfer"]
     times, waits = moved["transfer_s"], moved["wait_for_blocks_s"]
     rows = [
-        ("requests handed over from prefill to decode", f"{moved['handed_over']:,}"),
-        ("tokens copied / found on decode instead", f"{moved['transferred_tokens']:,} / {moved['found_tokens']:,}"),
-        ("bytes copied, of each GPU", f"{moved['transferred_bytes'] / 1e9:,.1f} GB"),
-        ("wait for blocks on decode, mean / p99", f"{seconds(waits['mean'])} / {seconds(waits['p99'])}"),
+        ("requests moved from prefill to decode", f"{moved['handed_over']:,}"),
+        ("tokens copied / found on the decode engine", f"{moved['transferred_tokens']:,} / {moved['found_tokens']:,}"),
+        ("bytes copied per GPU", f"{moved['transferred_bytes'] / 1e9:,.1f} GB"),
+        ("wait for blocks on the decode engine, mean / p99", f"{seconds(waits['mean'])} / {seconds(waits['p99'])}"),
         ("transfer, mean / p99", f"{seconds(times['mean'])} / {seconds(times['p99'])}"),
     ]
-    console().print(table("Transfer of keys and values", ("what", "value"), rows))
+    console().print(table("KV transfer", ("figure", "value"), rows))
 
 
 def _print_tiers(document: Document) -> None:
     out = console()
-    out.print(f"Hit rate with tiers: {percent(document['prefix_cache']['hit_rate_with_tiers'])}", soft_wrap=True)
+    out.print(f"Hit rate including tiers: {percent(document['prefix_cache']['hit_rate_with_tiers'])}", soft_wrap=True)
     rows = [
         (
             f"{_name(one)} {tier['tier']}",
@@ -143,16 +134,16 @@ def _print_tiers(document: Document) -> None:
 
 
 def print_sampling(result: SamplingResult) -> None:
-    """Print what sharing saved."""
+    """Print what sharing blocks between samples saved."""
     figures = result.report.as_dict()
     rows = [
         ("blocks saved by sharing, over all steps", percent(figures["memory_saving"])),
-        ("the same, mean over requests", percent(figures["mean_memory_saving_per_request"])),
+        ("blocks saved per request, mean", percent(figures["mean_memory_saving_per_request"])),
         ("forks", f"{figures['num_forks']:,}"),
         ("blocks copied on write", f"{figures['num_copied_blocks']:,}"),
         ("copied blocks per step", f"{figures['copied_blocks_per_step']:.3f}"),
         ("output tokens per step", f"{figures['output_tokens_per_step']:.3f}"),
-        ("most blocks of one request", f"{figures['max_held_blocks']:,}"),
+        ("blocks of one request, max", f"{figures['max_held_blocks']:,}"),
     ]
     out = console()
     settings = ", ".join(f"{name} {value}" for name, value in result.kind.items() if name != "kind")

@@ -1,19 +1,18 @@
-"""`kvledger size` on a terminal: the answer, the shapes, the runs on both sides of the answer, what it rests on."""
+"""Prints and plots `kvledger size`: the answer, the shapes tried, the runs on both sides of it, the assumptions."""
 
 import sys
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
-from ..figures import Document, percent, seconds, shown
+from ..figures import Document, percent, seconds
 from ..search.sizing import SearchWatch
 from ..search.slo import Trial
-from .console import console, table
-from .plots import LEGEND_ABOVE, axis_of, layout_of
+from .console import console, print_assumptions, table
+from .plots import LEGEND_ABOVE, axis_of, bars, layout_of, scatter
 
 
 def print_size(document: Mapping[str, Any]) -> None:
-    """Everything on standard output (`document` is that of `--json`)."""
+    """Print everything (`document` is that of `--json`)."""
     from rich.markup import escape
 
     out = console()
@@ -34,9 +33,7 @@ def print_size(document: Mapping[str, Any]) -> None:
             _print_searches(shape, instead["asked"])
         assumptions = instead["assumptions"] or assumptions
     if assumptions:
-        out.print("[bold]Assumptions[/bold] (change them with the options of the same names)")
-        rows = [(name, shown(value)) for name, value in {**_traffic(document), **assumptions}.items()]
-        out.print(table(None, ("assumption", "value"), rows, left=(0, 1)))
+        print_assumptions({**_traffic(document), **assumptions})
 
 
 def _headline(document: Mapping[str, Any]) -> str:
@@ -46,24 +43,24 @@ def _headline(document: Mapping[str, Any]) -> str:
         return f"No answer yet: {document['not_done']}"
     if document["not_done"] and document["instead"] is None:
         return f"No answer yet: {document['shapes'][-1]['reason']}"
-    return f"No, nothing that was tried keeps {document['promises']}{_nearest(document)}"
+    return f"No tried fleet keeps {document['promises']}{_nearest(document)}"
 
 
 def _nearest(document: Mapping[str, Any]) -> str:
-    """How near the best shape can come, where the requests themselves are too long."""
+    """How many requests the best shape can serve in time when idle, if some requests are too long by themselves."""
     bounds = [shape for shape in document["shapes"] if shape["idle"] and not shape["searches"]]
     if not bounds:
         return ""
     best = max(bounds, key=lambda shape: shape["idle_share_in_time"])
     gpus = "1 GPU" if best["gpus_per_replica"] == 1 else f"{best['gpus_per_replica']} GPUs"
     return (
-        f": even alone on an idle engine of {gpus}, with everything before it still cached, only "
-        f"{percent(best['idle_share_in_time'], 1)} of the requests are in time"
+        f": only {percent(best['idle_share_in_time'], 1)} of the requests meet the limits even alone on an idle engine "
+        f"of {gpus} with all earlier prompts cached"
     )
 
 
 def _traffic(document: Mapping[str, Any]) -> Document:
-    """What was replayed: every figure depends on it."""
+    """Describes the replayed trace, on which every figure depends."""
     trace = document["trace"]
     if trace is None:
         return {}
@@ -72,7 +69,9 @@ def _traffic(document: Mapping[str, Any]) -> Document:
         "trace": f"{trace['name']}: {trace['num_requests']:,} requests in "
         f"{window['end_s'] - window['start_s']:,.0f} s, {trace['input_tokens']:,} prompt and "
         f"{trace['output_tokens']:,} output tokens",
-        "prefixes": "shared as the trace's block ids say" if trace["claims_reuse"] else "the trace claims no reuse",
+        "prefixes": "shared as given by the trace's block ids"
+        if trace["claims_reuse"]
+        else "none shared: the trace has no block ids",
         "rate_scale": trace["rate_scale"],
     }
 
@@ -82,8 +81,8 @@ def _print_cost(cost: Mapping[str, float] | None) -> None:
         return
     per_month = next(value for name, value in cost.items() if name.startswith("per_month"))
     console().print(
-        f"At {cost['price_per_gpu_hour']:,g} a GPU hour: {cost['per_hour']:,.2f} an hour, {per_month:,.0f} a month "
-        f"(730 hours), {cost['per_million_output_tokens']:,.2f} a million output tokens at this traffic",
+        f"At {cost['price_per_gpu_hour']:,g} per GPU hour: {cost['per_hour']:,.2f} per hour, {per_month:,.0f} per "
+        f"month (730 hours), {cost['per_million_output_tokens']:,.2f} per million output tokens at this traffic",
         soft_wrap=True,
     )
 
@@ -109,7 +108,7 @@ def _print_shapes(document: Mapping[str, Any]) -> None:
             console().print(
                 f"Tensor parallel size {shape['tensor_parallel_size']} over {interval['num_samples']} seeds: mean "
                 f"{interval['mean']:,.3g}, 95 % confidence interval {interval['low']:,.3g} to {interval['high']:,.3g}; "
-                "the answer is the worst seed's"
+                "the answer is that of the worst seed"
             )
 
 
@@ -124,20 +123,18 @@ def _print_searches(shape: Mapping[str, Any], asked: str) -> None:
                 seconds(trial["ttft_s"]["p99"]) if "ttft_s" in trial else "-",
                 seconds(trial["tpot_s"]["p99"]) if "tpot_s" in trial else "-",
                 percent(trial["prefix_cache_hit_rate"]) if "ttft_s" in trial else "-",
-                percent(trial["mean_busy_share"], 1) if "ttft_s" in trial else _stopped(trial),
+                percent(trial["mean_busy_share"], 1)
+                if "ttft_s" in trial
+                else f"stopped at request {trial['stopped_after_requests']:,}: certain to miss",
             )
             for trial in search["trials"]
         ]
         seed = "" if search["seed"] is None else f", seed {search['seed']}"
         title = f"Runs with tensor parallel size {shape['tensor_parallel_size']}{seed} (* the answer)"
         tried = "x rate  " if is_rate else "replicas  "
-        extra = _slo_columns(search)
+        extra = ("in time",) if "goodput_share" in search["trials"][0]["slo"] else ()
         console().print(table(title, (tried, "SLO", *extra, "TTFT p99", "TPOT p99", "hit rate", "busy"), rows))
         console().print(_checked(search, asked), soft_wrap=True)
-
-
-def _slo_columns(search: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("in time",) if "goodput_share" in search["trials"][0]["slo"] else ()
 
 
 def _slo_cells(trial: Mapping[str, Any]) -> tuple[str, ...]:
@@ -148,7 +145,7 @@ def _slo_cells(trial: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _checked(search: Mapping[str, Any], asked: str) -> str:
-    """What speaks for and against the answer's being the only boundary."""
+    """Whether the runs agree that the answer is the only boundary between met and missed."""
     if search.get("not_done"):
         return f"This search was {search['not_done']}."
     if not search["is_monotone"]:
@@ -157,7 +154,8 @@ def _checked(search: Mapping[str, Any], asked: str) -> str:
         way = "Up to {:.4g}" if asked == "rate_scale" else "From {:.4g} on"
         safe = "" if search["safe"] is None else f" {way.format(search['safe'])} every run kept the SLO."
         return (
-            f"NOT MONOTONE: {worse} did worse: {pair['missed']:.4g} missed it although {pair['met']:.4g} kept it.{safe}"
+            f"NOT MONOTONE: {worse} did worse: {pair['missed']:.4g} missed the SLO although {pair['met']:.4g} kept it."
+            f"{safe}"
         )
     if search[asked] is None:
         return "Every run missed the SLO."
@@ -165,14 +163,9 @@ def _checked(search: Mapping[str, Any], asked: str) -> str:
     unrun = ""
     if not_run:
         unrun = f"; not run: {', '.join(map(str, not_run[:8]))}{' ...' if len(not_run) > 8 else ''}"
-    below = (
-        "" if asked == "rate_scale" or search[asked] == 1 else f" Every smaller number that was run missed it{unrun}."
-    )
-    return f"No run speaks against the answer's being the only boundary.{below} --probes runs more."
-
-
-def _stopped(trial: Mapping[str, Any]) -> str:
-    return f"ended at request {trial['stopped_after_requests']:,}: missed for certain"
+    is_smallest = asked == "rate_scale" or search[asked] == 1
+    below = "" if is_smallest else f" Every smaller number that ran missed the SLO{unrun}."
+    return f"All runs agree that this is the only boundary.{below} --probes adds runs."
 
 
 def _print_tornado(document: Mapping[str, Any]) -> None:
@@ -182,9 +175,9 @@ def _print_tornado(document: Mapping[str, Any]) -> None:
         cells = [_end(row[end], asked) for end in ("low", "high")]
         rows.append((row["assumption"], *cells, f"{row[f'swing_{asked}']:,.3g}", f"{row['swing_slo']:,.3g}"))
     unit = "replicas" if asked == "replicas" else "times the rate"
-    named = " and ".join(document["most_important"]) or "nothing moves it"
-    title = f"What would change the answer ({unit} at either end). What matters most: {named}"
-    columns = ("assumption", "low", "high", "swing", "swing of the SLO's figure")
+    named = " and ".join(document["most_important"]) or "nothing changes it"
+    title = f"What changes the answer ({unit} at either end). Matters most: {named}"
+    columns = ("assumption", "low", "high", "swing", "SLO figure swing")
     console().print(table(title, columns, rows, left=(0, 1, 2)))
 
 
@@ -196,102 +189,85 @@ def _end(end: Mapping[str, Any], asked: str) -> str:
 
 
 def _print_nearest(instead: Mapping[str, Any]) -> None:
-    """What can be promised, where what was asked cannot."""
+    """Print the nearest SLO that can be kept, if the given one cannot."""
     from rich.markup import escape
 
     answer = instead["answer"]
-    told = f"no fleet was found for {instead['promises']} either"
+    sentence = f"no fleet keeps {instead['promises']} either"
     if answer is not None:
-        told = answer["sentence"]
+        sentence = answer["sentence"]
     elif instead["not_done"]:
-        told = f"{instead['promises']}: {instead['shapes'][-1]['reason'] if instead['shapes'] else instead['not_done']}"
+        reason = instead["shapes"][-1]["reason"] if instead["shapes"] else instead["not_done"]
+        sentence = f"{instead['promises']}: {reason}"
     out = console()
-    out.print(f"Nearest (99 % of those that can be in time): [bold]{escape(told)}[/bold]", soft_wrap=True)
+    out.print(
+        f"Nearest SLO (99 % of the requests that can be in time): [bold]{escape(sentence)}[/bold]", soft_wrap=True
+    )
     if answer is not None:
         _print_cost(answer["cost"])
     if answer is not None and answer["gpu"]:
-        out.print("Nearer to what was asked: --quantization fp8, larger --tensor-parallel-sizes, another --gpu")
-
-
-# How a search gets on, on a terminal: the shape, the run, how many are left, and the time that is left for the run.
+        out.print("To come closer, try --quantization fp8, larger --tensor-parallel-sizes, or another --gpu")
 
 
 class SizeProgress(SearchWatch):
-    """Two bars on standard error while it is entered as a context; silent where that is no terminal.
+    """A context that shows two progress bars on standard error; silent if that is no terminal.
 
-    The first bar counts runs: how many there will be is known once the answer is bracketed, and is an upper bound. The
-    second counts the requests of the run that goes on.
+    The first bar counts runs; its total, an upper bound, is known once the answer is bracketed. The second bar counts
+    the requests of the current run.
     """
 
     def __init__(self) -> None:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+        from rich import progress as rich
 
-        self._bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console(stderr=True),
-            transient=True,
-            disable=not sys.stderr.isatty(),
+        columns = (
+            *(rich.TextColumn("{task.description}"), rich.BarColumn(bar_width=24), rich.MofNCompleteColumn()),
+            *(rich.TimeElapsedColumn(), rich.TextColumn("left"), rich.TimeRemainingColumn()),
         )
-        self._runs = self._bars.add_task("looking for the answer", total=None)
+        is_silent = not sys.stderr.isatty()
+        self._bars = rich.Progress(*columns, console=console(stderr=True), transient=True, disable=is_silent)
+        self._runs = self._bars.add_task("searching", total=None)
         self._run = self._bars.add_task("run", total=None)
         self._num_done = 0
         self._shape = ""
 
     def __enter__(self) -> "SizeProgress":
-        """Show the bars."""
         self._bars.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Take them away."""
-        self._bars.__exit__(kind, error, trace)
+    def __exit__(self, *reason: Any) -> None:
+        self._bars.__exit__(*reason)
 
     def shape(self, text: str) -> None:
-        """A shape is searched: its first bar starts again."""
+        """Reset the first bar for another shape."""
         self._shape, self._num_done = text, 0
         self._bars.reset(self._runs, total=None, description=f"{text}: bracketing the answer")
 
     def starts(self, value: float, num_requests: int | None) -> None:
-        """The second bar starts again."""
+        """Reset the second bar for another run."""
         self._bars.reset(self._run, total=num_requests, description=f"run of {value:.4g}, requests")
 
     def routed(self, num_requests: int) -> None:
-        """The second bar grows."""
+        """Advance the second bar."""
         self._bars.update(self._run, completed=num_requests)
 
     def ended(self, trial: Trial) -> None:
-        """The first bar grows."""
+        """Advance the first bar."""
         self._num_done += 1
         self._bars.update(self._runs, completed=self._num_done)
 
     def left(self, num_runs: int) -> None:
-        """Now the first bar has an end."""
-        self._update(self._runs, total=self._num_done + num_runs, description=f"{self._shape}: closing in, runs")
+        """Set the total of the first bar."""
+        total = self._num_done + num_runs
+        self._bars.update(self._runs, total=total, description=f"{self._shape}: closing in, runs")
 
     def tornado(self, num_done: int, num_rows: int) -> None:
-        """The first bar counts assumptions."""
-        self._update(self._runs, completed=num_done, total=num_rows, description="what matters: assumptions")
+        """Let the first bar count assumptions."""
+        self._bars.update(self._runs, completed=num_done, total=num_rows, description="what matters: assumptions")
         self._bars.update(self._run, visible=False)
 
-    def _update(self, task: Any, **values: Any) -> None:
-        self._bars.update(task, **values)
 
-
-# Where a run has no figure: the name of each promise's figure, and what it is measured in.
+DASHED = {"color": "--ink", "width": 1.5, "dash": "dash"}
+# SLO figure -> axis title, and factor from the JSON value to the axis.
 FIGURES = {
     "ttft_p99_s": ("p99 TTFT, s", 1.0),
     "tpot_p99_s": ("p99 TPOT, s", 1.0),
@@ -300,7 +276,7 @@ FIGURES = {
 
 
 def size_plots(document: Mapping[str, Any]) -> dict[str, Document]:
-    """Plots by id; those that would be empty are left out. Without an answer, those of the nearest promise."""
+    """Plots by id, without empty ones. Without an answer, the plots of the nearest SLO."""
     if document["answer"] is None and document["instead"] is not None:
         return size_plots(document["instead"])
     out: dict[str, Document] = {}
@@ -314,10 +290,7 @@ def size_plots(document: Mapping[str, Any]) -> dict[str, Document]:
 
 
 def search_plot(shapes: Sequence[Mapping[str, Any]], asked: str) -> Document | None:
-    """The first promise's figure of every run to its end, a line for each shape, with the limit.
-
-    None where no run came to its end.
-    """
+    """The first SLO figure of every complete run, a line per shape, with the limit; None without a complete run."""
     searches = [(shape["tensor_parallel_size"], search) for shape in shapes for search in shape["searches"]]
     promises = [name for _, search in searches for trial in search["trials"] for name in trial["slo"]]
     if not promises:
@@ -334,42 +307,26 @@ def search_plot(shapes: Sequence[Mapping[str, Any]], asked: str) -> Document | N
         limit = ended[0]["slo"][promise]["limit"] * unit
         colour, symbol = styles[index % len(styles)]
         seed = "" if search["seed"] is None else f", seed {search['seed']}"
-        data.append(
-            {
-                "type": "scatter",
-                "name": f"tensor parallel size {size}{seed}",
-                "x": [trial["value"] for trial in ended],
-                "y": [trial["slo"][promise]["value"] * unit for trial in ended],
-                "mode": "lines+markers",
-                "line": {"color": colour, "width": 2},
-                "marker": {"symbol": symbol, "size": 9, "color": colour},
-                "hovertemplate": "%{x}: %{y:.4~g}<extra></extra>",
-            }
-        )
+        values = [trial["value"] for trial in ended]
+        figures = [trial["slo"][promise]["value"] * unit for trial in ended]
+        name, hover = f"tensor parallel size {size}{seed}", "%{x}: %{y:.4~g}<extra></extra>"
+        style: Document = {"line": {"color": colour, "width": 2}}
+        style["marker"] = {"symbol": symbol, "size": 9, "color": colour}
+        data.append(scatter(name, values, figures, "lines+markers", hover, **style))
     if not data or limit is None:
         return None
     ends = [value for trace in data for value in trace["x"]]
-    line = {"color": "--ink", "width": 1.5, "dash": "dash"}
-    data.append(
-        {
-            "type": "scatter",
-            "name": "limit",
-            "x": [min(ends), max(ends)],
-            "y": [limit, limit],
-            "mode": "lines",
-            "line": line,
-        }
-    )
+    data.append(scatter("limit", [min(ends), max(ends)], [limit, limit], "lines", line=DASHED))
     xaxis = _tried_axis(asked, max(ends) - min(ends))
     layout = layout_of(height=380, xaxis=xaxis, yaxis=axis_of(title, rangemode="tozero"), legend=LEGEND_ABOVE)
     return {"data": data, "layout": layout}
 
 
 def tornado_plot(rows: Sequence[Mapping[str, Any]], asked: str, answer: float) -> Document:
-    """One bar an assumption, from the answer at one end to that at the other; the widest on top, the answer a line.
+    """A bar per assumption from the answer at its low end to that at its high end, the widest on top.
 
-    Ends at which nothing that was tried keeps the SLO have no place on the axis: such a bar ends at the answer, and its
-    name says so.
+    An end at which no tried value keeps the SLO has no place on the axis: its bar ends at the answer, and its name says
+    so.
     """
     shown = list(reversed(rows))
     names: list[str] = []
@@ -382,25 +339,10 @@ def tornado_plot(rows: Sequence[Mapping[str, Any]], asked: str, answer: float) -
         names.append(row["assumption"] + (f"<br>(none at {', '.join(missing)})" if missing else ""))
         starts.append(min(known))
         widths.append(max(known) - min(known))
+    hover = "%{y}: from %{base:.3~g}, %{x:.3~g} wide<extra></extra>"
     data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": "answers from end to end",
-            "x": widths,
-            "base": starts,
-            "y": names,
-            "marker": {"color": "--pool", "line": {"color": "--page", "width": 1}},
-            "hovertemplate": "%{y}: %{base:.3~g} and %{x:.3~g} more<extra></extra>",
-        },
-        {
-            "type": "scatter",
-            "name": "the answer",
-            "x": [answer] * len(names),
-            "y": names,
-            "mode": "lines",
-            "line": {"color": "--ink", "width": 1.5, "dash": "dash"},
-        },
+        bars("answer, low to high", widths, names, "--pool", hover, base=starts),
+        scatter("the answer", [answer] * len(names), names, "lines", line=DASHED),
     ]
     xaxis = _tried_axis(asked, max(widths))
     layout = layout_of(height=120 + 32 * len(names), bargap=0.3, xaxis=xaxis, yaxis=axis_of(""), legend=LEGEND_ABOVE)
@@ -408,7 +350,7 @@ def tornado_plot(rows: Sequence[Mapping[str, Any]], asked: str, answer: float) -
 
 
 def _tried_axis(asked: str, span: float) -> Document:
-    """Replicas are whole numbers, and so are the ticks."""
+    """The axis of tried values; ticks of replicas are whole numbers."""
     if asked != "replicas":
         return axis_of("times the recorded rate")
     return axis_of("replicas", dtick=max(1, round(span / 10)))

@@ -1,10 +1,10 @@
-"""A study on a terminal of 80 columns: the answer, four small tables, where the report is, what to try next."""
+"""Prints a study on a terminal of 80 columns: the answer, four tables, the report's files, what to try next."""
 
 from pathlib import Path
 from typing import Any
 
 from ..figures import Document, memory, millions, percent, seconds
-from .console import console, table
+from .console import console, print_list, table
 from .replay import LATENCIES
 
 SHARES = ("token_pct", "reservation_pct", "internal_pct", "external_pct")
@@ -31,8 +31,8 @@ def print_study(document: Document, page: Path, data: Path) -> None:
         out.print(_what_if_table(document["what_if"]))
     _print_lists(out, document)
     out.print(Text("Report", style="bold"))
-    out.print(Text(f"  {page}  (open it in a browser; it needs no network)"), soft_wrap=True)
-    out.print(Text(f"  {data}  (every figure, its unit, source and assumption)"), soft_wrap=True)
+    out.print(Text(f"  {page}  (opens in a browser without a network)"), soft_wrap=True)
+    out.print(Text(f"  {data}  (every figure with its unit, source and assumption)"), soft_wrap=True)
     out.print()
     out.print(Text("Try next", style="bold"))
     for step in document["next"]:
@@ -69,7 +69,7 @@ def _curve_table(curve: Document) -> Any:
         )
     )
     columns = ("pools", f"blocks of {curve['block_size']}", "memory" if in_bytes else "tokens", "LRU", "optimum")
-    return table("Prompt tokens that a prefix cache serves", columns, rows, left=())
+    return table("Prompt tokens served by the prefix cache", columns, rows, left=())
 
 
 def _hit_cells(point: Document, best: Document, in_bytes: bool) -> tuple[str, str, str]:
@@ -80,7 +80,7 @@ def _hit_cells(point: Document, best: Document, in_bytes: bool) -> tuple[str, st
 def _latency_table(replay: Document) -> Any:
     columns = ("mean", "p50", "p90", "p99", "max")
     rows = [(name, *(seconds(replay[key][column]) for column in columns)) for key, name in LATENCIES]
-    return table("Latency, queueing included", ("", *columns), rows)
+    return table("Latency, including queueing", ("", *columns), rows)
 
 
 def _compare_table(allocators: list[Document]) -> Any:
@@ -94,7 +94,7 @@ def _compare_table(allocators: list[Document]) -> Any:
         for row in allocators
     ]
     columns = ("allocator", "tokens", "reserved", "internal", "external", "batch", "preempted")
-    return table("Where the KV memory goes, all requests waiting", columns, rows)
+    return table("What fills the KV memory while requests wait", columns, rows)
 
 
 def _what_if_table(rows: list[Document]) -> Any:
@@ -109,26 +109,19 @@ def _what_if_table(rows: list[Document]) -> Any:
         )
         for row in rows
     ]
-    return table("What would change the answer", columns, cells)
+    return table("What changes the answer", columns, cells)
 
 
 def _print_lists(out: Any, document: Document) -> None:
-    from rich.padding import Padding
-    from rich.text import Text
-
     plan = document["plan"]
     lists = {
         "Not in this report": [f"{part}: {reason}" for part, reason in document["not_done"].items()],
         "Warnings": [warning for part in ("plan", "curve") if document[part] for warning in document[part]["warnings"]],
-        "What to change, each alone and as small as works": _remedies(plan),
-        "Assumed, since not given (all assumptions are in the report)": [] if plan is None else plan["assumptions"],
+        "Smallest single change that makes it fit": _remedies(plan),
+        "Assumed, because not given (the report lists every assumption)": [] if plan is None else plan["assumptions"],
     }
     for title, lines in lists.items():
-        if lines:
-            out.print(Text(title, style="bold"))
-            for line in lines:
-                out.print(Padding(Text(f"- {line}"), (0, 0, 0, 2)))
-            out.print()
+        print_list(out, title, lines)
 
 
 def _remedies(plan: Document | None) -> list[str]:

@@ -1,0 +1,1 @@
+"""Searches over runs: sweeps, comparisons of two configurations, block sizes, fleet sizes, better eviction."""

@@ -1,4 +1,4 @@
-"""Two configurations on one trace, side by side: every figure, what differs, and what the difference comes from."""
+"""Compares two configurations on one trace: every figure side by side, what differs, and why."""
 
 from collections.abc import Iterator
 
@@ -13,14 +13,12 @@ from ..scenario.results import Table
 from ..scenario.scenario import Scenario
 from .jobs import FLEET, REPLAY, reason
 
-# What the difference between two runs comes from, in sentences; each is told only where its figures differ.
-
-NOTICEABLE = 0.005
+NOTICEABLE = 0.005  # relative difference below which two figures count as equal
 POOL_SIZE = ("num_blocks", "usable_blocks", "groups", "pool", "num_blocks_if_estimates_are_off")
 
 
 def explanation(document: Document) -> list[str]:
-    """Sentences about B against A (`document` is that of `kvledger ab`)."""
+    """Explains the difference of B from A, one sentence per cause (`document` is that of `kvledger ab`)."""
     a, b = document["a"]["result"], document["b"]["result"]
     return [
         *_options(document),
@@ -34,12 +32,12 @@ def explanation(document: Document) -> list[str]:
 
 
 def _options(document: Document) -> Iterator[str]:
-    told = [
+    changes = [
         f"{row['name']} {'at its default' if row['b'] is None else row['b']} instead of "
         f"{'its default' if row['a'] is None else row['a']}"
         for row in document["options_that_differ"]
     ]
-    yield f"B has {'; '.join(told)}. Nothing else was changed."
+    yield f"B has {'; '.join(changes)}. All else is equal."
 
 
 def _pool(document: Document, a: Document, b: Document) -> Iterator[str]:
@@ -49,16 +47,16 @@ def _pool(document: Document, a: Document, b: Document) -> Iterator[str]:
         tokens = (one - 1) * int(sizes[0] or 0), (other - 1) * int(sizes[1] or 0)
         if not _alike(*tokens):
             yield (
-                f"Its pool holds {millions(tokens[1])} tokens rather than {millions(tokens[0])}: "
-                f"{tokens[1] / tokens[0]:.2f} times as much."
+                f"B's pool holds {millions(tokens[1])} tokens, A's {millions(tokens[0])}: "
+                f"{tokens[1] / tokens[0]:.2f} times as many."
             )
             return
     if not _alike(one, other) and None in sizes:
-        yield f"Its pool has {other:,} blocks rather than {one:,}: {other / one:.2f} times as many."
+        yield f"B's pool has {other:,} blocks, A's {one:,}: {other / one:.2f} times as many."
 
 
 def _block_size(document: Document, side: str) -> int | None:
-    """Of a pool of one group of full attention; None where there are several."""
+    """The block size of a pool with one full-attention group; None for any other pool."""
     groups = document[side]["result"]["assumptions"]["groups"]
     if len(groups) != 1 or not groups[0].startswith("FullAttention(block_size="):
         return None
@@ -72,10 +70,9 @@ def _cache(a: Document, b: Document) -> Iterator[str]:
     computed = [run["throughput"]["computed_tokens_per_s"] * run["simulated_seconds"] for run in (a, b)]
     change = computed[1] / computed[0] - 1 if computed[0] else 0.0
     yield (
-        f"The prefix cache serves {percent(other['hit_rate'])} of the prompt tokens rather than "
-        f"{percent(one['hit_rate'])}, so the engine computes {percent(abs(change), 1)} "
-        f"{'fewer' if change < 0 else 'more'} tokens ({millions(round(computed[1]))} rather than "
-        f"{millions(round(computed[0]))})."
+        f"B's prefix cache serves {percent(other['hit_rate'])} of the prompt tokens, A's {percent(one['hit_rate'])}, "
+        f"so B computes {percent(abs(change), 1)} {'fewer' if change < 0 else 'more'} tokens "
+        f"({millions(round(computed[1]))}, A: {millions(round(computed[0]))})."
     )
 
 
@@ -83,8 +80,8 @@ def _preemptions(a: Document, b: Document) -> Iterator[str]:
     one, other = a["preemptions"], b["preemptions"]
     if one["total"] != other["total"]:
         yield (
-            f"It preempts {other['total']:,} times rather than {one['total']:,}, and computes "
-            f"{percent(other['recompute_tax'])} of its tokens again rather than {percent(one['recompute_tax'])}."
+            f"B preempts {other['total']:,} times and recomputes {percent(other['recompute_tax'])} of its tokens; A "
+            f"{one['total']:,} times and {percent(one['recompute_tax'])}."
         )
 
 
@@ -95,25 +92,25 @@ def _steps(document: Document) -> Iterator[str]:
         if row["name"] not in POOL_SIZE and isinstance(row["a"], int | float) and isinstance(row["b"], int | float)
     ]
     if latency:
-        told = ", ".join(f"{row['name']} {shown(row['b'])} (A: {shown(row['a'])})" for row in latency[:6])
-        yield f"What its steps rest on is different: {told}."
+        values = ", ".join(f"{row['name']} {shown(row['b'])} (A: {shown(row['a'])})" for row in latency[:6])
+        yield f"B's steps take different times, because these assumptions differ: {values}."
 
 
 def _waiting(document: Document) -> Iterator[str]:
     pairs = document["pairs"]
     if pairs is not None and not _alike(pairs["mean_running_a"], pairs["mean_running_b"]):
         yield (
-            f"{pairs['mean_running_b']:,.1f} requests run at a time rather than {pairs['mean_running_a']:,.1f}: the "
-            "more of them share a step, the longer each waits for its next token."
+            f"B runs {pairs['mean_running_b']:,.1f} requests at a time, A {pairs['mean_running_a']:,.1f}. The more "
+            "requests share a step, the longer each waits for its next token."
         )
     if pairs is None or not pairs["mean_ttft_s_difference"]:
         return
     difference, queueing = pairs["mean_ttft_s_difference"], pairs["mean_queue_time_s_difference"]
     computing = difference - queueing
     yield (
-        f"Of {pairs['num_requests']:,} requests {pairs['sooner_in_b']:,} get their first token sooner and "
-        f"{pairs['later_in_b']:,} later; in the mean {_sooner(difference)}: {_sooner(queueing)} from queueing and "
-        f"{_sooner(computing)} from computing the prompt."
+        f"Of {pairs['num_requests']:,} requests, {pairs['sooner_in_b']:,} get their first token sooner in B and "
+        f"{pairs['later_in_b']:,} later. The mean is {_sooner(difference)}: {_sooner(queueing)} because of queueing, "
+        f"{_sooner(computing)} because of computing the prompt."
     )
 
 
@@ -141,7 +138,7 @@ def _alike(one: float, other: float) -> bool:
     return abs(other - one) <= NOTICEABLE * max(abs(one), abs(other))
 
 
-# Paths of a replay's document, what they are called, and whether more is better (None: neither).
+# Path in a replay's document, name, and whether more is better (None: neither).
 FIGURES: tuple[tuple[str, str, bool | None], ...] = (
     ("prefix_cache.hit_rate", "prompt tokens from the cache, share", True),
     ("ttft_s.mean", "TTFT mean, s", False),
@@ -152,11 +149,11 @@ FIGURES: tuple[tuple[str, str, bool | None], ...] = (
     ("itl_s.p99", "ITL p99, s", False),
     ("e2e_s.p99", "E2E p99, s", False),
     ("preemptions.total", "preemptions", False),
-    ("preemptions.recompute_tax", "tokens computed again, share", False),
+    ("preemptions.recompute_tax", "tokens recomputed, share", False),
     ("kv_cache_usage.mean", "KV cache in use, mean share", None),
-    ("kv_cache_usage.max", "KV cache in use, largest share", None),
-    ("throughput.output_tokens_per_s", "output tokens a second", True),
-    ("requests.rejected", "requests refused", False),
+    ("kv_cache_usage.max", "KV cache in use, max share", None),
+    ("throughput.output_tokens_per_s", "output tokens per second", True),
+    ("requests.rejected", "requests rejected", False),
     ("simulated_seconds", "simulated time, s", False),
 )
 COMMANDS = ("replay", "fleet")
@@ -169,8 +166,8 @@ class AbQuestion:
 
     Attributes:
         command: `replay` or `fleet`.
-        scenario: what both share.
-        a: options that A changes, as text; `default` takes one away. Nothing: the scenario as it is.
+        scenario: the options that both share.
+        a: options that A changes, as text; the text `default` resets one.
         b: options that B changes.
     """
 
@@ -183,7 +180,7 @@ class AbQuestion:
         if self.command not in COMMANDS:
             raise InputError(f"--command is {self.command!r}; it is one of {', '.join(COMMANDS)}")
         if self.options(self.a) == self.options(self.b):
-            raise InputError("A and B are the same: give --b NAME=VALUE for what B has otherwise")
+            raise InputError("A and B are the same: give --b NAME=VALUE for an option that B changes")
 
     def options(self, changes: dict[str, str]) -> dict[str, str]:
         """The scenario's options with some of them changed, as text."""
@@ -192,21 +189,17 @@ class AbQuestion:
 
 
 def parse_change(text: str, option: str) -> tuple[str, str]:
-    """`kv-cache-dtype=fp8` -> its name and value.
-
-    Raises:
-        InputError: anything else.
-    """
+    """Parse `kv-cache-dtype=fp8` to name and value. Raises InputError for any other form."""
     name, separator, value = text.partition("=")
     name = name.strip().lstrip("-")
     if not name or not separator or not value.strip():
-        raise InputError(f"{option} is {text!r}; it must look like kv-cache-dtype=fp8 (NAME=default takes it away)")
+        raise InputError(f"{option} is {text!r}; it must look like kv-cache-dtype=fp8 (NAME=default resets an option)")
     return name, value.strip()
 
 
 @attrs.frozen(kw_only=True)
 class Side:
-    """One of the two runs: its options as text, its document, and its finished requests (none of a fleet)."""
+    """One of the two runs: its options as text, its document, and its finished requests (none for a fleet)."""
 
     options: dict[str, str]
     result: Document
@@ -218,10 +211,10 @@ class Side:
 
 
 def ab_document(question: AbQuestion) -> Document:
-    """Both runs, their figures side by side, what differs between their options and assumptions, and why.
+    """Run both sides; returns their figures side by side, the options and assumptions that differ, and why.
 
     Raises:
-        InputError: a run that cannot be made, with its reason.
+        InputError: a side cannot run; the message gives the reason.
     """
     a, b = _run(question, "A", question.a), _run(question, "B", question.b)
     document: Document = {
@@ -250,10 +243,10 @@ def _run(question: AbQuestion, name: str, changes: dict[str, str]) -> Side:
         scenario = scenario.evolve(trace=question.scenario.trace)
         run = replay_fleet_scenario(scenario, *fleet) if fleet else replay_scenario(scenario, keep_requests=True)
     except KVLedgerError as error:
-        said = ", ".join(f"{option} {text}" for option, text in options.items())
-        raise InputError(f"{name} ({said}) has no result: {type(error).__name__}: {reason(error)}") from error
+        given = ", ".join(f"{option} {text}" for option, text in options.items())
+        raise InputError(f"{name} ({given}) has no result: {type(error).__name__}: {reason(error)}") from error
     result = run.to_dict()
-    result.pop("timing")  # the machine's clock has no place in a comparison
+    result.pop("timing")  # depends on the machine
     return Side(options=options, result=result, requests=run.requests)
 
 
@@ -281,9 +274,9 @@ def _figure(path: str, name: str, is_more_better: bool | None, a: Document, b: D
 
 
 def _pairs(a: Side, b: Side) -> Document | None:
-    """The same requests in both runs: how many got their first token sooner, and how queueing changed.
+    """Compares each request between both runs: TTFT, queueing time, requests running.
 
-    None for a fleet, which keeps no requests, and where no request finished in both.
+    None for a fleet, which keeps no requests, and if no request finished in both runs.
     """
     others = {row["request_id"]: row for row in b.requests}
     pairs = [(row, others[row["request_id"]]) for row in a.requests if row["request_id"] in others]
@@ -303,6 +296,6 @@ def _pairs(a: Side, b: Side) -> Document | None:
 
 
 def _mean_running(side: Side) -> float:
-    """Requests between their first admission and their last token, averaged over the simulated time."""
+    """Requests between first admission and last token, averaged over the simulated time."""
     span_s = side.result["simulated_seconds"]
     return sum(row["e2e_s"] - row["queue_time_s"] for row in side.requests) / span_s if span_s else 0.0

@@ -1,8 +1,8 @@
-"""The best block size: the same replay at several of them, and the largest one that costs nothing noticeable.
+"""Finds the best block size: replays at several sizes and picks the largest that costs nothing noticeable.
 
-Small blocks hit more of a shared prefix and waste less of the last block; large ones make shorter block tables and
-fewer keys to hash and events to send, which no latency model here charges. So the largest size wins whose figures are,
-within a tolerance, as good as the best of any size.
+Small blocks hit more of a shared prefix and waste less of the last block. Large blocks make shorter block tables, fewer
+block hashes and fewer events, which no latency model here charges for. So the answer is the largest size whose figures
+are within a tolerance of the best of any size.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,12 +15,12 @@ from ..scenario.options import texts_of
 from ..scenario.scenario import Scenario
 from .sweep import Point, content_of, run_sweep
 
-# Path in the replay's document, what it is called, whether more is better.
+# Path in the replay's document, name, whether more is better.
 JUDGED: tuple[tuple[str, str, bool], ...] = (
     ("prefix_cache.hit_rate", "hit rate", True),
     ("ttft_s.p99", "p99 TTFT", False),
     ("tpot_s.p99", "p99 TPOT", False),
-    ("throughput.output_tokens_per_s", "output tokens a second", True),
+    ("throughput.output_tokens_per_s", "output tokens per second", True),
     ("requests.finished", "finished requests", True),
 )
 OVERRIDE = "num-gpu-blocks-override"
@@ -29,12 +29,12 @@ SHOWN = ("ttft_s.p50", "preemptions.total", "kv_cache_usage.max", "assumptions.n
 
 @attrs.frozen(kw_only=True)
 class BlockSizeQuestion:
-    """Which sizes to try, on what.
+    """The block sizes to try, and the scenario.
 
     Attributes:
         scenario: what is replayed, without a block size.
         block_sizes: in tokens.
-        tolerance: how much worse than the best figure, as a share of it, is not noticeable.
+        tolerance: largest unnoticeable distance from the best figure, as a share of it.
         num_workers: processes.
         kept_in: folder of finished runs.
     """
@@ -49,11 +49,11 @@ class BlockSizeQuestion:
         if not 0 <= self.tolerance < 1:
             raise InputError(f"--tolerance is {self.tolerance}; it must be a share from 0 to below 1")
         if len(self.block_sizes) < 2:
-            raise InputError(f"--block-sizes names {len(self.block_sizes)} size; there is a best one of two or more")
+            raise InputError(f"--block-sizes names {len(self.block_sizes)} size; give two or more to compare")
 
 
 def parse_block_sizes(text: str) -> tuple[int, ...]:
-    """`16,32,64` -> (16, 32, 64), ascending. Raises `InputError` for anything that is no whole number above 0."""
+    """`16,32,64` -> (16, 32, 64), ascending. Raises InputError unless all are whole numbers above 0."""
     try:
         sizes = tuple(sorted({int(word) for word in text.split(",")}))
     except ValueError:
@@ -64,9 +64,9 @@ def parse_block_sizes(text: str) -> tuple[int, ...]:
 
 
 def block_size_document(question: BlockSizeQuestion, on_row: Callable[[Document], None] = lambda row: None) -> Document:
-    """A row for each size, and the answer. A size that the model or the trace does not allow has an `error`.
+    """Replay every size; returns a row per size and the answer. A size that the model or trace forbids has an `error`.
 
-    `on_row` is called with each row of the sweep as it is done.
+    `on_row` is called with each finished row of the sweep.
 
     Raises:
         InputError: no size has a result.
@@ -84,11 +84,11 @@ def block_size_document(question: BlockSizeQuestion, on_row: Callable[[Document]
         raise InputError(f"no block size has a result; {rows[0]['block_size']}: {rows[0]['error']}")
     answer = judged(done, question.tolerance)
     given_blocks = question.scenario.num_gpu_blocks_override
-    pool = f"{given_blocks} blocks of {question.block_sizes[0]} tokens, and as many tokens at each size"
+    pool = f"{given_blocks} blocks of {question.block_sizes[0]} tokens; the same number of tokens at each size"
     return {
         "trace": next(result["result"]["trace"] for result in results if "result" in result),
         "tolerance": question.tolerance,
-        "pool": "planned for the model at each size" if given_blocks is None else pool,
+        "pool": "planned for each size" if given_blocks is None else pool,
         "answer": answer,
         "rows": rows,
         "assumptions": next(result["result"]["assumptions"] for result in results if "result" in result),
@@ -96,7 +96,7 @@ def block_size_document(question: BlockSizeQuestion, on_row: Callable[[Document]
 
 
 def _options(question: BlockSizeQuestion, size: int) -> tuple[tuple[str, str], ...]:
-    """A pool that is given in blocks has as many tokens at every size: its blocks are of the smallest one."""
+    """A point's options. A pool given in blocks of the smallest size keeps its tokens at every size."""
     blocks = question.scenario.num_gpu_blocks_override
     options = {**texts_of(question.scenario), "block-size": str(size)}
     if blocks is not None:
@@ -116,8 +116,8 @@ def _row(size: int, result: Document) -> Document:
 
 
 def judged(rows: Sequence[Document], tolerance: float) -> Document:
-    """The answer. Rows (`block_size`, `figures`) get `behind`: how far each figure is behind the best of any size, as a
-    share of that best; and `most_behind`, the largest of these.
+    """The answer. Adds to each row `behind`, the distance of each figure from the best of any size as a share of that
+    best, and `most_behind`, the largest of these.
     """
     for row in rows:
         row["behind"] = {}
@@ -140,12 +140,12 @@ def _answer(rows: Sequence[Document], tolerance: float) -> Document:
     size = chosen["block_size"]
     judged = ", ".join(name for _, name, _ in JUDGED)
     if good:
-        text = f"{size} tokens: the largest size whose {judged} are within {tolerance:.3g} of the best of any size"
+        text = f"{size} tokens is the largest size whose {judged} are within {tolerance:.3g} of the best of any size"
     else:
         path = max(chosen["behind"], key=lambda name: chosen["behind"][name])
         name = next(name for other, name, _ in JUDGED if other == path)
         text = (
-            f"{size} tokens, though no size is within {tolerance:.3g} of the best in everything ({judged}): this one "
-            f"is least behind, {chosen['most_behind']:.3g} of the best {name}"
+            f"{size} tokens is the closest, but no size is within {tolerance:.3g} of the best in everything "
+            f"({judged}): its {name} is {chosen['most_behind']:.3g} from the best"
         )
     return {"sentence": text, "block_size": size, "is_within_tolerance": bool(good)}

@@ -1,7 +1,7 @@
-"""What no number of engines can beat: each request alone on an idle engine that still holds all that was ever computed.
+"""A lower bound on latency: each request alone on an idle engine that has every earlier prompt cached.
 
-Queueing, neighbours in a step, evictions and routing only add to these times. So an SLO that they miss is missed by
-every fleet of this engine, and no replay needs to say so.
+Queueing, other requests in a step, evictions and routing only add to these times. If they miss an SLO, every fleet of
+this engine misses it, and no replay is needed.
 """
 
 from collections.abc import Iterator
@@ -22,11 +22,11 @@ from .slo import Slo, SloTally, Verdict
 
 @attrs.frozen(kw_only=True)
 class IdleBound:
-    """What no fleet of an engine goes below.
+    """The best that any fleet of an engine can do.
 
     Attributes:
-        verdict: whether an SLO can be kept at all, and its figures on the idle engine.
-        share_in_time: of the requests, those that keep the SLO's limits there.
+        verdict: whether the idle engine keeps the SLO, and its figures there.
+        share_in_time: share of the requests that keep the SLO's limits there.
     """
 
     verdict: Verdict
@@ -34,10 +34,10 @@ class IdleBound:
 
 
 def idle_bound(trace: Trace, parts: EngineParts, slo: Slo) -> IdleBound | None:
-    """The bound; None: nobody can tell.
+    """Compute the bound; None if this engine has none.
 
-    Measured step times need not grow with what a step computes, and under a priority policy a request may find what
-    one behind it has left.
+    Measured step times need not grow with the work of a step, and under the priority policy a request may hit blocks
+    of a request that arrived after it.
     """
     if not _grows_with_load(parts.latency) or parts.scheduler.policy != "fcfs":
         return None
@@ -54,11 +54,11 @@ def idle_bound(trace: Trace, parts: EngineParts, slo: Slo) -> IdleBound | None:
 
 
 def idle_records(trace: Trace, parts: EngineParts) -> Iterator[RequestRecord]:
-    """The record of each request, alone: the least that TTFT and TPOT can be.
+    """Yield the record of each request run alone, with the smallest possible TTFT and TPOT.
 
-    Cached is the longest prefix in whole blocks that any request before it had, as the trace's ids tell; at least one
-    token is computed. The rest is computed in the fewest steps. A token after the first takes at least a step over the
-    prompt alone; drafts may bring several at a time, so that with them no time is known.
+    The longest prefix in whole blocks that the trace's ids share with an earlier request counts as cached, but at least
+    one token is computed. The rest takes as few steps as possible. Each later token takes at least one step over the
+    prompt alone; with speculative decoding a step may give several tokens, so TPOT counts as 0.
     """
     latency, scheduler = parts.latency, parts.scheduler
     block_size = min(kind.block_size for kind in parts.allocator.groups)
@@ -87,14 +87,14 @@ def idle_records(trace: Trace, parts: EngineParts) -> Iterator[RequestRecord]:
 
 
 def _cached_tokens(trace: Trace, block_size: int) -> dict[int, int]:
-    """By index of the request, where it is not 0."""
+    """Index of a request -> its cached tokens, if not 0."""
     shared = shared_tokens(read_prompt_blocks(trace))
     cached = shared.shared.clip(max=shared.input_lengths - 1) // block_size * block_size
     return {int(index): int(cached[index]) for index in cached.nonzero()[0]}
 
 
 def _prompt_seconds(latency: LatencyModel, scheduler: SchedulerConfig, num_prompt_tokens: int, first: int) -> float:
-    """Seconds of the steps that compute the tokens from `first` on, each as large as the limits allow."""
+    """Seconds of the steps that compute the prompt from token `first` on, each as large as the limits allow."""
     largest = num_prompt_tokens
     if scheduler.enable_chunked_prefill:
         largest = scheduler.max_num_batched_tokens
@@ -106,7 +106,7 @@ def _prompt_seconds(latency: LatencyModel, scheduler: SchedulerConfig, num_promp
         # A token at position p attends to p + 1 tokens.
         pairs = (end * (end + 1) - start * (start + 1)) // 2
         num_sampled = int(end == num_prompt_tokens)
-        if end - start == 1:  # as the scheduler counts it, a last token alone decodes
+        if end - start == 1:  # the scheduler counts a single last token as decode
             seconds += latency.step_seconds(StepLoad(0, 1, 0, pairs, num_sampled))
         else:
             seconds += latency.step_seconds(StepLoad(end - start, 0, pairs, 0, num_sampled))

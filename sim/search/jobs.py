@@ -1,7 +1,4 @@
-"""Jobs by name: the questions that `kvledger` answers, with the options of each, as functions that return a document.
-
-A command, a point of a sweep and a side of a comparison all run one of them.
-"""
+"""Runs a command's job by name, with options as text, and returns its JSON document; used by sweeps."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,11 +18,11 @@ _NAMES = [field.name for field in attrs.fields(Scenario)]
 # One engine on a trace: the fields up to the seed; those after it describe a deployment's memory in more detail.
 REPLAY = tuple(_NAMES[: _NAMES.index("seed") + 1])
 FLEET = tuple(name for name in REPLAY if name != "n")
-# A recorded run holds its requests, so nothing that chooses them can change.
+# A recorded run has its requests, so options that choose requests do not apply.
 RERUN = tuple(name for name in REPLAY if name == "seed" or name not in (*TRACE, "n"))
 SIZE = tuple(name for name in FLEET if name not in ("closed_loop", "tensor_parallel_size"))
 BLOCK_SIZE = tuple(name for name in REPLAY if name != "block_size")
-# What an eviction policy wins is counted on prompts alone, one after the other.
+# Eviction policies are compared on prompts alone, one after the other.
 OPTIMUM = (
     *TRACE,
     *("model", "gpu", "num_gpu_blocks_override", "block_size", "gpu_memory_utilization", "tensor_parallel_size"),
@@ -51,104 +48,56 @@ SAMPLING = (*(name for name in TRACE if name not in ("request_rate", "rate_scale
 
 @attrs.frozen(kw_only=True)
 class Job:
-    """A question with its options.
+    """A command that can be swept.
 
     Attributes:
         name: of the command.
-        options: the scenario's fields that it takes, and classes of its own.
-        run: gives the document from an instance of each.
+        options: the fields of the scenario that it takes, and its own option class, if any.
+        run: returns the result, given an instance of each option class.
     """
 
     name: str
     options: tuple[OptionSet, ...]
-    run: Callable[..., Document]
+    run: Callable[..., Any]
 
     def document(self, texts: Mapping[str, str], files: tuple[str, ...] = ()) -> Document:
-        """The document for options as typed on a command line.
+        """Run the job with options as typed on a command line.
 
         Raises:
-            InputError: an unknown option or a wrong value; the message has the command line's spelling.
+            InputError: an unknown option or a wrong value.
             DoesNotFitError: the planner's answer is no.
         """
         scenario, *asked = read_texts(self.options, texts, self.name)
         if files:
             scenario = scenario.evolve(trace=files)
-        return self.run(scenario, *asked)
+        return self.run(scenario, *asked).to_dict()
 
 
-def _plan(scenario: Scenario, asked: Any) -> Document:
+def _plan(scenario: Scenario, asked: Any) -> Any:
     from ..scenario.plan import asks_for_explanation, explain_log, plan_scenario
 
-    if asks_for_explanation(scenario, asked):
-        return explain_log(scenario, asked).to_dict()
-    return plan_scenario(scenario, asked).to_dict()
-
-
-def _curve(scenario: Scenario, asked: Any) -> Document:
-    from ..scenario.curve import curve_of_scenario
-
-    return curve_of_scenario(scenario, asked).to_dict()
-
-
-def _replay(scenario: Scenario) -> Document:
-    from ..scenario.replay import replay_scenario
-
-    return replay_scenario(scenario).to_dict()
-
-
-def _fleet(scenario: Scenario, asked: Any) -> Document:
-    from ..scenario.fleet import replay_fleet_scenario
-
-    return replay_fleet_scenario(scenario, asked).to_dict()
-
-
-def _compare(scenario: Scenario, asked: Any) -> Document:
-    from ..scenario.compare import compare_scenario
-
-    return compare_scenario(scenario, asked).to_dict()
-
-
-def _size(scenario: Scenario, asked: Any) -> Document:
-    from .size_search import SizeStudy
-
-    study = SizeStudy(scenario, asked)
-    study.run()
-    return study.document()
-
-
-def _optimum(scenario: Scenario, asked: Any) -> Document:
-    from .optimum import optimum_worth
-
-    return optimum_worth(scenario, asked).to_dict()
+    return explain_log(scenario, asked) if asks_for_explanation(scenario, asked) else plan_scenario(scenario, asked)
 
 
 def job(name: str) -> Job:
-    """The job of a command that can be swept.
+    """The job called `name`. Raises InputError if there is none."""
+    from ..scenario import compare, curve, fleet, plan, replay
+    from . import optimum, size_question, size_search
 
-    Raises:
-        InputError: there is none of that name.
-    """
-    from ..scenario.compare import CompareOptions
-    from ..scenario.curve import CurveOptions
-    from ..scenario.fleet import FleetOptions
-    from ..scenario.plan import PlanOptions
-    from .optimum import OptimumOptions
-    from .size_question import SizeOptions
-
-    of = OptionSet.of
-    jobs = {
-        "replay": ((of(Scenario, REPLAY),), _replay),
-        "fleet": ((of(Scenario, (*FLEET, "data_parallel_size")), of(FleetOptions)), _fleet),
-        "curve": ((of(Scenario, CURVE), of(CurveOptions)), _curve),
-        "compare": ((of(Scenario, COMPARE), of(CompareOptions)), _compare),
-        "plan": ((of(Scenario, PLAN), of(PlanOptions)), _plan),
-        "size": ((of(Scenario, (*SIZE, "data_parallel_size")), of(SizeOptions)), _size),
-        "optimum": ((of(Scenario, OPTIMUM), of(OptimumOptions)), _optimum),
+    jobs: dict[str, tuple[tuple[str, ...], type | None, Callable[..., Any]]] = {
+        "replay": (REPLAY, None, replay.replay_scenario),
+        "fleet": ((*FLEET, "data_parallel_size"), fleet.FleetOptions, fleet.replay_fleet_scenario),
+        "curve": (CURVE, curve.CurveOptions, curve.curve_of_scenario),
+        "compare": (COMPARE, compare.CompareOptions, compare.compare_scenario),
+        "plan": (PLAN, plan.PlanOptions, _plan),
+        "size": ((*SIZE, "data_parallel_size"), size_question.SizeOptions, size_search.size_fleet),
+        "optimum": (OPTIMUM, optimum.OptimumOptions, optimum.optimum_worth),
     }
     if name not in jobs:
         raise InputError(f"--command is {name!r}; it is one of {', '.join(jobs)}")
-    sets, run = jobs[name]
-    return Job(name=name, options=sets, run=run)
+    names, own, run = jobs[name]
+    options = (OptionSet.of(Scenario, names), *(() if own is None else (OptionSet.of(own),)))
+    return Job(name=name, options=options, run=run)
 
 
 def reason(error: KVLedgerError) -> str:

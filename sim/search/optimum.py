@@ -1,6 +1,5 @@
-"""What a better eviction order could win at most: LRU against the optimum at one pool, in tokens, time and money."""
+"""The most that a better eviction policy can gain over LRU with one pool, in tokens, GPU hours and money."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -19,11 +18,12 @@ from ..scenario.traffic import open_traffic
 NOT_COMPARED = ("lfu", "length-aware")  # unless named
 HOURS_A_MONTH = 730
 HOUR_S = 3_600
+NO_REUSE = "does not say which prompts share blocks, so eviction policies cannot be compared"
 
 
 @options
 class OptimumOptions:
-    """Which policies are compared, and what else the answer is given in."""
+    """The policies to compare, and a price."""
 
     price_per_gpu_hour: float | None = option(None, SEARCH, "Price of a GPU hour: gives the answer in money.")
     policy: str | None = option(
@@ -37,15 +37,15 @@ class OptimumOptions:
 
 @attrs.frozen(kw_only=True)
 class Worth:
-    """The curve at the capacity of one pool, and what a prompt token costs there.
+    """Hit rates of every policy with one pool, and the cost of a prompt token.
 
     Attributes:
-        curve: LRU at every size; every policy at `capacity` (in blocks of the trace).
+        curve: LRU at every size; every policy at `capacity`.
         capacity: of the pool, in blocks of the trace.
-        seconds_per_token: that an engine takes for a prompt token.
-        num_gpus: of the engine; 1 where no model says how many.
-        price_per_gpu_hour: in whatever money; None: unknown.
-        assumptions: what the figures rest on.
+        seconds_per_token: time that the engine takes per prompt token.
+        num_gpus: of the engine; 1 without a model.
+        price_per_gpu_hour: in any currency, None if unknown.
+        assumptions: of all figures.
     """
 
     curve: CapacityCurve
@@ -57,18 +57,18 @@ class Worth:
 
     @property
     def saved_tokens(self) -> int:
-        """Prompt tokens that LRU computes and the optimum finds."""
+        """Prompt tokens that LRU computes and the optimum serves."""
         points = {name: points[0] for name, points in self.curve.policies.items()}
         return points["optimum"].hit_tokens - points["lru"].hit_tokens
 
     @property
     def saved_gpu_hours(self) -> float:
-        """What computing them takes, over all GPUs of the engine."""
+        """GPU hours that computing them takes."""
         return self.saved_tokens * self.seconds_per_token * self.num_gpus / HOUR_S
 
     @property
     def lru_blocks_for_the_same(self) -> int:
-        """The smallest LRU capacity that serves what the optimum does at the pool's."""
+        """The smallest LRU capacity that serves as much as the optimum does with the pool."""
         wanted = self.curve.policies["optimum"][0].hit_tokens
         low, high = self.capacity, max(self.capacity, self.curve.lru.smallest_for(1.0))
         while low < high:
@@ -81,7 +81,7 @@ class Worth:
 
     @property
     def window_s(self) -> float:
-        """From the first request to the last."""
+        """Seconds from the first request to the last."""
         return float(self.curve.prompts.arrivals_s[-1] - self.curve.prompts.arrivals_s[0])
 
     def to_frame(self) -> Any:
@@ -142,17 +142,17 @@ class Worth:
         curve = self.curve
         lru, best = (curve.token_hit_rate(curve.policies[name][0]) for name in ("lru", "optimum"))
         text = (
-            f"At this pool LRU serves {percent(lru)} of the prompt tokens and the optimum {percent(best)}: no eviction "
-            f"order saves more than {millions(self.saved_tokens)} tokens in {duration(self.window_s)}, "
-            f"{self.saved_gpu_hours:,.3g} GPU hours. LRU would need {times:,.3g} times the pool for the same"
+            f"With this pool, LRU serves {percent(lru)} of the prompt tokens. Best possible eviction: {percent(best)}. "
+            f"So no policy saves more than {millions(self.saved_tokens)} tokens or {self.saved_gpu_hours:,.3g} GPU "
+            f"hours in {duration(self.window_s)}. LRU needs {times:,.3g} times the pool to serve as much"
         )
         money = self._money(times)
         if money is None:
             return text + "."
         _, window, month, memory = money.values()
         return (
-            f"{text}. In money: {window:,.2f} in this window, {month:,.0f} a month at this traffic; as much memory for "
-            f"LRU, bought as GPUs, {memory:,.0f} a month."
+            f"{text}. The saving is worth {window:,.2f} in this window and {month:,.0f} per month at this traffic; "
+            f"GPUs with that much more memory for LRU cost {memory:,.0f} per month."
         )
 
 
@@ -172,15 +172,15 @@ def optimum_worth(scenario: Scenario, asked: OptimumOptions | None = None) -> Wo
         )
     if len(groups) != 1:
         raise InputError(
-            f"the pool has {len(groups)} groups of layers; what a block of it serves is no single figure. Give a model "
-            "of full attention alone"
+            f"the pool has {len(groups)} KV cache groups, and this comparison needs one; give a model whose layers all "
+            "use full attention"
         )
     trace_block_size = trace.info.trace_block_size
     if trace_block_size is None:
-        raise InputError(f"{trace.info.name} does not say which prompts share blocks: no eviction order can be told")
+        raise InputError(f"{trace.info.name} {NO_REUSE}")
     capacity = (config.num_blocks - 1) * groups[0].block_size // trace_block_size
     if capacity < 1:
-        raise InputError(f"the pool holds less than one block of the trace ({trace_block_size} tokens)")
+        raise InputError(f"the pool is smaller than one block of the trace ({trace_block_size} tokens)")
     if asked is not None and asked.policy is not None:
         named = [name.strip() for name in asked.policy.split(",")]
     else:
@@ -188,7 +188,7 @@ def optimum_worth(scenario: Scenario, asked: OptimumOptions | None = None) -> Wo
     policies = ("lru", *(name for name in named if name not in ("lru", "optimum")), "optimum")
     curve = capacity_curve(trace, capacities=[capacity], policies=policies)
     if not curve.info.claims_reuse:
-        raise InputError(f"{curve.info.name} does not say which prompts share blocks: no eviction order can be told")
+        raise InputError(f"{curve.info.name} {NO_REUSE}")
     mean_context = curve.input_tokens / curve.prompts.num_requests / 2
     seconds = _seconds_per_token(engine.parts.latency, engine.parts.scheduler.max_num_batched_tokens, mean_context)
     plan = engine.pool.plan
@@ -199,11 +199,12 @@ def optimum_worth(scenario: Scenario, asked: OptimumOptions | None = None) -> Wo
         num_gpus=1 if plan is None else plan.deployment.num_gpus,
         price_per_gpu_hour=price_per_gpu_hour,
         assumptions={
-            "counted": _joined(ASSUMPTIONS),
-            "prompt_token": f"in full steps of {engine.parts.scheduler.max_num_batched_tokens:,} prompt tokens, each "
-            f"after {mean_context:,.0f} others (half the mean prompt); an hour of GPUs is worth what it costs",
-            "memory_for_lru": "bought as further engines of the same kind, of which only the pool counts",
-            "month": "traffic as in the window, all day",
+            "counted": "; ".join(ASSUMPTIONS),
+            "prompt_token": f"computed in full steps of {engine.parts.scheduler.max_num_batched_tokens:,} prompt "
+            f"tokens, each with a context of {mean_context:,.0f} tokens (half the mean prompt); a GPU hour "
+            "is worth its price",
+            "memory_for_lru": "bought as more engines of the same kind, counting only their pools",
+            "month": "the traffic of the window, all day",
             **engine.pool.facts,
             **engine.parts.latency.assumptions(),
         },
@@ -212,7 +213,3 @@ def optimum_worth(scenario: Scenario, asked: OptimumOptions | None = None) -> Wo
 
 def _seconds_per_token(latency: LatencyModel, num_tokens: int, mean_context: float) -> float:
     return latency.step_seconds(StepLoad(num_tokens, 0, round(num_tokens * mean_context), 0, 0)) / num_tokens
-
-
-def _joined(sentences: Sequence[str]) -> str:
-    return "; ".join(sentences)

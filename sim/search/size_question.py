@@ -1,4 +1,4 @@
-"""What `kvledger size` is asked: an SLO, the shapes to try, and how to search."""
+"""The question of `kvledger size`: an SLO, the shapes to try, and how to search."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from .slo import KeptTrials, Slo
 from .sweep import content_of
 
 SIZES_UNLESS_GIVEN = (1, 2, 4, 8)
-# What kept runs were named by when these options had values of their own instead of "not given".
+# Names of kept runs contain these values for options that are not given, as before those options could be None.
 _NAMED_DEFAULTS = {
     "gpu_memory_utilization": DEFAULT_UTILIZATION,
     "max_num_seqs": DEFAULT_MAX_NUM_SEQS,
@@ -33,7 +33,7 @@ _NAMED_DEFAULTS = {
 
 @options
 class SizeOptions(RoutingOptions):
-    """What must be kept, which fleets are tried, and how the search runs."""
+    """The SLO, the fleets to try, and how to search."""
 
     slo_ttft_p99: float | None = option(None, SEARCH, "99th percentile of TTFT in seconds.")
     slo_tpot_p99: float | None = option(None, SEARCH, "99th percentile of TPOT in seconds.")
@@ -63,33 +63,26 @@ class SizeOptions(RoutingOptions):
 
 @attrs.frozen(kw_only=True)
 class SizeQuestion:
-    """A scenario and what must be kept on it, checked.
+    """A checked question.
 
     Attributes:
-        scenario: traffic and engine; its tensor-parallel size is one of `sizes`.
+        scenario: traffic and engine; `sizes` replaces its tensor-parallel size.
         asked: the options.
-        slo: what must be kept.
+        slo: the SLO to keep.
+
+    Raises:
+        InputError: an option is missing, wrong or has no effect.
     """
 
     scenario: Scenario
     asked: SizeOptions
-    slo: Slo
+    slo: Slo = attrs.field(init=False)
 
-    @classmethod
-    def of(cls, scenario: Scenario, asked: SizeOptions) -> "SizeQuestion":
-        """The question that options describe.
-
-        Raises:
-            InputError: an option is missing, wrong or has no effect.
-        """
-        slo = Slo(
-            ttft_p99_s=asked.slo_ttft_p99,
-            tpot_p99_s=asked.slo_tpot_p99,
-            goodput_share=asked.slo_goodput,
-            ttft_s=asked.slo_ttft,
-            tpot_s=asked.slo_tpot,
-        )
-        return cls(scenario=scenario, asked=asked, slo=slo)
+    @slo.default
+    def _read_slo(self) -> Slo:
+        asked = self.asked
+        p99 = {"ttft_p99_s": asked.slo_ttft_p99, "tpot_p99_s": asked.slo_tpot_p99}
+        return Slo(**p99, goodput_share=asked.slo_goodput, ttft_s=asked.slo_ttft, tpot_s=asked.slo_tpot)
 
     def __attrs_post_init__(self) -> None:
         asked = self.asked
@@ -101,8 +94,7 @@ class SizeQuestion:
         is_drawn = self.scenario.workload is not None or self.scenario.fit is not None
         if asked.seeds is not None and (asked.seeds < 1 or not is_drawn):
             raise InputError(
-                f"--seeds {asked.seeds} has no effect: it must be 1 or more, and only a --workload or a --fit is drawn "
-                "from a seed"
+                f"--seeds {asked.seeds} has no effect: it must be 1 or more, and only --workload and --fit use a seed"
             )
         if asked.jobs > 1 and not asked.tornado:
             raise InputError(f"--jobs {asked.jobs} has no effect without --tornado; leave it out")
@@ -126,7 +118,7 @@ class SizeQuestion:
 
     @property
     def seeds(self) -> tuple[int | None, ...]:
-        """Seeds of the workload; None where the options name none."""
+        """Seeds of the workload; (None,) without --seeds."""
         if self.asked.seeds is None:
             return (None,)
         first = self.scenario.seed or 0
@@ -137,7 +129,7 @@ class SizeQuestion:
         return size * self.scenario.pipeline_parallel_size * self.scenario.data_parallel_size
 
     def search(self, most: int) -> Search:
-        """What is looked for; `most` replicas at most."""
+        """The search for at most `most` replicas, or for the highest rate."""
         if self.asked.replicas is None:
             return FleetSearch(most=most)
         return RateSearch(num_replicas=self.asked.replicas)
@@ -158,7 +150,7 @@ class SizeQuestion:
         )
 
     def _named(self, size: int, seed: int | None) -> dict[str, Any]:
-        """Everything that a run depends on, in plain values: the name of a kept run."""
+        """Everything that a run depends on, in plain values: identifies a kept run."""
         scenario, asked = self.scenario, self.asked
         files = [*scenario.trace, scenario.fit, scenario.latency_table]
         files += [scenario.model] if scenario.model is not None and Path(scenario.model).is_file() else []

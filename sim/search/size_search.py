@@ -1,4 +1,4 @@
-"""`kvledger size`: the search over engine shapes and seeds, as one document that may be asked for at any moment."""
+"""Runs `kvledger size`: searches engine shapes and seeds for the smallest fleet, or the highest rate, with an SLO."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +20,8 @@ from .slo import SearchResult, Slo, Trial, confidence_interval, search_result
 from .tornado import assumptions_of, most_important, ranked, tornado
 
 HOURS_A_MONTH = 730
-# Of the requests that an idle engine can serve in time, the share that a fleet is asked to serve in time.
-SHARE_OF_THOSE_WHO_CAN = 0.99
+# Share of the feasible requests (those that an idle engine serves in time) that the relaxed SLO demands.
+SHARE_OF_FEASIBLE = 0.99
 
 
 def answer_of(question: SizeQuestion, best: Mapping[str, Any], trace: Mapping[str, Any]) -> Document:
@@ -60,7 +60,7 @@ def promises(slo: Slo) -> str:
 
 
 def misses(figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """What an SLO's figures miss, with the limits."""
+    """Lists the SLO figures that are missed, with their limits."""
     names = {"ttft_p99_s": "p99 TTFT", "tpot_p99_s": "p99 TPOT", "goodput_share": "goodput share"}
     parts = [
         f" {names[name]} {'missed' if figure['value'] is None else format(figure['value'], '.4g')}"
@@ -72,9 +72,9 @@ def misses(figures: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def slo_of_feasible_requests(slo: Slo, shapes: Sequence[Mapping[str, Any]]) -> Slo | None:
-    """The same limits for nearly as many requests as an idle engine serves in time; None where that is not the reason.
+    """Relax the SLO to nearly as many requests as an idle engine serves in time.
 
-    It is asked where every shape that has a pool misses the SLO even on an idle engine.
+    None unless every shape with a pool misses the SLO even on an idle engine.
     """
     planned = [shape for shape in shapes if shape["num_gpu_blocks"] is not None]
     if slo.goodput_share is not None or not planned or any(shape["searches"] for shape in planned):
@@ -82,15 +82,12 @@ def slo_of_feasible_requests(slo: Slo, shapes: Sequence[Mapping[str, Any]]) -> S
     shares = [shape["idle_share_in_time"] for shape in planned if shape["idle_share_in_time"]]
     if not shares:
         return None
-    share = math.floor(1000 * SHARE_OF_THOSE_WHO_CAN * max(shares)) / 1000
+    share = math.floor(1000 * SHARE_OF_FEASIBLE * max(shares)) / 1000
     return Slo(goodput_share=share, ttft_s=slo.ttft_p99_s, tpot_s=slo.tpot_p99_s) if share > 0 else None
 
 
 def assumptions_of_answer(best: Mapping[str, Any] | None, shapes: Sequence[Mapping[str, Any]], name: str) -> Document:
-    """What the answer rests on: where the pool comes from, and those of the run that is the answer.
-
-    Without an answer, those of the last shape that has any.
-    """
+    """Assumptions of the pool and of the answer's run; without an answer, of the last shape that has any."""
     if best is None:
         described = [shape for shape in shapes if shape["assumptions"]]
         if not described:
@@ -102,7 +99,7 @@ def assumptions_of_answer(best: Mapping[str, Any] | None, shapes: Sequence[Mappi
 
 
 def answer_trial(best: Mapping[str, Any], name: str) -> Document:
-    """The run that is the answer of a shape."""
+    """The run of a shape's answer."""
     trials = [trial for search in best["searches"] for trial in search["trials"]]
     return next(trial for trial in trials if trial["value"] == best[name] and trial["met"])
 
@@ -131,7 +128,7 @@ def _rate_sentence(question: SizeQuestion, best: Mapping[str, Any], per_s: float
 
 
 def _doubts(best: Mapping[str, Any]) -> list[str]:
-    """What the answer must not be told without."""
+    """Warnings that belong to the answer."""
     doubts: list[str] = []
     for search in best["searches"]:
         if search["is_monotone"]:
@@ -141,7 +138,7 @@ def _doubts(best: Mapping[str, Any]) -> list[str]:
         way = "up to {:.4g}" if "rate_scale" in best else "from {:.4g} on"
         safe = "" if search["safe"] is None else f"; every run {way.format(search['safe'])} kept it"
         doubts.append(
-            f" (NOT MONOTONE: {pair['missed']:.4g} {unit} missed it although {pair['met']:.4g} kept it{safe})"
+            f" (NOT MONOTONE: {pair['missed']:.4g} {unit} missed the SLO although {pair['met']:.4g} kept it{safe})"
         )
     return doubts[:1]
 
@@ -153,7 +150,7 @@ def _requests_per_s(rate_scale: float, trace: Mapping[str, Any]) -> float | None
 
 
 def _cost(question: SizeQuestion, best: Mapping[str, Any]) -> dict[str, float] | None:
-    """In the money that the price is in; None without a price."""
+    """In the currency of the price; None without a price."""
     price = question.asked.price_per_gpu_hour
     if price is None:
         return None
@@ -167,11 +164,11 @@ def _cost(question: SizeQuestion, best: Mapping[str, Any]) -> dict[str, float] |
     }
 
 
-INTERRUPTED = "interrupted before it was done"
+INTERRUPTED = "interrupted before it finished"
 
 
 class _Recorder(SearchWatch):
-    """Keeps the runs of the search that goes on, and passes on what it hears."""
+    """Keeps the runs of the current search and passes every call on."""
 
     def __init__(self, listener: SearchWatch) -> None:
         self._listener = listener
@@ -184,7 +181,7 @@ class _Recorder(SearchWatch):
         self._listener.routed(num_requests)
 
     def ended(self, trial: Trial) -> None:
-        self.trials[trial.value] = trial  # a full replay takes the place of a run that ended early
+        self.trials[trial.value] = trial  # a full replay replaces a run that stopped early
         self._listener.ended(trial)
 
     def left(self, num_runs: int) -> None:
@@ -192,7 +189,7 @@ class _Recorder(SearchWatch):
 
 
 class SizeStudy:
-    """The search over every shape. `document` holds what is done by the time that it is asked for."""
+    """Searches every shape. `to_dict` may be called at any time and holds the results so far."""
 
     def __init__(self, scenario: Scenario, asked: SizeOptions, watch: SearchWatch | None = None) -> None:
         """Check the question.
@@ -200,12 +197,12 @@ class SizeStudy:
         Args:
             scenario: traffic and engine.
             asked: the SLO and how to search.
-            watch: told how the search proceeds.
+            watch: called as the search proceeds.
 
         Raises:
             InputError: an option is missing, wrong or has no effect.
         """
-        self._question = question = SizeQuestion.of(scenario, asked)
+        self._question = question = SizeQuestion(scenario=scenario, asked=asked)
         self._watch = watch or SearchWatch()
         self._shapes: list[Document] = []
         self._settings: dict[tuple[int, int | None], Setting] = {}
@@ -218,15 +215,15 @@ class SizeStudy:
 
     @property
     def has_runs(self) -> bool:
-        """Whether there is anything to show."""
+        """Whether a shape has been tried."""
         return bool(self._shapes)
 
     def run(self) -> None:
-        """Search every shape, and ask what would change the answer.
+        """Search every shape; with --tornado, also find what changes the answer.
 
         Raises:
             InputError: an option or the trace is wrong.
-            KeyboardInterrupt: passed through; what is done by then is in `document`.
+            KeyboardInterrupt: passed on; `to_dict` has the results so far.
         """
         self._trace = _read_trace(self._question)
         for size in self._question.sizes:
@@ -238,8 +235,8 @@ class SizeStudy:
             self._search_feasible_requests()
         self._reason = None
 
-    def document(self) -> Document:
-        """`answer` (None where nothing keeps the SLO), `shapes`, `tornado`, `trace` and what all of it rests on."""
+    def to_dict(self) -> Document:
+        """The JSON document: `answer` (None if nothing keeps the SLO), `shapes`, `tornado`, `trace`, `assumptions`."""
         question, best = self._question, self._best()
         self._note_what_goes_on()
         return {
@@ -252,7 +249,7 @@ class SizeStudy:
             "shapes": self._shapes,
             "tornado": ranked(self._rows, self._name),
             "most_important": most_important(ranked(self._rows, self._name), self._name),
-            "instead": None if self._instead is None else self._instead.document(),
+            "instead": None if self._instead is None else self._instead.to_dict(),
             "not_done": self._reason,
         }
 
@@ -264,7 +261,7 @@ class SizeStudy:
         return min(found, key=lambda shape: (shape["gpus"], shape["replicas"]), default=None)
 
     def _most_replicas(self, gpus: int) -> int:
-        """A shape that needs more GPUs than the best one so far is no answer: it is not searched any further."""
+        """Most replicas of a shape that can be the answer: not more GPUs than the best shape so far."""
         best = self._best() if self._name == "replicas" else None
         most = self._question.asked.max_replicas
         return most if best is None else min(most, best["gpus"] // gpus)
@@ -275,7 +272,7 @@ class SizeStudy:
         row = _empty_row(size, gpus, self._name, question.asked.replicas)
         most = self._most_replicas(gpus)
         if most < 1:
-            row["reason"] = "one replica needs more GPUs than a smaller shape's whole fleet"
+            row["reason"] = "one replica needs more GPUs than the whole fleet of a smaller shape"
             self._shapes.append(row)
             return
         try:
@@ -292,7 +289,7 @@ class SizeStudy:
         self._search_seeds(row, engine, most)
 
     def _search_seeds(self, row: Document, engine: Engine, most: int) -> None:
-        """Every seed must keep the SLO: the answer is the worst one's."""
+        """Search every seed; the answer is that of the worst seed."""
         question, search = self._question, self._question.search(most)
         answers: list[float] = []
         for seed in question.seeds:
@@ -303,7 +300,9 @@ class SizeStudy:
                 figures = idle.verdict.figures
                 row["idle"], row["idle_share_in_time"] = figures, idle.share_in_time
                 if not idle.verdict.met:
-                    row["reason"] = f"no {_more(self._name)} helps: alone on an idle engine{misses(figures)}"
+                    row["reason"] = (
+                        f"no {_more(self._name)} helps; each request alone on an idle engine gives{misses(figures)}"
+                    )
                     row["assumptions"] = {**row["assumptions"], **setting.parts.latency.assumptions()}
                     return
             found = self._searched(
@@ -330,7 +329,7 @@ class SizeStudy:
         return found
 
     def _note_what_goes_on(self) -> None:
-        """The runs of a search that did not end, and between what its answer lies."""
+        """Add the runs of an unfinished search, and the bounds of its answer."""
         if self._going_on is None:
             return
         row, seed, recorder = self._going_on
@@ -356,7 +355,7 @@ class SizeStudy:
         tornado(setting, search, search.replay(setting, answer), assumptions, num_workers=workers, on_row=on_row)
 
     def _search_feasible_requests(self) -> None:
-        """Where no fleet keeps the SLO because some requests are too long: how many keep it for the others."""
+        """If some requests are too long for the SLO on any fleet, search the fleet that keeps it for the others."""
         relaxed = slo_of_feasible_requests(self._question.slo, self._shapes)
         if relaxed is not None:
             question = self._question
@@ -367,8 +366,15 @@ class SizeStudy:
             self._instead.run()
 
 
+def size_fleet(scenario: Scenario, asked: SizeOptions) -> SizeStudy:
+    """Run the whole search; see `SizeStudy`."""
+    study = SizeStudy(scenario, asked)
+    study.run()
+    return study
+
+
 def _read_trace(question: SizeQuestion) -> Document:
-    """What the trace is; a first reading also finds its bad rows before hours are spent on it."""
+    """Read the trace once: describes it, and finds bad rows before the long runs."""
     source = open_traffic(question.scenario)
     for _ in source:
         pass
@@ -397,7 +403,7 @@ def _search_as_dict(seed: int | None, found: SearchResult, name: str) -> Documen
 
 
 def _not_run(found: SearchResult) -> list[int]:
-    """Numbers below the answer that nobody tried."""
+    """Numbers below the answer that were not tried."""
     if found.answer is None:
         return []
     tried = {trial.value for trial in found.trials}
@@ -407,9 +413,9 @@ def _not_run(found: SearchResult) -> list[int]:
 def _why_none(found: SearchResult, most: int, name: str, *, is_bounded: bool) -> str:
     if name == "rate_scale":
         slowest = found.trials[0]
-        return f"not even at {slowest.value:g} times the rate: it gave{misses(slowest.verdict.figures)}"
-    as_many = ", which are as many GPUs as the best shape needs" if is_bounded else ""
-    return f"more than {most:,} replicas{as_many}: {most:,} gave{misses(found.trials[-1].verdict.figures)}"
+        return f"even {slowest.value:g} times the rate is too much: it gave{misses(slowest.verdict.figures)}"
+    as_many = ", the GPUs of the best shape" if is_bounded else ""
+    return f"needs more than {most:,} replicas{as_many}: {most:,} gave{misses(found.trials[-1].verdict.figures)}"
 
 
 def _between(found: SearchResult, name: str) -> str:

@@ -1,4 +1,4 @@
-"""How many engines keep an SLO on a trace: full replays of fleets of different sizes and shapes."""
+"""Searches how many engines keep an SLO on a trace, by replaying fleets of different sizes."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -14,22 +14,22 @@ from .slo import KeptTrials, SearchResult, Slo, SloTally, Trial, highest_meeting
 
 
 class _Missed(Exception):
-    """The SLO cannot be met any more: the rest of the run would change nothing."""
+    """The SLO cannot be met any more, so the rest of the run is skipped."""
 
 
 @attrs.frozen(kw_only=True)
 class Setting:
-    """One set of assumptions under which fleets are tried.
+    """Everything about a run except the number of replicas.
 
     Attributes:
-        open_trace: gives the trace afresh; called once a run.
+        open_trace: opens the trace again; called once per run.
         parts: of every engine.
-        slo: what must be kept.
+        slo: the SLO to keep.
         routing: name of the router.
         routing_load_weight: of prefix-aware routing.
-        data_parallel_size: ledgers a replica.
+        data_parallel_size: data-parallel ranks per replica.
         event_delay_s: see `FleetShape`.
-        named: plain values that tell this setting from every other one, for the trials that are kept.
+        named: plain values that identify this setting among kept trials.
         kept: where trials are kept.
     """
 
@@ -44,16 +44,16 @@ class Setting:
     kept: KeptTrials = attrs.field(factory=KeptTrials)
 
     def at_rate(self, rate: float) -> "Setting":
-        """The same with arrivals that come `rate` times as fast."""
+        """The same setting with requests arriving `rate` times as fast."""
         changed = {**self.named, "rate": rate}
         return attrs.evolve(self, open_trace=lambda: ChangedTrace(self.open_trace(), rate=rate), named=changed)
 
 
 class SearchWatch:
-    """Told how a search proceeds; the methods of this class do nothing."""
+    """Callbacks of a search; here they do nothing."""
 
     def starts(self, value: float, num_requests: int | None) -> None:
-        """A run of `value` starts; the trace has `num_requests` requests, where they are counted."""
+        """A run of `value` starts; the trace has `num_requests` requests, if known."""
 
     def routed(self, num_requests: int) -> None:
         """`num_requests` requests of the run have arrived."""
@@ -72,19 +72,19 @@ class SearchWatch:
 
 
 class Search(Protocol):
-    """What is looked for: a number that a fleet either keeps the SLO at or not."""
+    """Searches for the number at which a fleet just keeps the SLO."""
 
     @property
     def name(self) -> str:
-        """Of the number, in JSON."""
+        """Name of the number in JSON."""
         ...
 
     def find(self, setting: Setting, *, start: float | None, probes: int, watch: SearchWatch) -> SearchResult:
-        """The answer, and every run; both sides of it are full replays."""
+        """Find the answer; the runs on both sides of it are full replays."""
         ...
 
     def replay(self, setting: Setting, value: float) -> Trial:
-        """The full replay of one value."""
+        """Replay one value in full."""
         ...
 
 
@@ -96,15 +96,15 @@ def try_fleet(
     value: float | None = None,
     watch: SearchWatch | None = None,
 ) -> Trial:
-    """Replay the trace on `num_replicas` replicas, or read the run that is kept.
+    """Replay the trace on `num_replicas` replicas, or read the kept run.
 
     Args:
         setting: everything else.
         num_replicas: replicas of the fleet.
-        num_requests: how many requests the trace holds. Where it is given, the run ends as soon as more of them have
-            missed a limit than the SLO leaves room for; the trial then has no figures but how far it came.
+        num_requests: requests of the trace. If given, the run stops as soon as too many of them missed a limit; the
+            trial then only says at which request it stopped.
         value: of the trial; `num_replicas` unless given.
-        watch: hears how it gets on.
+        watch: called as the run proceeds.
     """
     watch = watch or SearchWatch()
     may_end_early = num_requests is not None
@@ -167,13 +167,13 @@ def _replayed(setting: Setting, num_replicas: int, num_requests: int | None, wat
 
 @attrs.frozen(kw_only=True)
 class FleetSearch:
-    """The smallest number of replicas that keeps the SLO, `most` at most."""
+    """Searches the smallest number of replicas, up to `most`, that keeps the SLO."""
 
     most: int
     name: str = "replicas"
 
     def find(self, setting: Setting, *, start: float | None, probes: int, watch: SearchWatch) -> SearchResult:
-        """Runs that miss the SLO end early, but for the one below the answer (or the largest, where none keeps it)."""
+        """Search; runs that miss the SLO stop early, except the one below the answer (without one, the largest)."""
         num_requests = sum(1 for _ in setting.open_trace())
         found = smallest_meeting(
             lambda count: try_fleet(setting, count, num_requests=num_requests, watch=watch),
@@ -188,19 +188,19 @@ class FleetSearch:
         return _run_to_its_end(found, nearest, lambda: try_fleet(setting, int(nearest.value), watch=watch))
 
     def replay(self, setting: Setting, value: float) -> Trial:
-        """The fleet of `value` replicas."""
+        """Replay a fleet of `value` replicas."""
         return try_fleet(setting, int(value))
 
 
 @attrs.frozen(kw_only=True)
 class RateSearch:
-    """How many times as fast as recorded the trace may come for a fleet to keep the SLO."""
+    """Searches the highest arrival rate, relative to the trace, at which a fleet keeps the SLO."""
 
     num_replicas: int
     name: str = "rate_scale"
 
     def find(self, setting: Setting, *, start: float | None, probes: int, watch: SearchWatch) -> SearchResult:
-        """Runs that miss the SLO end early, but for the one above the answer (or the slowest, where none keeps it)."""
+        """Search; runs that miss the SLO stop early, except the one above the answer (without one, the slowest)."""
         num_requests = sum(1 for _ in setting.open_trace())
 
         def run(rate: float, num_requests: int | None = num_requests) -> Trial:
@@ -213,12 +213,12 @@ class RateSearch:
         return found if nearest is None else _run_to_its_end(found, nearest, lambda: run(nearest.value, None))
 
     def replay(self, setting: Setting, value: float) -> Trial:
-        """The fleet at `value` times the rate."""
+        """Replay the fleet at `value` times the rate."""
         return try_fleet(setting.at_rate(value), self.num_replicas, value=value)
 
 
 def _run_to_its_end(found: SearchResult, missed: Trial, replay: Callable[[], Trial]) -> SearchResult:
-    """The full replay in place of a run that ended early."""
+    """Replace a run that stopped early by its full replay."""
     if "stopped_after_requests" not in missed.figures:
         return found
     full = replay()

@@ -1,4 +1,4 @@
-"""Service-level objectives, and whether a run met them."""
+"""Service-level objectives, whether a run met them, and searches for the boundary."""
 
 import hashlib
 import json
@@ -25,14 +25,14 @@ def _positive(_: object, attribute: "attrs.Attribute[float | None]", value: floa
 
 @attrs.frozen(kw_only=True)
 class Slo:
-    """What a service promises; every given part must hold. None: not promised.
+    """A service-level objective; every part that is not None must hold.
 
     Attributes:
-        ttft_p99_s: the 99th percentile (nearest rank) of TTFT, queueing included, over all requests.
-        tpot_p99_s: the same of TPOT, over requests of two tokens and more.
-        goodput_share: share of requests that keep both limits below; needs one of them at least.
-        ttft_s: limit of a single request, for the goodput.
-        tpot_s: the same of TPOT; a request of one token keeps it.
+        ttft_p99_s: limit of the 99th percentile (nearest rank) of TTFT, including queueing, over all requests.
+        tpot_p99_s: limit of the 99th percentile of TPOT, over requests of two or more tokens.
+        goodput_share: least share of requests that keep the limits below; needs at least one of them.
+        ttft_s: TTFT limit of a single request, for the goodput.
+        tpot_s: TPOT limit of a single request, for the goodput; a request of one token keeps it.
     """
 
     ttft_p99_s: float | None = attrs.field(default=None, validator=_positive)
@@ -45,8 +45,8 @@ class Slo:
         has_limits = self.ttft_s is not None or self.tpot_s is not None
         if self.ttft_p99_s is None and self.tpot_p99_s is None and self.goodput_share is None:
             raise InputError(
-                "what must the service keep? Give --slo-ttft-p99 SECONDS, --slo-tpot-p99 SECONDS, or --slo-goodput "
-                "SHARE with --slo-ttft or --slo-tpot"
+                "there is no SLO: give --slo-ttft-p99 SECONDS, --slo-tpot-p99 SECONDS, or --slo-goodput SHARE with "
+                "--slo-ttft or --slo-tpot"
             )
         if (self.goodput_share is not None) != has_limits:
             raise InputError("--slo-goodput SHARE and a limit for each request (--slo-ttft, --slo-tpot) go together")
@@ -54,7 +54,7 @@ class Slo:
             raise InputError(f"--slo-goodput is {self.goodput_share}; it must be a share above 0 and at most 1")
 
     def as_dict(self) -> dict[str, float]:
-        """The promises made."""
+        """The parts that are given."""
         return {name: value for name, value in attrs.asdict(self).items() if value is not None}
 
 
@@ -63,9 +63,9 @@ class Verdict:
     """Whether a run met an SLO.
 
     Attributes:
-        met: whether every promise held.
-        figures: for each promise: `limit`, `value` (None: no sample, or never, where more requests were refused than
-            the promise leaves room for) and `met`.
+        met: whether every part held.
+        figures: for each part of the SLO `limit`, `value` and `met`. `value` is None without a sample, and if so many
+            requests were rejected that the percentile is infinite.
     """
 
     met: bool
@@ -73,7 +73,7 @@ class Verdict:
 
 
 class SloTally:
-    """Collects the times of the finished requests of one run: `tally.finished` is its `on_finished`."""
+    """Collects the latencies of one run's finished requests; pass `tally.finished` as `on_finished`."""
 
     def __init__(self, slo: Slo) -> None:
         self._slo = slo
@@ -83,7 +83,7 @@ class SloTally:
         self._num_late = {"ttft_p99_s": 0, "tpot_p99_s": 0, "goodput_share": 0}
 
     def finished(self, record: RequestRecord) -> None:
-        """A request finished."""
+        """Add a finished request."""
         slo = self._slo
         self._ttft_s.append(record.ttft_s)
         if record.tpot_s is not None:
@@ -97,13 +97,13 @@ class SloTally:
         late["tpot_p99_s"] += slo.tpot_p99_s is not None and (record.tpot_s or 0.0) > slo.tpot_p99_s
 
     def is_lost(self, num_requests: int) -> bool:
-        """Whether the promises are broken already, however the rest of `num_requests` requests fares."""
+        """Whether the run of `num_requests` requests already misses the SLO, whatever the other requests do."""
         return any(count > room for count, room in self._rooms(num_requests).values())
 
     def _rooms(self, num_requests: int) -> dict[str, tuple[int, int]]:
-        """For each promise: how many requests were late, and how many may be of `num_requests`.
+        """For each part of the SLO: the late requests, and how many of `num_requests` may be late.
 
-        Fewer requests have a TPOT than there are, so its room is an upper bound.
+        Requests of one token have no TPOT, so the second number is an upper bound for TPOT.
         """
         room = num_requests - max(1, -(-PERCENT * num_requests // 100))
         rooms = {name: (self._num_late[name], room) for name in ("ttft_p99_s", "tpot_p99_s")}
@@ -113,7 +113,7 @@ class SloTally:
         return rooms
 
     def lost(self) -> Verdict:
-        """The run was ended because the SLO could not be met any more: no figure is final."""
+        """The verdict of a run that stopped early because it misses the SLO; no figure is final."""
         limits = self._slo.as_dict()
         named = [name for name in self._num_late if name in limits]
         return Verdict(
@@ -125,7 +125,7 @@ class SloTally:
         )
 
     def verdict(self, num_requests: int) -> Verdict:
-        """The run of `num_requests` requests is over; those that did not finish never got a token."""
+        """The verdict of a complete run; requests that did not finish count as infinitely late."""
         slo = self._slo
         num_lost = num_requests - len(self._ttft_s)
         figures: dict[str, Document] = {}
@@ -145,7 +145,7 @@ def _within(limit: float, value: float | None) -> Document:
 
 
 def _percentile(samples: list[float], num_lost: int) -> float | None:
-    """Nearest rank over the samples and as many infinite ones as requests were lost."""
+    """The 99th percentile (nearest rank) of the samples plus `num_lost` infinite ones."""
     count = len(samples) + num_lost
     if not count:
         return None
@@ -154,14 +154,14 @@ def _percentile(samples: list[float], num_lost: int) -> float | None:
 
 
 TOLERANCE = 0.02
-# Runs that must meet the SLO one after the other beyond one that missed it, before the first of them is called safe.
+# After a missed run, this many runs in a row must meet the SLO before the first of them counts as safe.
 IN_A_ROW = 2
 MOST_UNTIL_SAFE = 16
 
 
 @attrs.frozen(kw_only=True)
 class Trial:
-    """One full replay: what was tried, whether it met the SLO, and its figures."""
+    """One replay: the tried value, whether it met the SLO, and its figures."""
 
     value: float
     verdict: Verdict
@@ -182,11 +182,11 @@ class SearchResult:
     """What a search found.
 
     Attributes:
-        answer: the boundary: the smallest number (or highest rate) such that it met the SLO and the next one below
-            (above) that was tried did not; None: nothing within the bounds meets it, or the search did not end.
-        trials: every run, in ascending order of what was tried.
-        contradictions: pairs (met, missed) that speak against monotony: more should do whatever less did.
-        safe: from this number on (up to this rate) everything that was run met the SLO; None: nothing did.
+        answer: the boundary: the smallest number (or highest rate) that met the SLO while the next tried one below
+            (above) it missed. None if nothing within the bounds meets the SLO, or the search did not end.
+        trials: every run, in ascending order of the tried value.
+        contradictions: pairs (met, missed) where more capacity (or less traffic) missed the SLO and less met it.
+        safe: every run from this number on (up to this rate) met the SLO; None if there is none.
     """
 
     answer: float | None
@@ -196,7 +196,7 @@ class SearchResult:
 
     @property
     def is_monotone(self) -> bool:
-        """Whether all runs agree that more capacity (or less traffic) never hurts."""
+        """Whether more capacity (or less traffic) never hurt."""
         return not self.contradictions
 
     def trial(self, value: float) -> Trial:
@@ -205,7 +205,7 @@ class SearchResult:
 
 
 def search_result(trials: Sequence[Trial], answer: float | None, *, more_is_better: bool) -> SearchResult:
-    """What the runs of a search say, whether it ended or not."""
+    """Summarize the runs of a search, whether it ended or not."""
     ascending = tuple(sorted(trials, key=lambda trial: trial.value))
     ordered = ascending if more_is_better else ascending[::-1]
     contradictions = [
@@ -224,8 +224,8 @@ Run = Callable[[Any], Trial]
 OnLeft = Callable[[int], None]
 
 
-def _nobody(left: int) -> None:
-    """Nobody asked how many runs are left."""
+def _no_callback(left: int) -> None:
+    """Ignore how many runs are left."""
 
 
 class _Runs:
@@ -245,28 +245,28 @@ class _Runs:
 
 
 def smallest_meeting(
-    run: Run, *, start: int = 1, most: int = 64, probes: int = 1, on_left: OnLeft = _nobody
+    run: Run, *, start: int = 1, most: int = 64, probes: int = 1, on_left: OnLeft = _no_callback
 ) -> SearchResult:
-    """The smallest whole number, from 1 to `most`, whose run meets the SLO.
+    """Find the smallest whole number, from 1 to `most`, whose run meets the SLO.
 
-    From `start` on, steps of 1, 2, 4, ... up or down bracket the answer; bisection closes the bracket. So the answer N
-    was run, and N - 1 (unless N is 1) was run and did not meet it. `probes` numbers on either side that were not run
-    yet, nearest first, check that answers are monotone; if one disagrees, the result says so.
+    Steps of 1, 2, 4, ... from `start` up or down bracket the answer; bisection closes the bracket. So the answer N ran
+    and met the SLO, and N - 1 (unless N is 1) ran and missed it. `probes` more runs on either side, nearest first,
+    check that results are monotone; the result lists contradictions.
 
     Args:
         run: replays one value.
         start: where the answer is expected.
-        most: where to give up.
-        probes: how many more numbers to run on either side of the answer.
-        on_left: told, once the answer is bracketed, how many runs are left at most.
+        most: largest number to try.
+        probes: more runs on either side of the answer.
+        on_left: called, once the answer is bracketed, with the most runs that are left.
 
     Raises:
-        InputError: bounds that hold nothing.
+        InputError: `start` is out of bounds.
     """
     if not 1 <= start <= most:
         raise InputError(f"the search starts at {start}; it must be at least 1 and at most {most}")
     runs = _Runs(run)
-    missed, met = 0, most + 1  # nothing is below 1; whether `most` does is still to be seen
+    missed, met = 0, most + 1  # no number below 1 exists, and `most` is not known to meet the SLO
     value, step = start, 1
     upwards = not runs.met(start)
     while True:
@@ -305,19 +305,21 @@ def highest_meeting(
     highest: float = 64.0,
     tolerance: float = TOLERANCE,
     probes: int = 1,
-    on_left: OnLeft = _nobody,
+    on_left: OnLeft = _no_callback,
 ) -> SearchResult:
-    """The highest rate, within a relative tolerance, whose run meets the SLO.
+    """Find the highest rate, within a relative tolerance, whose run meets the SLO.
 
-    From `start` on, factors of 2 bracket the answer; bisection of the logarithm closes the bracket to `tolerance`: the
-    answer r was run and met, and a rate of at most `r * (1 + tolerance)` was run and did not. `probes` further rates on
-    either side, ever farther away, check for answers that are not monotone.
+    Factors of 2 from `start` bracket the answer; bisection of the logarithm closes the bracket to `tolerance`: the
+    answer r ran and met the SLO, and a rate of at most `r * (1 + tolerance)` ran and missed it. `probes` more rates on
+    either side, each farther away, check that results are monotone.
 
     Raises:
-        InputError: bounds that hold nothing, or a tolerance that is none.
+        InputError: `start` is out of bounds, or the tolerance is not positive.
     """
     if not 0 < lowest <= start <= highest or not tolerance > 0:
-        raise InputError(f"the search from {start} within {lowest} to {highest} to {tolerance}: bounds must hold it")
+        raise InputError(
+            f"the search starts at {start}; it must be from {lowest} to {highest}, with a tolerance above 0"
+        )
     runs = _Runs(run)
     met, missed = _bracket(runs, start, lowest, highest)
     if met is None or missed is None:
@@ -340,9 +342,9 @@ def highest_meeting(
 
 
 def _until_safe(runs: _Runs, values: Iterable[float], *, more_is_better: bool) -> None:
-    """Where something beyond the answer missed: go on until two in a row meet, so that there is a safe number to name.
+    """If a run beyond the answer missed, run more until two in a row meet, which gives a safe value.
 
-    `values` go from the answer to ever more capacity (or less traffic).
+    `values` go from the answer to more and more capacity (or less traffic).
     """
     sign = 1 if more_is_better else -1
     in_order = list(values)
@@ -365,7 +367,7 @@ def _probe(runs: _Runs, values: Sequence[float], on_left: OnLeft) -> None:
 
 
 def _bracket(runs: _Runs, start: float, lowest: float, highest: float) -> tuple[float | None, float | None]:
-    """A rate that met the SLO and one, twice as high at most, that missed it; None for what is beyond the bounds."""
+    """A rate that met the SLO and one, at most twice as high, that missed it; None for one that is out of bounds."""
     value = start
     met: float | None = None
     missed: float | None = None
@@ -390,7 +392,7 @@ _T_95_MORE = 2.131
 
 @attrs.frozen(kw_only=True)
 class Interval:
-    """A mean over seeds and its 95 % confidence interval (Student's t); None where one seed tells nothing."""
+    """A mean over seeds and its 95 % confidence interval (Student's t); the bounds are None for one seed."""
 
     mean: float
     low: float | None
@@ -403,7 +405,7 @@ class Interval:
 
 
 def confidence_interval(samples: Sequence[float]) -> Interval:
-    """The mean of samples, one a seed, and where it lies with 95 % confidence.
+    """The mean of the samples and its 95 % confidence interval.
 
     Beyond 16 samples the quantile of 15 degrees of freedom is used, which is a little too wide.
     """
@@ -419,19 +421,17 @@ def confidence_interval(samples: Sequence[float]) -> Interval:
     return Interval(mean=mean, low=mean - half, high=mean + half, num_samples=count)
 
 
-# Runs of a search that are kept in a folder, so that a search that was stopped goes on where it was.
-
 TRIAL_FORMAT = 1
 
 
 @attrs.frozen
 class KeptTrials:
-    """Trials by what they compute, each in a file of its own; without a folder nothing is kept."""
+    """Keeps each trial in a file named after its inputs, so that a stopped search continues; None: keeps nothing."""
 
     folder: Path | None = None
 
     def trial(self, named: Mapping[str, Any], run: Callable[[], Trial]) -> Trial:
-        """The kept trial of that name, or the one that `run` gives, which is kept then, whole or not at all."""
+        """The kept trial with this name, or the result of `run`, which is then kept atomically."""
         if self.folder is None:
             return run()
         path = self.folder / f"{_digest(named)}.json"
@@ -449,15 +449,15 @@ class KeptTrials:
 
 
 def _digest(named: Mapping[str, Any]) -> str:
-    said = json.dumps([TRIAL_FORMAT, named], sort_keys=True, default=str)
-    return hashlib.sha256(said.encode()).hexdigest()[:32]
+    text = json.dumps([TRIAL_FORMAT, named], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _read(path: Path) -> Trial:
-    """Raises `InputError` for a file that is no trial."""
+    """Read a kept trial. Raises InputError if the file is not one."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         verdict = Verdict(met=kept.pop("met"), figures=kept.pop("slo"))
         return Trial(value=kept.pop("value"), verdict=verdict, figures=kept)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InputError(f"{path} holds no kept run ({error}); delete it, and it is run again") from None
+        raise InputError(f"{path} is not a kept run ({error}); delete it to run it again") from None

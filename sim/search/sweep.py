@@ -1,4 +1,4 @@
-"""A grid of runs of any command, in any number of processes: resumable, in one order, to the last byte the same."""
+"""Runs a command over a grid of options in any number of processes; resumable, with the same bytes every time."""
 
 import hashlib
 import json
@@ -12,10 +12,10 @@ from typing import Any
 import attrs
 
 from ...core.errors import InputError, KVLedgerError
-from ..figures import Document, at_path
+from ..figures import Document, at_path, figure_at
 from .jobs import job, reason
 
-# Figures that depend on the machine's clock have no place in a row.
+# Figures that depend on the machine are removed from a row.
 NOT_REPRODUCIBLE = ("timing",)
 POINT_FORMAT = 1
 PORTION_OF_A_WORKER = 8
@@ -24,9 +24,9 @@ _REQUIREMENT = re.compile(r"^\s*([\w.]+)\s*(<=|>=)\s*([-+.\deE]+)\s*$")
 
 @attrs.frozen(kw_only=True)
 class Point:
-    """One run: a command, its positional arguments (trace files) and its options as typed.
+    """One run: a command, its trace files and its options as typed.
 
-    `content` stands for what the files hold, so that a kept result of other content is not mistaken for this one's.
+    `content` is a digest of the files, so that a kept result of other content is not used.
     """
 
     command: str
@@ -36,22 +36,22 @@ class Point:
 
     @property
     def key(self) -> str:
-        """Names the point by what it computes."""
-        said = json.dumps([POINT_FORMAT, self.command, self.content, sorted(self.options)])
-        return hashlib.sha256(said.encode()).hexdigest()[:32]
+        """Identifies the point's inputs; the name of its kept result."""
+        text = json.dumps([POINT_FORMAT, self.command, self.content, sorted(self.options)])
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def grid(axes: Mapping[str, Sequence[str]]) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Every combination of the axes' values, the last axis fastest; one empty combination without axes."""
+    """Yield every combination of the axes' values, the last axis fastest; one empty combination without axes."""
     for values in product(*axes.values()):
         yield tuple(zip(axes, values, strict=True))
 
 
 def parse_axis(text: str) -> tuple[str, tuple[str, ...]]:
-    """`block-size=16,32,64` -> its name and values; `seed=0..9` counts.
+    """Parse `block-size=16,32,64` or `seed=0..9` to name and values.
 
     Raises:
-        InputError: no name, no values, or a value named twice.
+        InputError: no name, no values, or a repeated value.
     """
     name, separator, listed = text.partition("=")
     name = name.strip().lstrip("-")
@@ -69,7 +69,7 @@ def parse_axis(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def content_of(files: Iterable[str]) -> str:
-    """A digest of what the files, and those in folders, hold. Raises `InputError` for one that cannot be read."""
+    """A digest of the files, and of those in folders. Raises InputError for a file that cannot be read."""
     digest = hashlib.sha256()
     paths = [Path(name) for name in files]
     inside = [sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path] for path in paths]
@@ -83,10 +83,10 @@ def content_of(files: Iterable[str]) -> str:
 
 
 def run_point(point: Point, kept_in: str | None) -> Document:
-    """The row of one point: `options`, and its `result`, or the `error` for which it has none.
+    """Run one point; its row has `options` and either `result` or `error`.
 
-    A result that is kept in the folder `kept_in` is read; a new one is kept there, whole or not at all. An error is
-    not kept: the next run tries again.
+    A result in the folder `kept_in` is read, and a new one is written there atomically. Errors are not kept, so the
+    next sweep tries again.
     """
     kept = None if kept_in is None else Path(kept_in) / f"{point.key}.json"
     if kept is not None and kept.is_file():
@@ -113,18 +113,18 @@ def run_sweep(
     cluster: bool = False,
     on_row: Callable[[Document], None] = lambda row: None,
 ) -> list[Document]:
-    """The rows of all points, in their order, whatever the workers do.
+    """Run all points; returns their rows in the order of the points.
 
     Args:
         points: what to run.
-        num_workers: processes; with `cluster`, tasks at the same time.
-        kept_in: a folder for finished points, which are not computed again; on a cluster it must be shared.
-        cluster: whether joblib runs on Ray (`ray.init` decides which cluster; a local one unless told otherwise).
-        on_row: hears of each row, in order, as it is there.
+        num_workers: processes; with `cluster`, concurrent tasks.
+        kept_in: a folder of finished points, which do not run again; on a cluster it must be shared.
+        cluster: whether joblib runs on Ray (`ray.init` decides which cluster; a local one by default).
+        on_row: called with each finished row, in order.
 
     Raises:
-        InputError: no worker, or Ray is not installed.
-        KeyboardInterrupt: passed through; what is done by then was told to `on_row`, and is kept.
+        InputError: `num_workers` is below 1, or Ray is not installed.
+        KeyboardInterrupt: passed on; `on_row` was called with the finished rows, and they are kept.
     """
     from joblib import Parallel, delayed, parallel_config
 
@@ -133,7 +133,7 @@ def run_sweep(
     if kept_in is not None:
         Path(kept_in).mkdir(parents=True, exist_ok=True)
     backend = _ray_backend() if cluster else "loky"
-    # Ray's backend hands its results over all at once, so it is given the points in portions.
+    # Ray's backend returns all results at once, so it gets the points in portions.
     portion = PORTION_OF_A_WORKER * num_workers if cluster else max(len(points), 1)
     rows: list[Document] = []
     with (
@@ -149,7 +149,7 @@ def run_sweep(
 
 
 def best_row(rows: Sequence[Document], path: str, maximize: bool, required: Sequence[str]) -> int | None:
-    """The index of the first row with the smallest (or largest) figure among those that meet all requirements.
+    """Index of the first row with the smallest (or largest) figure among those that meet all requirements.
 
     Args:
         rows: of a sweep.
@@ -158,12 +158,12 @@ def best_row(rows: Sequence[Document], path: str, maximize: bool, required: Sequ
         required: such as `ttft_s.p99<=2`.
 
     Raises:
-        InputError: a requirement that cannot be read, or a path that no result has.
+        InputError: a malformed requirement, or a path that a result does not have.
     """
     bounds = [_requirement(text) for text in required]
     results = {index: row["result"] for index, row in enumerate(rows) if "result" in row}
     candidates = [index for index, result in results.items() if all(_meets(result, *bound) for bound in bounds)]
-    figures = {index: _figure(results[index], path) for index in candidates}
+    figures = {index: figure_at(results[index], path) for index in candidates}
     known = [index for index, figure in figures.items() if figure is not None]
     sign = -1 if maximize else 1
     return min(known, key=lambda index: (sign * figures[index], index), default=None)
@@ -186,22 +186,15 @@ def _requirement(text: str) -> tuple[str, str, float]:
 
 
 def _meets(result: Document, path: str, relation: str, bound: float) -> bool:
-    figure = _figure(result, path)
+    figure = figure_at(result, path)
     if figure is None:
         return False
     return figure <= bound if relation == "<=" else figure >= bound
 
 
-def _figure(result: Document, path: str) -> Any:
-    try:
-        return at_path(result, path)
-    except (KeyError, IndexError, ValueError, TypeError):
-        raise InputError(f"there is no figure {path!r} in the result; it has {', '.join(result)}") from None
-
-
 @attrs.frozen(kw_only=True)
 class SweepQuestion:
-    """What `kvledger sweep` was asked, as typed."""
+    """The options of `kvledger sweep`, as typed."""
 
     command: str
     files: tuple[str, ...]
@@ -217,15 +210,15 @@ class SweepQuestion:
     def __attrs_post_init__(self) -> None:
         job(self.command)  # refuses an unknown one
         if self.minimize is not None and self.maximize is not None:
-            raise InputError("give --minimize or --maximize, not both: there is one best row")
+            raise InputError("give --minimize or --maximize, not both")
         if self.require and self.minimize is None and self.maximize is None:
-            raise InputError("--require needs --minimize or --maximize: which of the rows that meet it is best?")
+            raise InputError("--require needs --minimize or --maximize to choose among the rows that meet it")
 
     def points(self) -> list[Point]:
         """Every point, in the order of the grid.
 
         Raises:
-            InputError: no axis, an option named twice, or a file that cannot be read.
+            InputError: no axis, a repeated option, or a file that cannot be read.
         """
         if not self.axes:
             raise InputError("a sweep needs --grid NAME=V1,V2,... at least once")
@@ -249,7 +242,7 @@ class SweepQuestion:
 
 
 class Sweep:
-    """One run of all points. `document` may be asked for at any moment: it holds the rows that are done by then."""
+    """Runs all points. `to_dict` may be called at any time and has the finished rows."""
 
     def __init__(self, question: SweepQuestion) -> None:
         self._question = question
@@ -258,58 +251,53 @@ class Sweep:
 
     @property
     def num_points(self) -> int:
-        """How many points the grid has."""
+        """Number of points of the grid."""
         return len(self._points)
 
     def run(self, on_row: Callable[[Document], None] = lambda row: None) -> None:
-        """Run every point; `on_row` is called with each row as it is done.
+        """Run every point; `on_row` is called with each finished row.
 
         Raises:
-            KeyboardInterrupt: passed through; the rows done by then are in `document`.
+            KeyboardInterrupt: passed on; `to_dict` has the finished rows.
         """
-        question = self._question
 
         def keep(row: Document) -> None:
             self.rows.append(row)
             on_row(row)
 
+        asked = self._question
         run_sweep(
-            self._points,
-            num_workers=question.num_workers,
-            kept_in=question.kept_in,
-            cluster=question.cluster,
-            on_row=keep,
+            self._points, num_workers=asked.num_workers, kept_in=asked.kept_in, cluster=asked.cluster, on_row=keep
         )
 
-    def document(self) -> Document:
-        """`command`, `grid`, `rows` in the order of the grid, and `best`.
+    def to_dict(self) -> Document:
+        """The JSON document: `command`, `grid`, `rows` in the order of the grid, and `best`.
 
-        It does not say how many workers there were, nor when: it is the same, byte for byte, for all of them.
+        It is the same, byte for byte, for any number of workers.
         """
-        return _document(self._question, self.rows, len(self._points))
+        question, rows = self._question, self.rows
+        return {
+            "command": question.command,
+            "trace": list(question.files),
+            "grid": {name: list(values) for name, values in map(parse_axis, question.axes)},
+            "num_failed": sum("error" in row for row in rows),
+            "num_not_done": self.num_points - len(rows),
+            "rows": rows,
+            "best": self._best(),
+        }
 
-
-def _document(question: SweepQuestion, rows: list[Document], num_points: int) -> Document:
-    figure = question.minimize or question.maximize
-    index = None if figure is None else best_row(rows, figure, question.maximize is not None, question.require)
-    return {
-        "command": question.command,
-        "trace": list(question.files),
-        "grid": {name: list(values) for name, values in map(parse_axis, question.axes)},
-        "num_failed": sum("error" in row for row in rows),
-        "num_not_done": num_points - len(rows),
-        "rows": rows,
-        "best": None if figure is None else _best(rows, index, question, figure),
-    }
-
-
-def _best(rows: list[Document], index: int | None, question: SweepQuestion, figure: str) -> Document:
-    asked = {
-        "figure": figure,
-        "of": "smallest" if question.minimize else "largest",
-        "require": list(question.require),
-    }
-    if index is None:
-        return {**asked, "index": None, "options": None, "value": None}
-    row = rows[index]
-    return {**asked, "index": index, "options": row["options"], "value": at_path(row["result"], figure)}
+    def _best(self) -> Document | None:
+        question = self._question
+        figure = question.minimize or question.maximize
+        if figure is None:
+            return None
+        index = best_row(self.rows, figure, question.maximize is not None, question.require)
+        row = None if index is None else self.rows[index]
+        return {
+            "figure": figure,
+            "of": "smallest" if question.minimize else "largest",
+            "require": list(question.require),
+            "index": index,
+            "options": None if row is None else row["options"],
+            "value": None if row is None else at_path(row["result"], figure),
+        }

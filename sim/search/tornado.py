@@ -1,4 +1,4 @@
-"""How an answer moves with each assumption: one thing changed at a time, the search run again."""
+"""Changes one assumption at a time and searches again, to show how the answer depends on each."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,36 +16,32 @@ from .slo import Trial
 Change = Callable[[Setting], Setting]
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Assumption:
-    """Something that could be otherwise: how the setting looks at its low and its high end."""
+    """An assumption, with the label and the change of the setting at its low and at its high end."""
 
     name: str
-    low_label: str
-    high_label: str
-    low: Change
-    high: Change
+    low: tuple[str, Change]
+    high: tuple[str, Change]
 
 
 def assumptions_of(setting: Setting) -> list[Assumption]:
-    """What is worth changing in a setting: traffic, latency model, pool, scheduler, router."""
-    out = [
-        Assumption(name="traffic", low_label="x 0.8", high_label="x 1.25", low=_rate(0.8), high=_rate(1.25)),
-        Assumption(name="output lengths", low_label="x 0.8", high_label="x 1.25", low=_output(0.8), high=_output(1.25)),
-        Assumption(name="blocks of the pool", low_label="x 0.8", high_label="x 1.25", low=_pool(0.8), high=_pool(1.25)),
+    """The assumptions to change: traffic, latency model, pool, scheduler, router."""
+    return [
+        _scaled("traffic", 0.8, 1.25, lambda s, by: _with_trace(s, rate=by)),
+        _scaled("output lengths", 0.8, 1.25, lambda s, by: _with_trace(s, output=by)),
+        _scaled("blocks of the pool", 0.8, 1.25, _with_pool),
+        _scaled("max_num_batched_tokens", 0.5, 2, _with_batched_tokens),
         Assumption(
-            name="max_num_batched_tokens", low_label="x 0.5", high_label="x 2", low=_batched(0.5), high=_batched(2.0)
+            "routing",
+            ("round-robin", lambda s: attrs.evolve(s, routing="round-robin", routing_load_weight=None)),
+            ("prefix-aware", lambda s: attrs.evolve(s, routing="prefix-aware")),
         ),
         Assumption(
-            name="routing",
-            low_label="round-robin",
-            high_label="prefix-aware",
-            low=_routing("round-robin"),
-            high=_routing("prefix-aware"),
+            "prefix caching", ("off", lambda s: _with_caching(s, False)), ("on", lambda s: _with_caching(s, True))
         ),
-        Assumption(name="prefix caching", low_label="off", high_label="on", low=_caching(False), high=_caching(True)),
+        *_of_latency(setting.parts.latency),
     ]
-    return [*out, *_of_latency(setting)]
 
 
 def tornado(
@@ -57,18 +53,18 @@ def tornado(
     num_workers: int = 1,
     on_row: Callable[[Document], None] = lambda row: None,
 ) -> list[Document]:
-    """For each assumption the answer at both ends, and the SLO's figures of the unchanged answer there.
+    """Find the answer at both ends of each assumption, and the first SLO figure of the unchanged answer there.
 
-    Rows come with the largest swing of the answer first, then the largest swing of the first SLO figure. An end whose
-    setting does not go together is named with its reason instead.
+    Rows are sorted by the swing of the answer, then by the swing of the SLO figure, largest first. An end that does
+    not work with the setting has the reason instead.
 
     Args:
-        setting: everything as it is.
-        search: what was looked for.
-        answer: the run of what was found, to its end.
-        assumptions: what to change, one at a time.
+        setting: the unchanged setting.
+        search: the search that gave the answer.
+        answer: the full replay of the answer.
+        assumptions: to change, one at a time.
         num_workers: processes; the rows are the same for any number.
-        on_row: hears of each row as it is there, in the order of the assumptions.
+        on_row: called with each finished row, in the order of the assumptions.
     """
     rows: list[Document] = []
     for row in _rows(setting, search, answer, assumptions, num_workers):
@@ -83,7 +79,7 @@ def ranked(rows: Sequence[Document], name: str) -> list[Document]:
 
 
 def most_important(rows: Sequence[Document], name: str) -> list[str]:
-    """The two assumptions that move the answer most, or, where it stays, its figure; fewer where nothing moves."""
+    """The (at most two) assumptions that change the answer, or else its SLO figure, most."""
     moving = [row["assumption"] for row in rows if row[f"swing_{name}"] or row["swing_slo"]]
     return moving[:2]
 
@@ -104,15 +100,15 @@ def _rows(
 def tornado_row(setting: Setting, search: Search, answer: Trial, one: Assumption) -> Document:
     """The row of one assumption."""
     row: Document = {"assumption": one.name}
-    row["low"] = _end(one.name, one.low_label, setting, one.low, search, answer)
-    row["high"] = _end(one.name, one.high_label, setting, one.high, search, answer)
+    row["low"] = _end(one.name, *one.low, setting, search, answer)
+    row["high"] = _end(one.name, *one.high, setting, search, answer)
     beyond = search.most + 1 if isinstance(search, FleetSearch) else 0.0
     row[f"swing_{search.name}"] = _swing(row, search.name, beyond)
     row["swing_slo"] = _swing(row, "slo_value", None)
     return row
 
 
-def _end(name: str, label: str, setting: Setting, change: Change, search: Search, answer: Trial) -> Document:
+def _end(name: str, label: str, change: Change, setting: Setting, search: Search, answer: Trial) -> Document:
     try:
         changed = change(setting)
         if changed == setting:
@@ -129,12 +125,12 @@ def _end(name: str, label: str, setting: Setting, change: Change, search: Search
 
 def _end_as_dict(label: str, name: str, answer: float | None, there: Trial) -> Document:
     first = next(iter(there.verdict.figures.values()))
-    kept = {} if answer is not None else {"reason": "nothing tried keeps the SLO"}
+    kept = {} if answer is not None else {"reason": "no tried value keeps the SLO"}
     return {"value": label, name: answer, "slo_value": first["value"], **kept}
 
 
 def _swing(row: Document, figure: str, missing: float | None) -> float:
-    """How far apart the two ends are; `missing` stands for an end without a figure (None: the swing is unknown, 0)."""
+    """Distance between the two ends; `missing` replaces an end without a figure (None: the swing counts as 0)."""
     ends = [row[end] for end in ("low", "high")]
     if any("does_not_apply" in end for end in ends):
         return 0.0
@@ -142,87 +138,59 @@ def _swing(row: Document, figure: str, missing: float | None) -> float:
     return 0.0 if low is None or high is None else abs(high - low)
 
 
-def _rate(factor: float) -> Change:
-    return lambda s: attrs.evolve(s, open_trace=lambda: ChangedTrace(s.open_trace(), rate=factor))
+def _scaled(name: str, low: float, high: float, change: Callable[[Setting, float], Setting]) -> Assumption:
+    """An assumption that is multiplied by `low` at one end and by `high` at the other."""
+    return Assumption(name, (f"x {low:g}", lambda s: change(s, low)), (f"x {high:g}", lambda s: change(s, high)))
 
 
-def _output(factor: float) -> Change:
-    return lambda s: attrs.evolve(s, open_trace=lambda: ChangedTrace(s.open_trace(), output=factor))
+def _with_trace(setting: Setting, **factors: float) -> Setting:
+    return attrs.evolve(setting, open_trace=lambda: ChangedTrace(setting.open_trace(), **factors))
 
 
-def _pool(factor: float) -> Change:
-    def change(setting: Setting) -> Setting:
-        config = setting.parts.allocator
-        allocator = attrs.evolve(config, num_blocks=max(2, round(config.num_blocks * factor)))
-        return attrs.evolve(setting, parts=attrs.evolve(setting.parts, allocator=allocator))
-
-    return change
+def _with_parts(setting: Setting, **changes: Any) -> Setting:
+    return attrs.evolve(setting, parts=attrs.evolve(setting.parts, **changes))
 
 
-def _batched(factor: float) -> Change:
-    def change(setting: Setting) -> Setting:
-        config = setting.parts.scheduler
-        scheduler = attrs.evolve(config, max_num_batched_tokens=round(config.max_num_batched_tokens * factor))
-        return attrs.evolve(setting, parts=attrs.evolve(setting.parts, scheduler=scheduler))
-
-    return change
+def _with_pool(setting: Setting, factor: float) -> Setting:
+    config = setting.parts.allocator
+    return _with_parts(setting, allocator=attrs.evolve(config, num_blocks=max(2, round(config.num_blocks * factor))))
 
 
-def _routing(name: str) -> Change:
-    return lambda s: attrs.evolve(
-        s, routing=name, routing_load_weight=s.routing_load_weight if name == "prefix-aware" else None
-    )
+def _with_batched_tokens(setting: Setting, factor: float) -> Setting:
+    config = setting.parts.scheduler
+    tokens = round(config.max_num_batched_tokens * factor)
+    return _with_parts(setting, scheduler=attrs.evolve(config, max_num_batched_tokens=tokens))
 
 
-def _caching(on: bool) -> Change:
-    def change(setting: Setting) -> Setting:
-        allocator = attrs.evolve(setting.parts.allocator, enable_caching=on)
-        return attrs.evolve(setting, parts=attrs.evolve(setting.parts, allocator=allocator))
-
-    return change
+def _with_caching(setting: Setting, is_on: bool) -> Setting:
+    return _with_parts(setting, allocator=attrs.evolve(setting.parts.allocator, enable_caching=is_on))
 
 
-def _of_latency(setting: Setting) -> list[Assumption]:
-    latency = setting.parts.latency
+def _of_latency(latency: Any) -> list[Assumption]:
     if isinstance(latency, LinearLatency):
         names = ("base_s", "prefill_token_s", "decode_seq_s")
-        return [_coefficient(f"latency: {name}", name, 0.8, 1.25) for name in names]
+        return [_scaled(f"latency: {name}", 0.8, 1.25, _with_coefficient(latency, name)) for name in names]
     if isinstance(latency, RooflineLatency):
         shares = ("compute_efficiency", "weights_bandwidth_efficiency", "kv_bandwidth_efficiency", "link_efficiency")
+        times = {"fixed cost of a step": "step_s", "us per layer": "layer_s", "us per all-reduce": "all_reduce_s"}
         return [
-            *(_factor(f"latency: {name}", name, 0.85, 1.15) for name in shares),
-            _factor("latency: fixed cost of a step", "step_s", 0.5, 2.0),
-            _factor("latency: us per layer", "layer_s", 0.5, 2.0),
-            _factor("latency: us per all-reduce", "all_reduce_s", 0.5, 2.0),
+            *(_scaled(f"latency: {name}", 0.85, 1.15, _with_factor(latency, name)) for name in shares),
+            *(_scaled(f"latency: {title}", 0.5, 2, _with_factor(latency, name)) for title, name in times.items()),
         ]
     return []
 
 
-def _coefficient(title: str, name: str, low: float, high: float) -> Assumption:
-    def scaled(by: float) -> Change:
-        def change(setting: Setting) -> Setting:
-            latency = setting.parts.latency
-            if not isinstance(latency, LinearLatency):
-                raise InputError(f"{title} belongs to the linear latency model")
-            changed = attrs.evolve(latency, **{name: getattr(latency, name) * by})
-            return attrs.evolve(setting, parts=attrs.evolve(setting.parts, latency=changed))
-
-        return change
-
-    return Assumption(name=title, low_label=f"x {low:g}", high_label=f"x {high:g}", low=scaled(low), high=scaled(high))
+def _with_coefficient(latency: LinearLatency, name: str) -> Callable[[Setting, float], Setting]:
+    value = getattr(latency, name)
+    return lambda s, by: _with_parts(s, latency=attrs.evolve(latency, **{name: value * by}))
 
 
-def _factor(title: str, name: str, low: float, high: float) -> Assumption:
-    def scaled(by: float) -> Change:
-        def change(setting: Setting) -> Setting:
-            latency = setting.parts.latency
-            if not isinstance(latency, RooflineLatency):
-                raise InputError(f"{title} belongs to the roofline")
-            value = getattr(latency.factors, name) * by
-            factors = attrs.evolve(latency.factors, **{name: min(value, 1.0) if "efficiency" in name else value})
-            changed = attrs.evolve(latency, factors=factors)
-            return attrs.evolve(setting, parts=attrs.evolve(setting.parts, latency=changed))
+def _with_factor(latency: RooflineLatency, name: str) -> Callable[[Setting, float], Setting]:
+    """Scales one factor of the roofline; an efficiency is at most 1."""
+    most = 1.0 if "efficiency" in name else float("inf")
 
-        return change
+    def change(setting: Setting, by: float) -> Setting:
+        factors = attrs.evolve(latency.factors, **{name: min(getattr(latency.factors, name) * by, most)})
+        return _with_parts(setting, latency=attrs.evolve(latency, factors=factors))
 
-    return Assumption(name=title, low_label=f"x {low:g}", high_label=f"x {high:g}", low=scaled(low), high=scaled(high))
+    return change

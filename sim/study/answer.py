@@ -1,7 +1,7 @@
-"""The answer of a study: a few sentences, and behind each figure its unit, its source and what it assumes.
+"""The answer of a study: a few sentences; each figure in them has its unit, its source and its main assumption.
 
-Every figure is taken from the study's document (the JSON), or computed from its figures by the formula that stands
-as its source. Terminal, JSON and page tell the same sentences.
+A figure comes from the study's JSON document, or from the formula of such figures that its `source` gives. The
+terminal, the JSON and the page show the same sentences.
 """
 
 from bisect import bisect_right
@@ -23,11 +23,11 @@ class Figure:
 
     Attributes:
         name: its key in the JSON.
-        value: as in the JSON; None where there was nothing to measure.
-        shown: as a person reads it.
+        value: as in the JSON; None if there was nothing to measure.
+        shown: the value formatted for people.
         unit: of `value`.
         source: a path into the document, or a formula of such paths.
-        assumption: what it rests on most.
+        assumption: what the value depends on most.
     """
 
     name: str
@@ -38,13 +38,13 @@ class Figure:
     assumption: str
 
     def __str__(self) -> str:
-        """As a person reads it."""
+        """The value formatted for people."""
         return self.shown
 
 
 @attrs.frozen
 class Sentence:
-    """A question and its answer: text and figures in turn."""
+    """A question and its answer, whose parts are text and figures."""
 
     question: str
     parts: tuple[str | Figure, ...]
@@ -61,7 +61,7 @@ class Sentence:
 
 
 def answer_as_dict(sentences: list[Sentence]) -> Document:
-    """For JSON: `sentences` in order, and every figure in them once, by name."""
+    """The JSON of the answer: `sentences` in order, and every figure in them once, by name."""
     figures = {figure.name: figure for sentence in sentences for figure in sentence.figures}
     return {
         "sentences": [
@@ -83,16 +83,17 @@ LEAST_LEFT_WAITING = 10
 
 
 def derived_figures(parts: dict[str, Document], plan: DeploymentPlan | None) -> Document:
-    """What follows from the parts that are done.
+    """Figures computed from the finished parts.
 
-    `pool_pinned_by`: the option that sizes the pool whatever else the memory says; None: the memory decides.
-    `claims_reuse`: whether the trace says which prompts share blocks. `mean_request_tokens`: prompt and output of the
-    mean request, rounded up; `users_of_mean_length`: how many of them the pool holds at once. `waiting_at_last_arrival`
-    and `seconds_after_last_arrival`: how many requests waited when the last one came, and how long the rest took.
-    `most_waiting`: the longest queue sampled. `falls_behind`: more than 1 % of all requests, and more than 10, were
-    left waiting at the last arrival.
+    `pool_pinned_by`: the option that fixes the size of the pool; None if memory decides. `claims_reuse`: whether the
+    trace says which prompts share blocks. `mean_request_tokens`: mean of prompt plus output, rounded up.
+    `users_of_mean_length`: how many such requests the pool holds at once. `waiting_at_last_arrival`: requests waiting
+    when the last one arrived. `seconds_after_last_arrival`: time until all were served. `most_waiting`: the longest
+    sampled queue. `falls_behind`: more than 1 % of all requests, and more than 10, waited at the last arrival.
     """
-    out: Document = {"pool_pinned_by": None if plan is None else _pinned_by(plan)}
+    names = ("num_gpu_blocks_override", "kv_cache_memory_bytes")
+    given = [name for name in names if plan is not None and getattr(plan.deployment, name) is not None]
+    out: Document = {"pool_pinned_by": f"--{given[0].replace('_', '-')}" if given else None}
     curve, replay = parts.get("curve"), parts.get("replay")
     if curve is not None:
         trace = curve["trace"]
@@ -119,25 +120,15 @@ def _queue(replay: Document) -> Document:
     }
 
 
-def _pinned_by(plan: DeploymentPlan) -> str | None:
-    deployment = plan.deployment
-    options = {
-        "--num-gpu-blocks-override": deployment.num_gpu_blocks_override,
-        "--kv-cache-memory-bytes": deployment.kv_cache_memory_bytes,
-    }
-    return next((option for option, value in options.items() if value is not None), None)
-
-
 HIGHER_UTILIZATION = 0.95
 
 
 def what_if(plan: DeploymentPlan, curve: CapacityCurve, mean_request_tokens: int) -> list[Document]:
-    """One row an option: what it makes of the pool, of the requests at once, and of the LRU hit rate.
+    """Changes one option at a time and returns the pool, the concurrent requests and the LRU hit rate that result.
 
-    Each row is a deployment that was planned; those that do not go together with the model are left out. The first one
-    is the deployment as it is.
+    The first row is the unchanged deployment. Options that do not work with the model are left out.
     """
-    rows = [_row("as it is", plan, curve, mean_request_tokens)]
+    rows = [_row("unchanged", plan, curve, mean_request_tokens)]
     for option, deployment in _changes(plan.deployment):
         changed = try_plan(deployment)
         if changed is not None:
@@ -146,21 +137,20 @@ def what_if(plan: DeploymentPlan, curve: CapacityCurve, mean_request_tokens: int
 
 
 def _changes(deployment: Deployment) -> list[tuple[str, Deployment]]:
-    """Options worth trying on this deployment."""
-    sizes_itself = deployment.kv_cache_memory_bytes is not None or deployment.num_gpu_blocks_override is not None
+    """Options worth trying, each with the changed deployment."""
     out: list[tuple[str, Deployment]] = []
-    if sizes_itself:
+    if deployment.kv_cache_memory_bytes is not None or deployment.num_gpu_blocks_override is not None:
         return out
     if deployment.utilization < HIGHER_UTILIZATION:
         changed = attrs.evolve(deployment, utilization=HIGHER_UTILIZATION)
         out.append((f"--gpu-memory-utilization {HIGHER_UTILIZATION}", changed))
     if deployment.kv_cache_dtype == "auto":
         out.append(("--kv-cache-dtype fp8", attrs.evolve(deployment, kv_cache_dtype="fp8")))
-    if deployment.scheme is None and deployment.given.weights_bytes is None and deployment.measured is None:
-        changed = attrs.evolve(deployment, quantization=quantization_schemes()["fp8"])
-        out.append(("--quantization fp8", changed))
     ranks = 2 * deployment.tensor_parallel_size
-    if deployment.measured is None and deployment.given.weights_bytes is None:
+    if deployment.given.weights_bytes is None and deployment.measured is None:
+        if deployment.scheme is None:
+            changed = attrs.evolve(deployment, quantization=quantization_schemes()["fp8"])
+            out.append(("--quantization fp8", changed))
         out.append((f"--tensor-parallel-size {ranks}", attrs.evolve(deployment, tensor_parallel_size=ranks)))
     return out
 

@@ -1,4 +1,4 @@
-"""The four parts of a study: each runs one of the package's jobs and gives the JSON of the command of its name."""
+"""Runs the four parts of a study; each returns the JSON document of the command with its name."""
 
 from collections.abc import Callable
 from itertools import count
@@ -23,26 +23,26 @@ from ..scenario.scenario import Scenario
 from ..scenario.traffic import open_traffic
 from ..traces import Trace
 
-# Called with what is being done, how far it is, and the total where it is known.
+# Called with the current activity, how much of it is done, and the total if known.
 Progress = Callable[[str, int, int | None], None]
 
 EXAMPLE = {"model": "llama-3.1-8b", "gpu": "H100"}
 POLICIES = ("lru", "optimum")
-# Sizes of the curve in pools of the deployment, so that a point reads as so many of them.
+# Sizes of the curve, as multiples of the deployment's pool.
 POOLS = (0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
-PAGED_WATERMARK = 0.01  # share of its blocks that the paper's vLLM kept free at admission
+PAGED_WATERMARK = 0.01  # share of blocks that vLLM kept free at admission, in the PagedAttention paper
 LINE_POINTS = 64
 
 
 @attrs.frozen(kw_only=True)
 class StudyQuestion:
-    """What a study is about.
+    """A checked study question.
 
     Attributes:
         scenario: traffic, model, hardware and engine.
-        curve: sizes of the curve; none: multiples of the deployment's pool.
-        trace: the requests; every part reads them again.
-        plan_question: the deployment, with what was assumed about it.
+        curve: sizes of the curve; unless given, multiples of the deployment's pool.
+        trace: the requests; each part reads them again.
+        plan_question: the deployment and the assumptions made about it.
     """
 
     scenario: Scenario
@@ -52,7 +52,7 @@ class StudyQuestion:
 
     @classmethod
     def of(cls, scenario: Scenario, curve: CurveOptions) -> "StudyQuestion":
-        """The question that options describe. Where no deployment is named at all, a well-known one stands in.
+        """Checks the options; without model and GPU, an example deployment is used.
 
         Raises:
             InputError: something is missing, unknown or contradictory.
@@ -69,8 +69,8 @@ class StudyQuestion:
         if missing:
             scenario = scenario.evolve(**EXAMPLE)
             note = (
-                f"EXAMPLE: no deployment was named, so this study is about {EXAMPLE['model']} on one {EXAMPLE['gpu']}; "
-                "name yours with --model and --gpu",
+                f"EXAMPLE: no deployment was given, so this study uses {EXAMPLE['model']} on one {EXAMPLE['gpu']}; "
+                "choose yours with --model and --gpu",
             )
         question = read_question(scenario)
         question = attrs.evolve(question, assumptions=(*note, *question.assumptions))
@@ -98,13 +98,13 @@ class StudyQuestion:
 
 
 def usable_tokens(plan: DeploymentPlan) -> int:
-    """Tokens that requests can hold at once: the null block holds none."""
+    """Tokens that requests can hold at once, without the null block's."""
     pool = plan.pool
     return max(pool.kv_cache_size_tokens, 0) * max(pool.num_usable_blocks, 0) // max(pool.num_blocks, 1)
 
 
 def plan_part(question: StudyQuestion) -> tuple[DeploymentPlan, Document]:
-    """The plan and the JSON of `kvledger plan`."""
+    """Returns the plan and the JSON of `kvledger plan`."""
     found = attrs.evolve(plan_scenario(question.scenario), question=question.plan_question)
     return found.plan, found.to_dict()
 
@@ -112,10 +112,10 @@ def plan_part(question: StudyQuestion) -> tuple[DeploymentPlan, Document]:
 def curve_part(
     question: StudyQuestion, plan: DeploymentPlan | None, progress: Progress
 ) -> tuple[CapacityCurve, Document]:
-    """The curve, and the JSON of `kvledger curve` with three more keys.
+    """Returns the curve and the JSON of `kvledger curve` with three more keys.
 
-    `at_pool`: one point for each policy at the plan's capacity, None without a pool. `at_90_percent`: the LRU point
-    that serves 90 % of the ceiling. `lru_line`: LRU at sizes close to each other, up to its ceiling.
+    `at_pool`: a point per policy at the plan's capacity, None without a pool. `at_90_percent`: the smallest LRU size
+    that serves 90 % of what an unlimited cache serves. `lru_line`: LRU at many sizes, up to that ceiling.
     """
     trace, deployment = question.trace, question.plan_question.deployment
     block_size = trace.info.trace_block_size or deployment.resolved_block_size()[0]
@@ -134,7 +134,7 @@ def curve_part(
     )
     try:
         size_bytes = bytes_per_block(str(question.scenario.model), question.scenario.kv_cache_dtype, block_size)
-    except InputError:  # some layers keep a window or a state: blocks are no fixed number of bytes
+    except InputError:  # windowed or state layers: a block has no fixed size in bytes
         size_bytes = None
     payload = curve.as_dict(size_bytes)
     at_pool = {
@@ -159,7 +159,7 @@ def _capacities(asked: CurveOptions, pool_blocks: int) -> list[int] | None:
 
 
 def _line_sizes(curve: CapacityCurve) -> list[int]:
-    """From the smallest size asked for to a little beyond what LRU needs for its ceiling, evenly on a log scale."""
+    """Sizes spaced evenly on a log scale, from the smallest point to just beyond where LRU stops improving."""
     smallest = min(point.num_blocks or 1 for point in curve.policies["lru"])
     ceiling = max(curve.lru.smallest_for(1.0), 2 * smallest)
     sizes = np.geomspace(smallest, ceiling * 1.5, LINE_POINTS)
@@ -167,10 +167,10 @@ def _line_sizes(curve: CapacityCurve) -> list[int]:
 
 
 def compare_part(question: StudyQuestion, plan: DeploymentPlan, progress: Progress) -> Document:
-    """The JSON of `kvledger compare` with `sentences`: five allocators on the pool's memory.
+    """Returns the JSON of `kvledger compare` with `sentences`: five allocators on the pool's memory.
 
     Raises:
-        InputError: not every token of the model takes the same memory.
+        InputError: the model's tokens do not all take the same memory.
         DoesNotFitError: no allocator serves a single request.
     """
     scenario = question.scenario
@@ -191,9 +191,9 @@ def compare_part(question: StudyQuestion, plan: DeploymentPlan, progress: Progre
 def replay_part(
     question: StudyQuestion, plan: DeploymentPlan, num_requests: int | None, progress: Progress
 ) -> Document:
-    """The JSON of `kvledger replay` with two more keys.
+    """Returns the JSON of `kvledger replay` with two more keys.
 
-    `last_arrival_s`: of a finished request, in simulated time. `distributions`: of the latencies, see
+    `last_arrival_s`: the last arrival among finished requests, in simulated time. `distributions`: see
     `latency_distributions`.
     """
     last_arrival_s = 0.0
@@ -214,7 +214,7 @@ def replay_part(
 
 
 def engine_on_plan(scenario: Scenario, plan: DeploymentPlan) -> Engine:
-    """The engine that serves on a plan's pool, with a roofline's step times."""
+    """An engine with the plan's pool and step times of the roofline model."""
     device = find_device(str(scenario.gpu))
     pool = Pool(
         allocator=allocator_of_plan(plan, scenario),

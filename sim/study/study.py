@@ -1,7 +1,7 @@
-"""The main job: plan, curve, compare and replay of one trace on one deployment, as one document.
+"""Runs a study: plan, curve, compare and replay of one trace on one deployment, as one document.
 
-The parts run one after another, the longest one last. Whatever ends the run early (Ctrl-C, an answer of no), what is
-done is kept, and the document names the rest with the reason.
+The parts run one after another, the longest one last. If the run ends early (Ctrl-C, or nothing fits), the document
+keeps the finished parts and gives the reason why the others are missing.
 """
 
 import shlex
@@ -27,11 +27,11 @@ MAX_REMEDIES = 3
 
 
 def command_line(command: str, *asked: Any, **flags: bool) -> str:
-    """`kvledger study trace.jsonl --model ...` with every option that is not at its default, quoted for a shell.
+    """Writes the shell command (`kvledger study trace.jsonl --model ...`) with every option that is not at its default.
 
     Args:
-        command: its name.
-        asked: a scenario, then options of the command's own.
+        command: name of the command.
+        asked: a scenario, then the command's own options.
         flags: further switches, such as `explain=True`.
     """
     words = ["kvledger", command]
@@ -43,12 +43,12 @@ def command_line(command: str, *asked: Any, **flags: bool) -> str:
 
 
 def next_steps(scenario: Scenario, capacities: CurveOptions, document: Document) -> list[dict[str, str]]:
-    """What to try after a study: each a `question` and the `command` that answers it.
+    """What to try after a study: a list of `question` and the `command` that answers it.
 
     Args:
-        scenario: the study's.
-        capacities: sizes of its curve, if they were given.
-        document: the study's, as far as it is done.
+        scenario: the study's scenario.
+        capacities: sizes of its curve, if given.
+        document: the study's document so far.
     """
     plan = document["plan"]
     of_plan = _only(scenario, lambda name: name not in NOT_OF_A_PLAN)
@@ -56,12 +56,15 @@ def next_steps(scenario: Scenario, capacities: CurveOptions, document: Document)
     if plan is not None and not plan["fits"]:
         return [*_remedies(scenario, capacities, plan), explain]
     if document["derived"].get("falls_behind") is None:
-        return [{"question": "To finish this study", "command": command_line("study", scenario, capacities)}, explain]
+        return [
+            {"question": "How do I finish this study?", "command": command_line("study", scenario, capacities)},
+            explain,
+        ]
     ranks = 2 * scenario.tensor_parallel_size
     of_curve = _only(scenario, lambda name: name in (*TRACE, "model"))
     return [
         {
-            "question": f"What would {ranks * scenario.pipeline_parallel_size} GPUs do?",
+            "question": f"What do {ranks * scenario.pipeline_parallel_size} GPUs give?",
             "command": command_line("study", scenario.evolve(tensor_parallel_size=ranks), capacities),
         },
         _other_traffic(scenario, capacities, document),
@@ -79,13 +82,17 @@ def _only(scenario: Scenario, is_wanted: Callable[[str], bool]) -> Scenario:
 
 def _other_traffic(scenario: Scenario, capacities: CurveOptions, document: Document) -> dict[str, str]:
     falls_behind = document["derived"]["falls_behind"]
-    question, factor = ("Would half the traffic keep up?", 0.5) if falls_behind else ("And twice the traffic?", 2.0)
+    question, factor = (
+        ("Does the engine keep up with half the traffic?", 0.5)
+        if falls_behind
+        else ("What happens with twice the traffic?", 2.0)
+    )
     changed = scenario.evolve(rate_scale=scenario.rate_scale * factor)
     return {"question": question, "command": command_line("study", changed, capacities)}
 
 
 def _remedies(scenario: Scenario, capacities: CurveOptions, plan: Document) -> list[dict[str, str]]:
-    """The study again, with what was found to make the deployment fit."""
+    """The same study with each option that makes the deployment fit."""
     out: list[dict[str, str]] = []
     for diagnosis in plan["diagnoses"]:
         for remedy in diagnosis["remedies"]:
@@ -93,24 +100,26 @@ def _remedies(scenario: Scenario, capacities: CurveOptions, plan: Document) -> l
             if name in STUDY:
                 changed = scenario.evolve(**{name: True if remedy["value"] is None else remedy["value"]})
                 command = command_line("study", changed, capacities)
-                out.append({"question": f"And with {remedy['option']}? ({remedy['cost']})", "command": command})
+                out.append(
+                    {"question": f"What happens with {remedy['option']}? ({remedy['cost']})", "command": command}
+                )
     return out[:MAX_REMEDIES]
 
 
 PARTS = ("plan", "curve", "compare", "replay")
-INTERRUPTED = "interrupted before it was done"
+INTERRUPTED = "interrupted before it finished"
 
 
 class Study:
-    """One run of all parts. `document` may be asked for at any moment: it holds what is done by then."""
+    """Runs all parts. `to_dict` may be called at any time and holds the parts finished so far."""
 
     def __init__(self, scenario: Scenario, curve: CurveOptions | None = None, progress: Progress | None = None) -> None:
-        """Check the question.
+        """Check the options.
 
         Args:
             scenario: traffic, model, hardware and engine.
             curve: sizes of the curve.
-            progress: told how each part proceeds.
+            progress: called while a part runs.
 
         Raises:
             InputError: something is missing, unknown or contradictory.
@@ -125,22 +134,22 @@ class Study:
 
     @property
     def done(self) -> tuple[str, ...]:
-        """The parts whose results are there."""
+        """The finished parts."""
         return tuple(part for part in PARTS if part in self._parts)
 
     @property
     def fits(self) -> bool:
-        """Whether the deployment serves its longest request; True as long as nobody knows."""
+        """Whether the deployment can serve its longest request; True until the plan is done."""
         return self._plan is None or self._plan.fits
 
     def run(self, on_part: Callable[[str, str | None], None] = lambda part, reason: None) -> None:
         """Run every part.
 
         Args:
-            on_part: hears of each part as it ends: its name, and why it was left out (None: it is done).
+            on_part: called when a part ends, with its name and the reason why it was skipped (None: it finished).
 
         Raises:
-            KeyboardInterrupt: passed through; the parts done by then are in `document`.
+            KeyboardInterrupt: passed on; `to_dict` has the parts finished by then.
             InputError: the trace or an option is wrong.
         """
         for part in PARTS:
@@ -153,8 +162,8 @@ class Study:
                 self.not_done[part] = reason
             on_part(part, reason)
 
-    def document(self) -> Document:
-        """Plain values for JSON; all but `timing` is the same from run to run."""
+    def to_dict(self) -> Document:
+        """The JSON document; two runs differ only in `timing`."""
         question, plan, curve = self._question, self._plan, self._curve
         derived = derived_figures(self._parts, plan)
         document: Document = {
@@ -176,7 +185,7 @@ class Study:
         return document
 
     def _run_part(self, part: str) -> str | None:
-        """Keep what the part found; why it was left out, where it was."""
+        """Run and keep one part; returns the reason if it was skipped."""
         question = self._question
         if part == "plan":
             self._plan, self._parts[part] = plan_part(question)
@@ -184,28 +193,26 @@ class Study:
             self._curve, payload = curve_part(question, self._plan, self._progress)
             self._keep(part, payload)
         elif self._plan is None or not self._plan.fits:
-            return "the deployment does not fit, so there is no pool to run on"
+            return "the deployment does not fit, so it has no pool to run on"
         else:
+            num_requests = None if self._curve is None else self._curve.info.num_requests
             try:
-                self._keep(part, self._on_pool(part, self._plan))
-            except (DoesNotFitError, InputError) as error:  # the trace was read before: this is about the model
+                if part == "compare":
+                    self._keep(part, compare_part(question, self._plan, self._progress))
+                else:
+                    self._keep(part, replay_part(question, self._plan, num_requests, self._progress))
+            except (DoesNotFitError, InputError) as error:  # about the model: the trace was read before
                 return str(error)
         return None
 
-    def _on_pool(self, part: str, plan: DeploymentPlan) -> Document:
-        if part == "compare":
-            return compare_part(self._question, plan, self._progress)
-        num_requests = None if self._curve is None else self._curve.info.num_requests
-        return replay_part(self._question, plan, num_requests, self._progress)
-
     def _keep(self, part: str, payload: Document) -> None:
-        """The clock's figures stand apart, so that all others are the same from run to run."""
+        """Move the measured times to `timing`, so that all else is the same in every run."""
         self._timing[part] = payload.pop("timing", {})
         self._parts[part] = payload
 
 
 def _window(curve: Document | None) -> dict[str, str]:
-    """The part of the trace that was measured: every figure depends on it."""
+    """Describes the measured part of the trace, on which every figure depends."""
     if curve is None:
         return {}
     trace, window = curve["trace"], curve["window"]

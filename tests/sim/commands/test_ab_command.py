@@ -48,15 +48,15 @@ def test_each_side_is_the_replay_of_its_options() -> None:
 def test_the_explanation_goes_from_the_options_to_the_waiting() -> None:
     found = document("ab", *CHAT, *MODEL, "--b", "kv-cache-dtype=fp8")
     told = found["explanation"]
-    assert told[0] == "B has kv-cache-dtype fp8 instead of its default. Nothing else was changed."
-    assert told[1].endswith("times as much.")
+    assert told[0] == "B has kv-cache-dtype fp8 instead of its default. All else is equal."
+    assert told[1].endswith("times as many.")
     a, b = (found[side]["result"]["assumptions"]["num_blocks"] for side in "ab")
     assert f"{(b - 1) / (a - 1):.2f} times" in told[1]
     pairs = found["pairs"]
     assert pairs["num_requests"] == 80
     means = [found[side]["result"]["ttft_s"]["mean"] for side in "ab"]
     assert pairs["mean_ttft_s_difference"] == pytest.approx(means[1] - means[0], rel=1e-6)
-    assert any(f"Of 80 requests {pairs['sooner_in_b']} get their first token sooner" in text for text in told)
+    assert any(f"Of 80 requests, {pairs['sooner_in_b']} get their first token sooner in B" in text for text in told)
 
 
 def test_a_figure_says_which_side_is_better() -> None:
@@ -83,8 +83,8 @@ def test_fleets_are_compared_as_well() -> None:
 def test_the_terminal_tells_why_before_the_figures() -> None:
     done = kvledger("ab", *CHAT, *MODEL, "--b", "quantization=fp8")
     lines = done.stdout.splitlines()
-    assert lines[0] == "What differs, and what comes of it"
-    assert lines[1] == "- B has quantization fp8 instead of its default. Nothing else was changed."
+    assert lines[0] == "What differs, and its effect"
+    assert lines[1] == "- B has quantization fp8 instead of its default. All else is equal."
     assert any(line.startswith("Side by side") for line in lines)
     assert "Assumptions that differ" in done.stdout
 

@@ -118,7 +118,7 @@ def test_a_size_that_does_not_work_is_a_row_with_its_reason() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--block-sizes", "16"), "there is a best one of two or more"),
+        (("--block-sizes", "16"), "give two or more to compare"),
         (("--block-sizes", "16,large"), "must be whole numbers of tokens"),
         (("--tolerance", "1"), "--tolerance is 1.0"),
         (("--max-num-seqs", "0"), "no block size has a result; 16: InputError"),

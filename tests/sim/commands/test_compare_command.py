@@ -87,7 +87,7 @@ def test_the_report_states_setup_definitions_and_assumptions(run, trace: str) ->
     text = " ".join(out.split())
     for part in (
         "300 requests on 2,000 token slots (--kv-cache-tokens), max_model_len 512 (--max-model-len), blocks of 16",
-        "Shares of all KV memory",
+        "Shares of all token slots",
         "arrival times are not used",
         "1.00 % of the blocks stay free",
     ):

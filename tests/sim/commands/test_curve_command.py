@@ -140,7 +140,7 @@ def test_a_trace_without_ids_claims_no_reuse(kvledger, tmp_path):
     code, out, _ = kvledger("curve", str(path), "--block-size", "16")
     assert code == 0
     assert "no reuse can be claimed" in out
-    assert "0.00 here is no measurement" in out
+    assert "0.00 here are not measured" in out
 
 
 @pytest.mark.parametrize(

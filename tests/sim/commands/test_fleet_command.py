@@ -123,7 +123,7 @@ def test_a_disaggregated_fleet_says_what_was_copied_and_how_long_it_took() -> No
 def test_the_table_of_a_disaggregated_fleet_names_the_pools() -> None:
     done = kvledger("fleet", *QUICK, *POOLS, *BYTES)
     assert done.returncode == 0
-    assert "Transfer of keys and values" in done.stdout
+    assert "KV transfer" in done.stdout
     rows = [line.split()[:2] for line in done.stdout.split("Engines")[1].splitlines()]
     assert [row for row in rows if row and row[0] in ("prefill", "decode")] == [
         ["prefill", "0"],

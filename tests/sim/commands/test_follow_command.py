@@ -78,7 +78,7 @@ def test_a_recorded_stream_is_followed_on_its_own_clock(kvledger, recorded) -> N
     assert last["prefix_hit_rate"] == 18 / (18 + 12)
     assert last["occupancy"] == 11 / 100
     assert last["stream"]["applied"] == 11
-    assert "requests that stored nothing are not seen" in last["assumptions"]["prefix_hit_rate"]
+    assert "requests that store nothing are invisible" in last["assumptions"]["prefix_hit_rate"]
 
 
 def test_the_lines_for_people_end_with_the_sum_and_what_it_rests_on(kvledger, recorded) -> None:
@@ -87,8 +87,8 @@ def test_the_lines_for_people_end_with_the_sum_and_what_it_rests_on(kvledger, re
     assert out.splitlines()[0].split() == [
         *("time", "blocks", "filled", "stored/s", "removed/s", "requests", "hits", "at", "2x", "gaps")
     ]
-    assert "10 requests seen, 60.0 % of their blocks found in the cache" in out
-    assert "requests that stored nothing are not seen" in out
+    assert "10 requests seen; the cache served 60.0 % of their blocks" in out
+    assert "requests that store nothing are invisible" in out
 
 
 def test_a_stream_becomes_a_trace_whose_curve_has_its_hits(kvledger, recorded, tmp_path) -> None:

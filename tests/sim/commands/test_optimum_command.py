@@ -61,8 +61,8 @@ def test_the_cost_of_a_prompt_token_is_the_latency_model_s() -> None:
 
 def test_the_answer_comes_first_on_the_terminal() -> None:
     done = kvledger("optimum", *CHAT, *MODEL, "--price-per-gpu-hour", "2.5")
-    assert done.stdout.startswith("At this pool LRU serves ")
-    assert "In money: " in done.stdout.splitlines()[0]
+    assert done.stdout.startswith("With this pool, LRU serves ")
+    assert "The saving is worth " in done.stdout.splitlines()[0]
     assert "prompt_token" in done.stdout
 
 

@@ -205,9 +205,9 @@ def test_an_interrupted_search_tells_what_it_ran_and_goes_on_from_there(tmp_path
     assert "the same command goes on" in complaints
     partial = json.loads(out)
     assert partial["answer"] is None
-    assert partial["not_done"] == "interrupted before it was done"
+    assert partial["not_done"] == "interrupted before it finished"
     (shape,) = partial["shapes"]
-    assert shape["reason"].startswith("interrupted before it was done: above ")
+    assert shape["reason"].startswith("interrupted before it finished: above ")
     (search,) = shape["searches"]
     done = {trial["value"] for trial in search["trials"]}
     assert len(done) >= 2
@@ -229,7 +229,7 @@ def test_the_answer_comes_first_on_the_terminal() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "what must the service keep?"),
+        ((), "there is no SLO"),
         (("--slo-goodput", "0.9"), "go together"),
         (("--slo-ttft-p99", "1", "--tensor-parallel-sizes", "two"), "it must be whole numbers such as 2,4,8"),
         (("--slo-ttft-p99", "1", "--seeds", "0"), "--seeds 0 has no effect"),

@@ -224,10 +224,10 @@ def test_a_person_sees_the_answer_the_tables_where_the_report_is_and_what_to_try
     for part in (
         "llama-3.1-8b on 1 x H100, serving the conversation workload",
         "What fits?",
-        "Prompt tokens that a prefix cache serves",
-        "Latency, queueing included",
-        "Where the KV memory goes",
-        "What would change the answer",
+        "Prompt tokens served by the prefix cache",
+        "Latency, including queueing",
+        "What fills the KV memory",
+        "What changes the answer",
         "kvledger-report/index.html",
         "kvledger-report/study.json",
         "Try next",
@@ -260,11 +260,11 @@ def test_where_no_deployment_is_named_the_first_assumption_and_the_command_name_
     code, out, _ = run("study", "--workload", "conversation", "--limit", "30", "--json")
     document = json.loads(out)
     assert code == 0
-    assert document["plan"]["assumptions"][0].startswith("EXAMPLE: no deployment was named")
+    assert document["plan"]["assumptions"][0].startswith("EXAMPLE: no deployment was given")
     assert document["command"].endswith("--model llama-3.1-8b --gpu H100 --limit 30")
     assert all("--model llama-3.1-8b --gpu H100" in step["command"] for step in document["next"][:2])
     _, out, _ = run("study", "--workload", "conversation", "--limit", "30")
-    assert "EXAMPLE: no deployment was named" in out
+    assert "EXAMPLE: no deployment was given" in out
 
 
 @pytest.mark.parametrize(
@@ -339,12 +339,12 @@ def test_an_interrupt_keeps_what_is_done_and_says_so(run: Run, monkeypatch: pyte
     assert code == 130
     assert "plan, curve, compare done before the interrupt, and kept in kvledger-report" in err
     document = json.loads(Path("kvledger-report/study.json").read_text())
-    assert document["not_done"] == {"replay": "interrupted before it was done"}
+    assert document["not_done"] == {"replay": "interrupted before it finished"}
     assert document["replay"] is None
     assert document["compare"]["allocators"]
-    assert "interrupted before it was done" in Path("kvledger-report/index.html").read_text()
+    assert "interrupted before it finished" in Path("kvledger-report/index.html").read_text()
     assert document["next"][0]["command"] == document["command"]
-    assert "What does paging win?" in out
+    assert "What does paging gain?" in out
 
 
 def test_a_trace_without_ids_claims_no_reuse(run: Run, tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_a_trace_without_ids_claims_no_reuse(run: Run, tmp_path: Path) -> None:
     document = json.loads(out)
     assert code == 0
     texts = [sentence["text"] for sentence in document["answer"]["sentences"]]
-    assert "The trace does not say which prompts share blocks, so no reuse can be claimed." in texts
+    assert "Unknown: the trace does not say which prompts share blocks." in texts
     assert "lru_hit_rate" not in document["answer"]["figures"]
     page = Path("kvledger-report/index.html").read_text()
     assert 'id="plot-curve"' not in page

@@ -311,8 +311,8 @@ def test_an_existing_file_is_replaced_and_keeps_its_permissions(tmp_path: Path) 
         ({"requests_out": "r.xlsx"}, "the name must end in .csv, .jsonl or .parquet"),
         ({"series_out": "series"}, "--series-out series: the name must end in"),
         ({"perfetto_out": "no/such/t.json"}, "create it first"),
-        ({"prometheus_out": "."}, "something that is not a file"),
-        ({"requests_out": "t.csv", "series_out": "t.csv"}, "is --requests-out's file as well"),
+        ({"prometheus_out": "."}, "exists and is not a file"),
+        ({"requests_out": "t.csv", "series_out": "t.csv"}, "is also the file of --requests-out"),
         ({"requests_out": "r.csv", "perfetto_out": "in.csv"}, "is read by this run"),
     ],
 )

@@ -177,7 +177,7 @@ def test_steps_come_from_the_log_as_they_were_measured(live_log) -> None:
 def test_log_steps_prints_the_comparison(live_log, kvledger) -> None:
     directory = live_log(200)
     code, out, _ = kvledger("log", "steps", directory, "--model", "llama-3.1-8b", "--gpu", "H200")
-    assert code == 0 and "roofline" in out and "on unseen steps" in out and "--latency linear --base-ms" in out
+    assert code == 0 and "roofline" in out and "unseen steps" in out and "--latency linear --base-ms" in out
     code, out, _ = kvledger("log", "steps", directory, "--model", "llama-3.1-8b", "--gpu", "H200", "--json")
     document = json.loads(out)
     assert code == 0 and document["steps"] == 200
@@ -201,7 +201,7 @@ def test_the_options_that_it_prints_are_those_of_a_replay(live_log, kvledger) ->
     [
         (["--model", "llama-3.1-8b"], "--model and --gpu go together"),
         (["--weights-dtype", "fp8"], "has no effect without --model"),
-        (["--skip-first", "-1"], "skip_first is -1"),
+        (["--skip-first", "-1"], "--skip-first is -1"),
         (["--skip-first", "49"], "holds 50 measured steps, of which 49 are left out"),
     ],
 )

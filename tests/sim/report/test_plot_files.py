@@ -66,7 +66,7 @@ def test_a_file_says_in_words_what_it_shows(folder: Path, name: str) -> None:
 
 def test_labels_and_units_are_text_in_an_svg(folder: Path) -> None:
     for name, words in {
-        "plot-curve": ("prompt tokens served, %", "memory for keys and values, GiB", "LRU", "this pool"),
+        "plot-curve": ("prompt tokens served, %", "KV cache, GiB", "LRU", "this pool"),
         "plot-time": ("minutes since the first arrival", "in use, %", "last arrival"),
         "plot-latency": ("seconds (logarithmic)", "TTFT", "p99"),
         "plot-ledger": ("GiB of one GPU", "weights", "KV cache blocks"),
@@ -147,7 +147,7 @@ def searched() -> dict[str, Any]:
             {"assumption": "traffic", "low": {**end, "replicas": 3}, "high": {**end, "replicas": 6}},
             {
                 "assumption": "routing",
-                "low": {**end, "value": "luck", "replicas": None, "reason": "nothing tried keeps the SLO"},
+                "low": {**end, "value": "luck", "replicas": None, "reason": "no tried value keeps the SLO"},
                 "high": {**end, "replicas": 4},
             },
         ],

@@ -99,9 +99,9 @@ def test_the_plots_hold_the_figures_of_the_json(document: dict[str, Any]) -> Non
     points = document["curve"]["lru_line"]
     assert lines["LRU"]["y"] == [100 * point["token_hit_rate"] for point in points]
     assert lines["LRU"]["x"] == [point["bytes"] / 2**30 for point in points]
-    assert lines["the whole engine, replayed"]["y"] == [100 * document["replay"]["prefix_cache"]["hit_rate"]]
+    assert lines["replayed engine"]["y"] == [100 * document["replay"]["prefix_cache"]["hit_rate"]]
     here = document["curve"]["at_pool"]["lru"]["bytes"] / 2**30
-    assert plots["plot-curve"]["layout"]["shapes"][0]["x0"] == here == lines["LRU at this pool"]["x"][0]
+    assert plots["plot-curve"]["layout"]["shapes"][0]["x0"] == here == lines["LRU with this pool"]["x"][0]
     assert plots["plot-time"]["data"][2]["y"] == document["replay"]["series"]["num_requests_waiting"]
     latency = {line.get("name"): line for line in plots["plot-latency"]["data"]}
     assert latency["p99"]["x"][-1] == document["replay"]["ttft_s"]["p99"]
@@ -246,7 +246,7 @@ def test_the_style_and_the_script_are_part_of_the_package() -> None:
     from importlib.resources import files
 
     for name in ("page.css", "page.js"):
-        assert files("kvledger.sim").joinpath(name).is_file()
+        assert files("kvledger.sim.report").joinpath(name).is_file()
 
 
 def test_a_logarithmic_axis_has_whole_numbers_at_its_ticks() -> None:

@@ -120,7 +120,7 @@ def test_the_plots_show_the_figures_of_the_json(desktop: Any, report: Path) -> N
     )
     lines = {line.get("name"): line for line in drawn["plot-curve"]}
     assert lines["LRU"]["y"] == [100 * point["token_hit_rate"] for point in document["curve"]["lru_line"]]
-    assert lines["LRU at this pool"]["y"] == [100 * document["curve"]["at_pool"]["lru"]["token_hit_rate"]]
+    assert lines["LRU with this pool"]["y"] == [100 * document["curve"]["at_pool"]["lru"]["token_hit_rate"]]
     series = document["replay"]["series"]
     for line, name in zip(drawn["plot-time"][1:], ("num_requests_running", "num_requests_waiting"), strict=True):
         assert line["y"] == series[name]

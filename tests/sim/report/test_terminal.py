@@ -78,6 +78,6 @@ def test_a_study_interrupted_from_the_keyboard_leaves_a_report_of_what_was_done(
     assert code == 130
     kept = json.loads((report / "study.json").read_text())
     assert kept == json.loads(out)
-    assert kept["not_done"] == {"replay": "interrupted before it was done"}
+    assert kept["not_done"] == {"replay": "interrupted before it finished"}
     assert "plan, curve, compare done before the interrupt, and kept in" in shown.replace("\r\n", " ")
     assert "<h2" in (report / "index.html").read_text()

@@ -175,5 +175,5 @@ def test_a_kept_file_that_is_no_run_is_named(tmp_path: Path) -> None:
     try_fleet(asked, 1, num_requests=150)
     (path,) = tmp_path.iterdir()
     path.write_text("{}")
-    with pytest.raises(InputError, match="holds no kept run"):
+    with pytest.raises(InputError, match="is not a kept run"):
         try_fleet(asked, 1, num_requests=150)

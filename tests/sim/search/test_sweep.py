@@ -200,7 +200,7 @@ def test_a_grid_is_every_combination_with_the_last_axis_fastest() -> None:
         ({"axes": ()}, "a sweep needs --grid"),
         ({"axes": ("seed=1",), "files": ("no/such/file",)}, "no/such/file"),
         ({"axes": ("seed=1",), "command": "serve"}, "it is one of replay"),
-        ({"axes": ("seed=1",), "minimize": "a", "maximize": "b"}, "there is one best row"),
+        ({"axes": ("seed=1",), "minimize": "a", "maximize": "b"}, "give --minimize or --maximize, not both"),
         ({"axes": ("seed=1",), "require": ("a<=1",)}, "--require needs --minimize or --maximize"),
     ],
 )
