@@ -25,7 +25,8 @@ def anchors(page: Path) -> set[str]:
 
 def test_every_path_on_a_page_exists(page: Path) -> None:
     named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)`", page.read_text(encoding="utf-8"))
-    assert [path for path in named if not (ROOT / path).exists()] == []
+    made_by_make_docs = "docs/site"
+    assert [path for path in named if path != made_by_make_docs and not (ROOT / path).exists()] == []
 
 
 def test_every_module_and_name_on_a_page_exists(page: Path) -> None:
