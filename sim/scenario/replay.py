@@ -9,7 +9,7 @@ from ..engine.engine import RunListener
 from ..engine.metrics import RequestRecord
 from ..engine.replay import ReplayReport, replay
 from ..engine.vllm_metrics import HistogramCounts, Snapshot
-from ..figures import Document
+from ..figures import Document, seconds
 from ..traces import Trace
 from ..traces.derived import SampledTrace
 from .engine import Engine, engine_of
@@ -51,7 +51,8 @@ class ReplayResult:
     def __repr__(self) -> str:
         """The outcome in one line."""
         requests, ttft = self.report.requests, self.report.latencies["ttft_s"]
-        return f"<ReplayResult: {requests['finished']:,} of {requests['total']:,} finished, TTFT p99 {ttft['p99']} s>"
+        done = f"{requests['finished']:,} of {requests['total']:,} finished"
+        return f"<ReplayResult: {done}, TTFT p99 {seconds(ttft['p99'])}>"
 
 
 class KeptRequests:

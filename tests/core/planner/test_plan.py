@@ -203,9 +203,9 @@ def test_encoder_tokens_count_in_the_floor_of_cross_attention() -> None:
         ({"rank_layers": (("layers.0", "layers.0"),)}, "a name occurs twice"),
         ({"rank_layers": (("layers.0",),)}, "no rank holds the layers layers.1"),
         ({"available_bytes": (2.5,)}, "whole bytes"),
-        ({"state_cache_mode": "some"}, "PlanInputs.state_cache_mode is 'some'"),
-        ({"max_model_len": 0}, "PlanInputs.max_model_len"),
-        ({"num_gpu_blocks_override": 0}, "PlanInputs.num_gpu_blocks_override"),
+        ({"state_cache_mode": "some"}, "state_cache_mode is 'some'"),
+        ({"max_model_len": 0}, "max_model_len is 0; it must be .* \\(PlanInputs\\)"),
+        ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override is 0; it must be .* \\(PlanInputs\\)"),
     ],
 )
 def test_inputs_that_make_no_engine_are_refused(changes: dict[str, object], message: str) -> None:
