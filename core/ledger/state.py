@@ -271,6 +271,11 @@ class LedgerState:
 
     # -- comparison --------------------------------------------------------------------------------------------------
 
+    def _copies(self, group: int) -> list[list[Any]]:
+        """Every key of a group with its blocks: by block, since equal states may differ in the order of their keys."""
+        copies = [(list(self.pool.copies(key, group)), key) for key in self.pool.index(group)]
+        return [[key, blocks] for blocks, key in sorted(copies, key=lambda each: each[0])]
+
     def snapshot(self) -> dict[str, Any]:
         """Return the whole state as dicts, lists, ints, strings and keys. O(blocks + table entries).
 
@@ -282,11 +287,7 @@ class LedgerState:
             "next_sequence": self.next_sequence,
             "free_queue": pool.free_queue.order(),
             "referenced": [[block, count] for block, count in enumerate(pool.ref_cnts()) if count],
-            # By block, not in the order of registration, in which equal states may differ.
-            "copies": [
-                sorted(([key, list(pool.copies(key, group))] for key in pool.index(group)), key=lambda each: each[1])
-                for group in groups
-            ],
+            "copies": [self._copies(group) for group in groups],
             "rows": [[row, request_id, self.placed[row]] for row, request_id in rows],
             "free_rows": list(self.free_rows),
             "tables": [[table.blocks(row) for row, _ in rows] for table in self.tables],

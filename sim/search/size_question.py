@@ -76,9 +76,8 @@ class SizeQuestion:
 
     scenario: Scenario
     asked: SizeOptions
-    slo: Slo = attrs.field(init=False)
+    slo: Slo = attrs.field(init=False, default=attrs.Factory(lambda self: self._read_slo(), takes_self=True))
 
-    @slo.default
     def _read_slo(self) -> Slo:
         asked = self.asked
         p99 = {"ttft_p99_s": asked.slo_ttft_p99, "tpot_p99_s": asked.slo_tpot_p99}
