@@ -47,7 +47,9 @@ def test_rows_stand_in_the_order_of_the_grid_and_one_failure_leaves_the_rest() -
     assert asked == [(blocks, seed) for blocks in ("600", "700", "800", "0") for seed in "012"]
     assert document["num_failed"] == 3
     failed = document["rows"][9:]
-    assert all("result" not in row and row["error"].startswith("InputError: num_blocks must be") for row in failed)
+    assert all(
+        "result" not in row and row["error"].startswith("InputError: num_blocks is 0; it must be") for row in failed
+    )
     assert all(row["result"]["requests"]["total"] == 6 for row in document["rows"][:9])
     smallest = min(row["result"]["ttft_s"]["mean"] for row in document["rows"][:9])
     assert document["best"]["value"] == smallest
