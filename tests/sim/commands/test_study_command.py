@@ -320,7 +320,8 @@ def test_a_deployment_that_does_not_fit_exits_with_one_keeps_the_curve_and_names
     assert document["curve"]["infinite"]["hit_blocks"] > 0
     assert set(document["not_done"]) == {"compare", "replay"}
     assert document["replay"] is None
-    assert document["answer"]["sentences"][0]["text"].startswith("This deployment does not fit: one request of 131,072 tokens does not fit")
+    refused = "This deployment does not fit: one request of 131,072 tokens does not fit"
+    assert document["answer"]["sentences"][0]["text"].startswith(refused)
     code, out, _ = run(*shlex.split(document["next"][0]["command"])[1:], "--json")
     assert code == 0
     assert json.loads(out)["plan"]["fits"] is True
