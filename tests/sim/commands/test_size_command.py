@@ -115,7 +115,9 @@ def test_an_slo_that_no_number_of_replicas_can_keep_is_answered_with_the_nearest
     assert document["answer"] is None
     (shape,) = document["shapes"]
     assert shape["searches"] == []
-    assert shape["reason"].startswith("no number of replicas helps; each request alone on an idle engine gives p99 TTFT 0.1")
+    assert shape["reason"].startswith(
+        "no number of replicas helps; each request alone on an idle engine gives p99 TTFT 0.1"
+    )
     assert shape["idle"]["ttft_p99_s"]["value"] > 0.1
     assert document["assumptions"]["latency_model"].startswith("linear")
     instead = document["instead"]
