@@ -61,6 +61,12 @@ class SizeOptions(RoutingOptions):
     price_per_gpu_hour: float | None = option(None, SEARCH, "Price of a GPU hour: gives the answer in money.")
 
 
+def _slo_of(question: "SizeQuestion") -> Slo:
+    asked = question.asked
+    p99 = {"ttft_p99_s": asked.slo_ttft_p99, "tpot_p99_s": asked.slo_tpot_p99}
+    return Slo(**p99, goodput_share=asked.slo_goodput, ttft_s=asked.slo_ttft, tpot_s=asked.slo_tpot)
+
+
 @attrs.frozen(kw_only=True)
 class SizeQuestion:
     """A checked question.

@@ -59,7 +59,7 @@ def test_the_answer_is_the_largest_size_that_is_nowhere_noticeably_behind(tmp_pa
     assert rows[1000]["most_behind"] == 1.0
     assert found["answer"]["block_size"] == 500
     assert found["answer"]["is_within_tolerance"]
-    assert found["answer"]["sentence"].startswith("500 tokens: the largest size whose hit rate, p99 TTFT")
+    assert found["answer"]["sentence"].startswith("500 tokens is the largest size whose hit rate, p99 TTFT")
     assert all(name in found["answer"]["sentence"] for _, name, _ in JUDGED)
 
 
@@ -67,7 +67,7 @@ def test_a_pool_that_is_given_in_blocks_has_as_many_tokens_at_every_size(tmp_pat
     trace, pool = str(write_trace(tmp_path)), ("--num-gpu-blocks-override", "4000", "--trace-block-size", "100")
     found = document("block-size", trace, *pool, "--block-sizes", "20,500")
     assert [row["figures"]["assumptions.num_blocks"] for row in found["rows"]] == [4000, 160]
-    assert found["pool"] == "4000 blocks of 20 tokens, and as many tokens at each size"
+    assert found["pool"] == "4000 blocks of 20 tokens; the same number of tokens at each size"
 
 
 def row(size: int, ttft_s: float, hit_rate: float = 0.3, finished: int = 50) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def test_where_every_size_is_behind_in_something_the_least_behind_is_named() -> 
     answer = judged(rows, 0.01)
     assert [one["most_behind"] for one in rows] == pytest.approx([0.2, 0.05, 1 / 3])
     assert (answer["block_size"], answer["is_within_tolerance"]) == (64, False)
-    assert answer["sentence"].endswith("this one is least behind, 0.05 of the best p99 TTFT")
+    assert answer["sentence"].endswith("its p99 TTFT is 0.05 from the best")
     assert judged(rows, 0.06)["block_size"] == 64
     assert judged(rows, 0.2)["is_within_tolerance"]
 
@@ -111,7 +111,7 @@ def test_a_size_that_does_not_work_is_a_row_with_its_reason() -> None:
     pool = ("--workload", "code", "--limit", "10", "--num-gpu-blocks-override", "4000")
     found = document("block-size", *pool, "--block-sizes", "16,100000")
     assert "error" not in found["rows"][0]
-    assert "num_blocks must be" in found["rows"][1]["error"]
+    assert "num_blocks is 0; it must be" in found["rows"][1]["error"]
     assert found["answer"]["block_size"] == 16
 
 

@@ -89,7 +89,7 @@ def test_other_block_sizes_of_the_cache_are_offered_both_ways(kvledger, trace):
         assert answer["block_size"] == block_size
         assert answer["points"][0]["hit_blocks"] == hit_blocks
     _, out, _ = kvledger("curve", trace, "--block-size", "16")
-    assert "Blocks of 16 tokens (given; one hash id stands for 512, Mooncake JSONL's own)" in out
+    assert "Blocks of 16 tokens (given; one hash id of the trace covers 512, Mooncake JSONL's own)" in out
 
 
 def test_the_table_sets_lru_beside_other_policies_and_the_optimum(kvledger, trace):
@@ -100,7 +100,7 @@ def test_the_table_sets_lru_beside_other_policies_and_the_optimum(kvledger, trac
     for text in (
         "fifo",
         "s3fifo",
-        "infinite",
+        "unlimited",
         "60.00",
         "4 requests (lines 1 to 4)",
         "Blocks of 512 tokens",

@@ -166,7 +166,7 @@ def test_a_log_that_ends_early_differs_where_it_ends(kvledger, recorded, tmp_pat
     code, out, _ = kvledger("log", "diff", recorded[0], str(tmp_path / "short"), "--ignore-times")
     assert code == 1
     assert "differ in commit 20" in out
-    assert "has ended" in out
+    assert "ended before it" in out
 
 
 def test_the_state_at_a_commit_and_at_a_time(kvledger, recorded) -> None:
@@ -241,7 +241,7 @@ def test_stats_count_what_is_there(kvledger, recorded) -> None:
     assert stats["bytes_per_event"] > 0
     assert stats["header"]["command"] == "replay"
     assert stats["clock"] == "simulated"
-    assert "bytes an event" in kvledger("log", "stats", recorded[0])[1]
+    assert "bytes per event" in kvledger("log", "stats", recorded[0])[1]
 
 
 def test_convert_to_one_parquet_file_and_to_json_lines(kvledger, recorded, tmp_path) -> None:

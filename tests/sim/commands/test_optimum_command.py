@@ -72,7 +72,7 @@ def test_the_answer_comes_first_on_the_terminal() -> None:
         ((*CHAT, "--num-gpu-blocks-override", "9000", "--price-per-gpu-hour", "2"), "needs --model and --gpu"),
         ((*CHAT, *MODEL, "--price-per-gpu-hour", "-2"), "it must be above 0"),
         (("--workload", "code", "--num-gpu-blocks-override", "9000"), "does not say which prompts share blocks"),
-        ((*CHAT, "--num-gpu-blocks-override", "20"), "less than one block of the trace (512 tokens)"),
+        ((*CHAT, "--num-gpu-blocks-override", "20"), "smaller than one block of the trace (512 tokens)"),
     ],
 )
 def test_bad_input_exits_with_2(arguments: tuple[str, ...], message: str) -> None:

@@ -102,7 +102,7 @@ def test_where_a_larger_fleet_is_not_allowed_the_largest_says_how_near_it_came()
     assert last["requests"]["finished"] == 150  # a full replay
     assert (
         shape["reason"]
-        == f"more than 3 replicas: 3 gave p99 TTFT {last['slo']['ttft_p99_s']['value']:.4g} s (limit 0.4)"
+        == f"needs more than 3 replicas: 3 gave p99 TTFT {last['slo']['ttft_p99_s']['value']:.4g} s (limit 0.4)"
     )
     assert document["assumptions"]["num_replicas"] == 3
 
@@ -115,7 +115,9 @@ def test_an_slo_that_no_number_of_replicas_can_keep_is_answered_with_the_nearest
     assert document["answer"] is None
     (shape,) = document["shapes"]
     assert shape["searches"] == []
-    assert shape["reason"].startswith("no number of replicas helps: alone on an idle engine p99 TTFT 0.1")
+    assert shape["reason"].startswith(
+        "no number of replicas helps; each request alone on an idle engine gives p99 TTFT 0.1"
+    )
     assert shape["idle"]["ttft_p99_s"]["value"] > 0.1
     assert document["assumptions"]["latency_model"].startswith("linear")
     instead = document["instead"]
@@ -128,9 +130,8 @@ def test_an_slo_that_no_number_of_replicas_can_keep_is_answered_with_the_nearest
     assert not trials[replicas - 1]["met"]
     print_size(document)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(
-        "No, nothing that was tried keeps p99 TTFT within 0.1 s: even alone on an idle engine of 1 GPU, with "
-    )
+    assert lines[0].startswith("No tried fleet keeps p99 TTFT within 0.1 s: only ")
+    assert lines[0].endswith("even alone on an idle engine of 1 GPU with all earlier prompts cached")
     assert lines[1].endswith(instead["answer"]["sentence"])
     assert any(line.startswith("Assumptions") for line in lines)
 
@@ -237,7 +238,7 @@ def test_the_answer_comes_first_on_the_terminal() -> None:
         (("--slo-ttft-p99", "1", "--probes", "-1"), "--probes is -1; it must be at least 0"),
         (("--slo-ttft-p99", "1", "--jobs", "2"), "--jobs 2 has no effect without --tornado"),
         (("--slo-ttft-p99", "1", "--price-per-gpu-hour", "2"), "needs --model and --gpu"),
-        (("--slo-ttft-p99", "1", "--routing", "luck"), "--routing is 'luck'"),
+        (("--slo-ttft-p99", "1", "--routing", "luck"), "unknown router 'luck'"),
     ],
 )
 def test_bad_input_exits_with_2(arguments: tuple[str, ...], message: str) -> None:

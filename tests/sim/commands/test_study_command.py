@@ -13,7 +13,7 @@ import pytest
 from kvledger.sim.commands.cli import main
 from kvledger.sim.figures import at_path
 from kvledger.sim.report import study_tables
-from kvledger.sim.study.study import parts as study_parts
+from kvledger.sim.study import parts as study_parts
 from rich.console import Console
 
 Run = Callable[..., tuple[int, str, str]]
@@ -236,7 +236,7 @@ def test_a_person_sees_the_answer_the_tables_where_the_report_is_and_what_to_try
         assert part in text
     assert (
         text.index("What fits?")
-        < text.index("Prompt tokens that")
+        < text.index("Prompt tokens served")
         < text.index("kvledger-report/index.html")
         < text.index("Try next")
     )
@@ -320,7 +320,8 @@ def test_a_deployment_that_does_not_fit_exits_with_one_keeps_the_curve_and_names
     assert document["curve"]["infinite"]["hit_blocks"] > 0
     assert set(document["not_done"]) == {"compare", "replay"}
     assert document["replay"] is None
-    assert document["answer"]["sentences"][0]["text"].startswith("Not this: one request of 131,072 tokens does not fit")
+    refused = "This deployment does not fit: one request of 131,072 tokens does not fit"
+    assert document["answer"]["sentences"][0]["text"].startswith(refused)
     code, out, _ = run(*shlex.split(document["next"][0]["command"])[1:], "--json")
     assert code == 0
     assert json.loads(out)["plan"]["fits"] is True
@@ -377,7 +378,7 @@ def test_a_pinned_pool_is_named_as_what_limits(run: Run) -> None:
     document = json.loads(out)
     assert code == 0
     assert document["plan"]["num_gpu_blocks"] == document["replay"]["assumptions"]["num_blocks"] == 3000
-    assert document["answer"]["sentences"][1]["text"].startswith("--num-gpu-blocks-override, which pins the pool.")
+    assert document["answer"]["sentences"][1]["text"].startswith("--num-gpu-blocks-override: it fixes the pool's size.")
     assert len(document["what_if"]) == 1
 
 

@@ -313,7 +313,7 @@ def test_an_existing_file_is_replaced_and_keeps_its_permissions(tmp_path: Path) 
         ({"perfetto_out": "no/such/t.json"}, "create it first"),
         ({"prometheus_out": "."}, "exists and is not a file"),
         ({"requests_out": "t.csv", "series_out": "t.csv"}, "is also the file of --requests-out"),
-        ({"requests_out": "r.csv", "perfetto_out": "in.csv"}, "is read by this run"),
+        ({"requests_out": "r.csv", "perfetto_out": "in.csv"}, "is an input of this run"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path, options, message: str) -> None:

@@ -47,7 +47,9 @@ def test_rows_stand_in_the_order_of_the_grid_and_one_failure_leaves_the_rest() -
     assert asked == [(blocks, seed) for blocks in ("600", "700", "800", "0") for seed in "012"]
     assert document["num_failed"] == 3
     failed = document["rows"][9:]
-    assert all("result" not in row and row["error"].startswith("InputError: num_blocks must be") for row in failed)
+    assert all(
+        "result" not in row and row["error"].startswith("InputError: num_blocks is 0; it must be") for row in failed
+    )
     assert all(row["result"]["requests"]["total"] == 6 for row in document["rows"][:9])
     smallest = min(row["result"]["ttft_s"]["mean"] for row in document["rows"][:9])
     assert document["best"]["value"] == smallest
@@ -174,7 +176,7 @@ def test_the_best_row_is_the_first_extreme_that_meets_every_requirement() -> Non
     assert best_row(found, "a.b", False, ["a.b >= 2"]) == 3
     assert best_row(found, "a.b", False, ["a.b>=1.5", "n<=-2.5"]) == 1
     assert best_row(found, "a.b", False, ["a.b>=9"]) is None
-    with pytest.raises(InputError, match=r"no figure 'a\.c' in the result; it has a, n"):
+    with pytest.raises(InputError, match=r"no figure 'a\.c'; it has a, n"):
         best_row(found, "a.c", False, [])
     with pytest.raises(InputError, match="must look like"):
         best_row(found, "a.b", False, ["a.b = 3"])

@@ -220,7 +220,7 @@ def copied(reader, directory, change):
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        (StepComputed, lambda note: attrs.evolve(note, slots_crc32=note.slots_crc32 ^ 1), "slots of step 0 are not"),
+        (StepComputed, lambda note: attrs.evolve(note, slots_crc32=note.slots_crc32 ^ 1), "slots of step 0 differ"),
         (StepComputed, lambda note: attrs.evolve(note, load=note.load._replace(num_sampled=9)), "step 0 computes"),
         (StepComputed, lambda note: None, "step 0 is next, but the log continues with"),
         (RequestEnded, lambda note: attrs.evolve(note, num_output_tokens=99), "in the log it finishes with 99"),
