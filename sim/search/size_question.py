@@ -82,12 +82,7 @@ class SizeQuestion:
 
     scenario: Scenario
     asked: SizeOptions
-    slo: Slo = attrs.field(init=False, default=attrs.Factory(lambda self: self._read_slo(), takes_self=True))
-
-    def _read_slo(self) -> Slo:
-        asked = self.asked
-        p99 = {"ttft_p99_s": asked.slo_ttft_p99, "tpot_p99_s": asked.slo_tpot_p99}
-        return Slo(**p99, goodput_share=asked.slo_goodput, ttft_s=asked.slo_ttft, tpot_s=asked.slo_tpot)
+    slo: Slo = attrs.field(init=False, default=attrs.Factory(_slo_of, takes_self=True))
 
     def __attrs_post_init__(self) -> None:
         asked = self.asked
