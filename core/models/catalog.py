@@ -1,8 +1,6 @@
 """The built-in models of catalog.toml, and the names that find them."""
 
 import functools
-import tomllib
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,8 @@ _TUNINGS = frozenset({"instruct", "it", "chat", "hf", "base", "thinking", "pt", 
 @functools.cache
 def _catalog() -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Configs by short name, and short names by alias."""
+    import tomllib  # an import of all of core need not wait for it
+
     configs: dict[str, dict[str, Any]] = {}
     aliases: dict[str, str] = {}
     for name, table in tomllib.loads(Path(__file__).with_name("catalog.toml").read_text(encoding="utf-8")).items():
@@ -49,6 +49,8 @@ def catalogue_name(name: str) -> str | None:
 
 def unknown_model(name: str) -> InputError:
     """The error for a name that finds no built-in model; it lists close names."""
+    from difflib import get_close_matches
+
     configs = builtin_configs()
     close = get_close_matches(_bare(name), configs, n=6, cutoff=0.4)
     return InputError(

@@ -10,7 +10,6 @@ An unknown architecture is an error, and so is a missing field, by its name: not
 """
 
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -236,6 +235,8 @@ def load_geometry(model: str) -> ModelGeometry:
     if path.suffix != ".json" and not path.is_file():
         return builtin_geometry(model)
     try:
+        import json
+
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from error

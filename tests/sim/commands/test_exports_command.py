@@ -59,7 +59,7 @@ def test_a_model_names_the_series_and_its_cache(tmp_path: Path) -> None:
     [
         ((*RUN, "--requests-out", "r.txt"), "--requests-out r.txt: the name must end in .csv, .jsonl or .parquet"),
         ((*RUN, "--perfetto-out", "no/t.json"), "create it first"),
-        (("in.jsonl", *RUN[4:], "--requests-out", "in.jsonl"), "is read by this run; give each its own file"),
+        (("in.jsonl", *RUN[4:], "--requests-out", "in.jsonl"), "is an input of this run; give another file"),
     ],
 )
 def test_a_place_that_cannot_be_written_exits_with_2_before_the_replay(

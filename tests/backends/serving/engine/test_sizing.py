@@ -230,7 +230,7 @@ def test_a_gpu_is_profiled_and_serves_as_a_cpu_does() -> None:
             r"cudagraph_capture_sizes \[1\] has no effect with enforce_eager",
         ),
         ({"num_gpu_blocks_override": 50}, InputError, "both size the pool; give one of them"),
-        ({"kv_cache_memory_bytes": 1 << 60}, DoesNotFitError, "Largest --kv-cache-memory-bytes that starts"),
+        ({"kv_cache_memory_bytes": 1 << 60}, DoesNotFitError, "Largest kv_cache_memory_bytes that starts"),
         ({"kv_cache_memory_bytes": 20_000}, DoesNotFitError, "lower max_model_len to at most 48"),
         (
             {"kv_cache_memory_bytes": None, "num_gpu_blocks_override": 9},

@@ -254,8 +254,8 @@ def test_several_threads_may_note_and_flush_while_commits_arrive(tmp_path: Path,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "one of them"),
-        ({"every_commits": 1, "every_ms": 5}, "one of them"),
+        ({}, "takes either every_commits or every_ms"),
+        ({"every_commits": 1, "every_ms": 5}, "takes either every_commits or every_ms"),
         ({"every_commits": 0}, "every_commits must be above 0"),
         ({"every_ms": -1}, "every_ms must be above 0"),
     ],

@@ -27,7 +27,6 @@ from kvledger.core.events import (
     RowsAssigned,
     RowsReleased,
     TokensPlaced,
-    frozen_column,
 )
 
 KINDS = (FullAttention(16), CompressedState(16, 4), SlidingWindow(8, 24), ChunkedLocal(16, 64), SequenceState(16))
@@ -41,7 +40,7 @@ ONE_OF_EACH = Commit(
         BlocksAllocated(0, (1,), (1,), (6,)),
         BlocksAllocated(0, (1,), (2,), (6, 7), (b"\xff" * 32, None), ()),
         BlocksCached(2, (0, 1), (0, 4), (1, 6), (1, 0), (0,), (3,), (("t", 1, (2, b"3")),), (None, -5)),
-        TokensPlaced(frozen_column(np.array([0, 1])), np.array([0, 1 << 40]), np.array([16, 1])),
+        TokensPlaced(np.array([0, 1]), np.array([0, 1 << 40]), np.array([16, 1])),
         BlocksShared(0, 1, 3, (4, 0)),
         BlockCopied(0, 1, 2, 4, 7, "lost", 3),
         BlockCopied(1, 1, 2, 4, 7),
