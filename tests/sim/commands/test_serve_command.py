@@ -234,7 +234,7 @@ def test_what_cannot_be_served_is_refused_plainly(run_here, tiny, tmp_path):
         (["--model", tmp_path / "notes.txt", *POOL], "give a model's folder or a GGUF file"),
         (["--model", tmp_path / "broken", *POOL], "transformers cannot load"),
         (["--model", tmp_path / "cut.gguf", *POOL], "cut.gguf"),
-        (["--model", tiny, *POOL, "-tp", "2"], "tensor_parallel_size is 2; a live engine runs on one device"),
+        (["--model", tiny, *POOL, "-tp", "2"], "--tensor-parallel-size is 2; a live engine runs on one device"),
         (["--model", tiny], "kv_cache_memory_bytes"),
         (["--model", tiny, "--kv-cache-memory-bytes", "much"], "--kv-cache-memory-bytes"),
         (["--model", tiny, *POOL, "--max-model-len", "long"], "--max-model-len"),
@@ -262,7 +262,7 @@ def test_what_cannot_be_served_is_refused_plainly(run_here, tiny, tmp_path):
 
 def test_a_pool_too_small_for_one_request_is_a_plain_no(run_here, tiny):
     status, error = run_here("--model", tiny, "--block-size", "4", "--kv-cache-memory-bytes", "8KiB", "--port", "0")
-    assert status == 1 and "128 tokens does not fit" in error and "lower max_model_len" in error
+    assert status == 1 and "128 tokens does not fit" in error and "lower --max-model-len" in error
 
 
 @pytest.mark.slow
