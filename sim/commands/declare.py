@@ -8,7 +8,8 @@ import attrs
 import typer
 from typer.core import TyperCommand
 
-from ..scenario.options import PANELS, OptionSet, declared, spelling, value_type
+from ...core.errors import InputError
+from ..scenario.options import PANELS, OptionSet, declared, spelled, spelling, value_type
 
 Json = Annotated[
     bool,
@@ -65,7 +66,7 @@ def command(**sets: OptionSet) -> Callable[[Callable[..., None]], Callable[..., 
                 if name in as_changes:
                     kwargs[name] = Changes(given_on_command_line(context, picked))
                 else:
-                    kwargs[name] = chosen.cls(**picked)
+                    kwargs[name] = _made(chosen, picked)
             function(**kwargs)
 
         parameters = [_parameter(field, chosen) for _, field, chosen in fields]
@@ -78,6 +79,14 @@ def command(**sets: OptionSet) -> Callable[[Callable[..., None]], Callable[..., 
         return run
 
     return decorate
+
+
+def _made(chosen: OptionSet, values: Mapping[str, Any]) -> Any:
+    """The set's class with these values; its errors name options as they are spelled on the command line."""
+    try:
+        return chosen.cls(**values)
+    except InputError as error:
+        raise InputError(spelled(str(error), chosen.names)) from None
 
 
 def given_on_command_line(context: Any, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -272,4 +272,6 @@ def spelled(text: str, names: Iterable[str]) -> str:
 @functools.cache
 def _pattern(names: tuple[str, ...]) -> re.Pattern[str]:
     wanted = sorted((name for name in names if "_" in name), key=len, reverse=True)
+    if not wanted:
+        return re.compile(r"(?!)")  # matches nowhere
     return re.compile(r"(?<![\w.`'\"-])(?:" + "|".join(map(re.escape, wanted)) + r")(?![\w(`'\"=]|\.\w)")

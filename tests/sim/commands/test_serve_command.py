@@ -235,7 +235,7 @@ def test_what_cannot_be_served_is_refused_plainly(run_here, tiny, tmp_path):
         (["--model", tmp_path / "broken", *POOL], "transformers cannot load"),
         (["--model", tmp_path / "cut.gguf", *POOL], "cut.gguf"),
         (["--model", tiny, *POOL, "-tp", "2"], "--tensor-parallel-size is 2; a live engine runs on one device"),
-        (["--model", tiny], "kv_cache_memory_bytes"),
+        (["--model", tiny], "--kv-cache-memory-bytes"),
         (["--model", tiny, "--kv-cache-memory-bytes", "much"], "--kv-cache-memory-bytes"),
         (["--model", tiny, *POOL, "--max-model-len", "long"], "--max-model-len"),
         (["--model", tiny, *POOL, "--max-model-len", "129"], "129"),
@@ -245,7 +245,7 @@ def test_what_cannot_be_served_is_refused_plainly(run_here, tiny, tmp_path):
         (["--model", tiny, *POOL, "--api-key", ""], "API key is empty"),
         (["--model", tiny, *POOL, "--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
         (["--model", tiny, *POOL, "--chat-template", "no/such/file"], "chat template no/such/file"),
-        (["--model", tiny, *POOL, "--max-num-seqs", "0"], "max_num_seqs"),
+        (["--model", tiny, *POOL, "--max-num-seqs", "0"], "--max-num-seqs"),
         (["--model", tiny, *POOL, "--stall-timeout", "0"], "stall_timeout"),
         (["--model", tiny, *POOL, "--drain-timeout", "nan"], "drain_timeout"),
         (["--model", tiny, *POOL, "--uvicorn-log-level", "loud"], "log_level"),
@@ -253,7 +253,7 @@ def test_what_cannot_be_served_is_refused_plainly(run_here, tiny, tmp_path):
         (["--model", tiny, *POOL, "--cudagraph-capture-sizes", "1,many"], "commas between them, such as 1,2,4,8"),
         (["--model", tiny, *POOL, "--device", "cpu", "--cudagraph-capture-sizes", "1,2"], "no effect on a CPU"),
         (["--model", tiny, *POOL, "--device", "cpu", "--attention-packages"], "no effect on a CPU"),
-        (["--model", tiny, *POOL, "--enforce-eager", "--cudagraph-capture-sizes", "1"], "no effect with enforce_eager"),
+        (["--model", tiny, *POOL, "--enforce-eager", "--cudagraph-capture-sizes", "1"], "no effect with --enforce-eager"),
     ):
         status, error = run_here(*arguments, "--port", "0")
         assert status == 2 and expected in error, (arguments, error)
