@@ -253,7 +253,10 @@ def test_what_cannot_be_served_is_refused_plainly(run_here, tiny, tmp_path):
         (["--model", tiny, *POOL, "--cudagraph-capture-sizes", "1,many"], "commas between them, such as 1,2,4,8"),
         (["--model", tiny, *POOL, "--device", "cpu", "--cudagraph-capture-sizes", "1,2"], "no effect on a CPU"),
         (["--model", tiny, *POOL, "--device", "cpu", "--attention-packages"], "no effect on a CPU"),
-        (["--model", tiny, *POOL, "--enforce-eager", "--cudagraph-capture-sizes", "1"], "no effect with --enforce-eager"),
+        (
+            ["--model", tiny, *POOL, "--enforce-eager", "--cudagraph-capture-sizes", "1"],
+            "no effect with --enforce-eager",
+        ),
     ):
         status, error = run_here(*arguments, "--port", "0")
         assert status == 2 and expected in error, (arguments, error)
