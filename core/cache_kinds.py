@@ -22,7 +22,8 @@ class CacheKind(Protocol):
 
     # Whether a hit is an unbroken run from the start, so that losing a block makes all blocks behind it unreachable.
     needs_whole_prefix: ClassVar[bool]
-    # Whether a block holds one entry per token, which decode context parallelism spreads over ranks; a state is whole.
+    # Whether a block holds one entry per token, which decode context parallelism spreads over ranks. If not, it holds
+    # one state, written where a step ends: the blocks that a step runs past stay null (vLLM's "align" mode).
     holds_tokens: ClassVar[bool]
 
     @property
@@ -60,6 +61,10 @@ class CacheKind(Protocol):
 
     def retained(self, start: int, stop: int, boundaries: Iterable[int], drop_last: bool) -> Iterable[int]:
         """Choose which complete blocks `start <= index < stop` get a key if hits end at `boundaries` (in tokens)."""
+        ...
+
+    def retained_between(self, start: int, stop: int, interval: int, drop_last: bool) -> Iterable[int]:
+        """Choose which complete blocks get a key if hits also end at every multiple of `interval` tokens (rule 21)."""
         ...
 
 
@@ -127,6 +132,10 @@ class FullAttention:
         """Choose all: each block is part of every longer hit."""
         return range(start, stop)
 
+    def retained_between(self, start: int, stop: int, interval: int, drop_last: bool) -> Iterable[int]:
+        """Choose all."""
+        return range(start, stop)
+
 
 @attrs.frozen
 class CompressedState(FullAttention):
@@ -177,7 +186,9 @@ class SlidingWindow:
             run += 1
             if run >= need:
                 return _cut(found, i + run - drop_last)
-        return _cut_to_alignment(_cut(found, max(run - drop_last, 0)), self.block_size, alignment)
+        # vLLM 0.32 aligns both before and after EAGLE's block is dropped.
+        (aligned, *_) = _cut_to_alignment(_cut(found, run), self.block_size, alignment)
+        return _cut_to_alignment(_cut(found, max(len(aligned) - drop_last, 0)), self.block_size, alignment)
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Skip all but the `window - 1` tokens that the next one attends to (rule 17)."""
@@ -192,10 +203,17 @@ class SlidingWindow:
         return -(-min(self.window - 1 + max_in_flight_tokens, max_model_len) // self.block_size) + 1
 
     def retained(self, start: int, stop: int, boundaries: Iterable[int], drop_last: bool) -> Iterable[int]:
-        """Choose the window of blocks before each boundary (rule 21)."""
+        """Choose the window of blocks before each boundary (rule 21), and under EAGLE the block behind it."""
         need = self._blocks_of_a_window(drop_last)
-        wanted = {i for end in boundaries for i in range(end // self.block_size - need, end // self.block_size)}
-        return sorted(i for i in wanted if start <= i < stop)
+        ends = [end // self.block_size + drop_last for end in boundaries]
+        return sorted({i for end in ends for i in range(max(end - need, start), min(end, stop))})
+
+    def retained_between(self, start: int, stop: int, interval: int, drop_last: bool) -> Iterable[int]:
+        """Choose the same blocks of every multiple of the interval but the first, which is 0."""
+        need, period = self._blocks_of_a_window(drop_last), interval // self.block_size
+        if need >= period:
+            return range(start, stop)
+        return [i for i in range(max(start, drop_last), stop) if (i - drop_last) % period >= period - need]
 
 
 @attrs.frozen
@@ -251,12 +269,18 @@ class ChunkedLocal:
         """Choose all: a hit may end anywhere inside a chunk."""
         return range(start, stop)
 
+    def retained_between(self, start: int, stop: int, interval: int, drop_last: bool) -> Iterable[int]:
+        """Choose all."""
+        return range(start, stop)
+
 
 @attrs.frozen
 class SequenceState:
     """One state of fixed size per sequence (linear attention); each block holds the state at its last token.
 
-    Only the latest state is needed to continue, so earlier blocks are freed, and a hit needs only the block at its end.
+    A step leaves one state, where it ends: the blocks that it runs past are null, and no lookup finds them. Only the
+    latest state is needed to continue, so earlier blocks are freed, and a hit needs only the block at its end. Draft
+    models have no states, so no block is dropped for EAGLE. (vLLM's Mamba cache in "align" mode.)
     """
 
     needs_whole_prefix: ClassVar[bool] = False
@@ -267,7 +291,7 @@ class SequenceState:
         self, keys: Sequence[Hashable], indexes: Sequence[Mapping[Hashable, int]], alignment: int, drop_last: bool
     ) -> list[list[int]]:
         """Find the rightmost aligned boundary whose state is cached."""
-        for i in range(len(keys) - 1 - drop_last, -1, -1):
+        for i in range(len(keys) - 1, -1, -1):
             if (i + 1) * self.block_size % alignment:
                 continue
             blocks = _found_by_all(keys[i], indexes)
@@ -284,10 +308,15 @@ class SequenceState:
         return num_blocks * self.block_size + 1
 
     def admission_cap_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int | None:
-        """Count the state to continue from and the blocks that the tokens in flight fill."""
-        return -(-min(max_in_flight_tokens, max_model_len) // self.block_size) + 1
+        """Count two: the state that a step starts from and the one that it leaves."""
+        return 2
 
     def retained(self, start: int, stop: int, boundaries: Iterable[int], drop_last: bool) -> Iterable[int]:
         """Choose the state at each boundary."""
         wanted = {end // self.block_size - 1 for end in boundaries}
         return sorted(i for i in wanted if start <= i < stop)
+
+    def retained_between(self, start: int, stop: int, interval: int, drop_last: bool) -> Iterable[int]:
+        """Choose the state at each multiple of the interval."""
+        period = max(interval // self.block_size, 1)
+        return range(start + (-start - 1) % period, stop, period)

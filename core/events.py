@@ -36,6 +36,15 @@ def as_ints(column: IntColumn) -> tuple[int, ...]:
     return column if isinstance(column, tuple) else tuple(column.tolist())
 
 
+def without_nulls(
+    blocks: tuple[int, ...], keys: tuple[Key | None, ...]
+) -> tuple[tuple[int, ...], tuple[Key | None, ...]]:
+    """Return the blocks that are not null, and their keys; no keys where `keys` is empty."""
+    if keys:
+        keys = tuple([key for block, key in zip(blocks, keys, strict=True) if block])
+    return tuple(filter(None, blocks)), keys
+
+
 class _MakesNamedTuple(Protocol):
     def __call__(self, cls: type[_T], values: tuple[Any, ...], /) -> _T: ...
 
@@ -154,6 +163,7 @@ class PrefixAdopted(NamedTuple):
 class BlocksAllocated(NamedTuple):
     """Blocks were taken from the head of the free queue and appended to tables.
 
+    In a group of states the null block, 0, stands where a step leaves no state; it is taken from nowhere.
     `lost_keys` and `lost_groups` align with `blocks`: the key that each block lost by being taken (None: it had
     none) and the group of that key. Both are empty when no block of this event had a key; `lost_groups` is also empty
     where there is one group.
@@ -280,7 +290,8 @@ class BlocksFreed(NamedTuple):
     """References were given back in the order visited, as one release: segment i is `counts[i]` blocks of `rows[i]`.
 
     For FINISHED, PREEMPTED and ABORTED a segment empties the row's table of `groups[i]`. For OUT_OF_WINDOW the table
-    slots named in `indices` became the null block; for TRUNCATED they left the table's end.
+    slots named in `indices` became the null block; for TRUNCATED they left the table's end, those of null blocks, 0,
+    included.
     """
 
     reason: FreeReason

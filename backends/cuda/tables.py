@@ -208,7 +208,7 @@ class DeviceTables:
         group, rows, counts = event.group, _as_int64(event.rows), _as_int64(event.counts)
         blocks = np.asarray(event.blocks, dtype=np.int32)
         if self._clears_taken_blocks:
-            for block in blocks.tolist():
+            for block in blocks[blocks != NULL_BLOCK].tolist():
                 self.copies.add(group, NULL_BLOCK, block)
         if (counts == 1).all():  # distinct rows
             ends = self.num_blocks_per_row[group][rows]

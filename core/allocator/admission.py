@@ -27,15 +27,16 @@ class Admission:
         return sum([self._needed_of(group, row, hits, count, total) for group, count in enumerate(wanted)])
 
     def _needed_of(self, group: int, row: int | None, hits: Hits | None, wanted: int, total: int) -> int:
-        held = 0 if row is None else self._state.tables[group].count(row)
+        table = self._state.tables[group]
+        held = 0 if row is None else table.count(row)
         if row is not None and self._state.considered[group][row] >= 0:
-            return max(wanted - held, 0)
+            return table.num_to_take(max(wanted - held, 0))
         kind = self._config.groups[group]
         skipped = kind.num_skipped_tokens(total) // kind.block_size
         if hits is None:
-            return max(wanted - max(skipped, held), 0)
+            return table.num_to_take(max(wanted - max(skipped, held), 0))
         adopted_free = self._state.pool.num_free_among(hits[group][skipped:] if skipped else hits[group])
-        return max(wanted - max(skipped, len(hits[group]) + held), 0) + adopted_free
+        return table.num_to_take(max(wanted - max(skipped, len(hits[group]) + held), 0)) + adopted_free
 
     def blocks_needed_for_all(self, request: Request, match: PrefixMatch | None) -> int:
         """Count the blocks to be free for all known tokens of a request; windowed groups are capped (rule 16)."""
@@ -45,7 +46,10 @@ class Admission:
         num_tokens = min(request.num_tokens, self._config.max_model_len)
         need = 0
         for group, kind in enumerate(self._config.groups):
-            need += self._needed_of(group, row, hits, self._capped(group, -(-num_tokens // kind.block_size)), total)
+            wanted = -(-num_tokens // kind.block_size)
+            if kind.holds_tokens:
+                wanted = self._capped(group, wanted)
+            need += self._needed_of(group, row, hits, wanted, total)
         return need
 
     def blocks_held_at_most(self, num_tokens: int) -> int:

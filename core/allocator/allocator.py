@@ -6,6 +6,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cache_kinds import NULL_BLOCK
 from ..errors import MisuseError
 from ..events import (
     BlocksAllocated,
@@ -90,6 +91,7 @@ class KVCacheAllocator:
         self._request_in_row: list[Request | None] = [None] * config.max_num_reqs
         # Attributes that every command reads.
         self._block_sizes = [kind.block_size for kind in config.groups]
+        self._state_groups = [group for group, kind in enumerate(config.groups) if not kind.holds_tokens]
         self._max_model_len = config.max_model_len
         self._caches = config.enable_caching
         self._defers_release = config.release == "deferred"
@@ -183,6 +185,17 @@ class KVCacheAllocator:
             request.cache_boundary = match.boundary
         return match
 
+    def begin_step(self) -> None:
+        """Note that the steps so far have run: the states which they leave can be copied now."""
+        self._prefixes.states_of_step.clear()
+
+    def hits_state_of_this_step(self, match: PrefixMatch) -> bool:
+        """Whether a hit ends in a state that this step writes: its copy exists only when the step has run."""
+        states = self._prefixes.states_of_step
+        return bool(states) and any(
+            (group, match.keys[group][-1]) in states for group in self._state_groups if match.keys[group]
+        )
+
     def key_behind(self, request: Request, match: PrefixMatch) -> Key | None:
         """Return the key of the block behind a hit: the hit grows only if this key becomes findable.
 
@@ -258,6 +271,8 @@ class KVCacheAllocator:
         if row is not None and (row in state.guarded or start < state.placed[row]):
             private = self._copies.of_row(row, span[1], num_slots)
         wanted = [-(-num_slots // size) for size in self._block_sizes]
+        for group in self._state_groups:  # no state is written for the slots of drafts to come
+            wanted[group] = -(-end // self._block_sizes[group])
         spare = len(state.pool.free_queue) - reserved_blocks
         if use_watermark:
             spare -= self.config.watermark_blocks
@@ -320,7 +335,9 @@ class KVCacheAllocator:
             num_held.append(len(table.rows[row]))
             count = wanted[group] - num_held[group]
             if count > 0:
-                blocks = state.pool.free_queue.peek(count)
+                blocks = state.pool.free_queue.peek(table.num_to_take(count))
+                if table.keeps_states:
+                    blocks = (NULL_BLOCK,) * (count - 1) + blocks
                 lost_keys = state.pool.keys_of(blocks)
                 lost_groups = state.pool.groups_of(blocks) if lost_keys and len(wanted) > 1 else ()
                 events.append(emit(BlocksAllocated.of_row(group, row, blocks, lost_keys, lost_groups)))
@@ -374,8 +391,10 @@ class KVCacheAllocator:
             stop = min(kind.num_skipped_tokens(total) // kind.block_size, self.state.tables[group].count(row))
             start = self.state.skipped[group][row]
             if stop > start:
-                indices = tuple(range(stop - 1, start - 1, -1))
-                blocks = tuple(self.state.tables[group].blocks(row, start, stop)[::-1])
+                held = self.state.tables[group].rows[row]
+                # Between the states that a request holds there may be null blocks.
+                indices = tuple([index for index in range(stop - 1, start - 1, -1) if held[index]])
+                blocks = tuple([held[index] for index in indices])
                 events.append(self._emit(BlocksFreed.of_row(FreeReason.OUT_OF_WINDOW, group, row, blocks, indices)))
                 num_released += len(blocks)
         return num_released
@@ -440,6 +459,8 @@ class KVCacheAllocator:
             blocks = table.rows[row]
             if blocks:
                 freed = tuple(blocks[self.state.skipped[group][row] :][::-1])
+                if table.keeps_states:
+                    freed = tuple(filter(None, freed))
                 if self._defers_release:
                     segments.append((group, freed))
                 else:
@@ -510,8 +531,10 @@ class KVCacheAllocator:
         end = np.minimum(first + new, self._longest)
         num_slots = np.minimum(end + num_lookahead_tokens, self._longest) if num_lookahead_tokens else end
         private = self._copies.of_batch(rows, first, placed, num_slots)
-        shortfalls = [table.shortfall(rows, num_slots) for table in state.tables]
-        total_short = sum([sum_of(counts) for which, counts in shortfalls if len(which)])
+        shortfalls = [table.shortfall(rows, end if table.keeps_states else num_slots) for table in state.tables]
+        total_short = sum(
+            [table.sum_to_take(counts) for table, (_, counts) in zip(state.tables, shortfalls, strict=True)]
+        )
         total_short += sum([copy for *_, copy in private])
         if total_short > len(state.pool.free_queue) - reserved_blocks:
             return False
@@ -549,7 +572,7 @@ class KVCacheAllocator:
             for row, position in self._copies.rollbacks(rows, first):
                 events.append(self._emit(TokensPlaced.of_row(row, position, 0)))
         events += [self._emit(self._copies.event(block)) for block in private]
-        events += [self._emit(event) for event in taking_events(self.state.pool, rows, shortfalls, blocks)]
+        events += [self._emit(event) for event in taking_events(self.state, rows, shortfalls, blocks)]
         for group, keys in enumerate(batch_keys):
             cached = self._prefixes.register_batch(group, due_rows, keys, self._request_in_row)
             if cached is not None:
@@ -580,7 +603,7 @@ class KVCacheAllocator:
         num_slots = np.minimum(placed + num_new_tokens, self._longest)
         if self._copies.of_batch(rows, placed, placed, num_slots):
             return False
-        return sum([sum_of(table.shortfall(rows, num_slots)[1]) for table in state.tables]) <= num_free
+        return sum([table.sum_to_take(table.shortfall(rows, num_slots)[1]) for table in state.tables]) <= num_free
 
     def append_steps(self, rows: Rows, num_steps: int) -> tuple[int, ...]:
         """`append` one token to every row, `num_steps` times, as one commit with the same block ids.
@@ -624,11 +647,12 @@ class KVCacheAllocator:
         self._checks.counts(num_new_tokens, 0, num_lookahead_tokens, reserved_blocks)
         placed = state.num_placed[rows]
         first = placed if first_positions is None else first_positions
-        num_slots = np.minimum(np.minimum(first + num_new_tokens, self._longest) + num_lookahead_tokens, self._longest)
+        end = np.minimum(first + num_new_tokens, self._longest)
+        num_slots = np.minimum(end + num_lookahead_tokens, self._longest)
         need = np.zeros(len(rows), dtype=np.int64)
         for table in state.tables:
-            which, counts = table.shortfall(rows, num_slots)
-            need[which] += counts
+            which, counts = table.shortfall(rows, end if table.keeps_states else num_slots)
+            need[which] += 1 if table.keeps_states else counts
         for _, row, _, copy in self._copies.of_batch(rows, first, placed, num_slots):
             need[(rows == row).nonzero()[0]] += copy
         spare = len(state.pool.free_queue) - reserved_blocks

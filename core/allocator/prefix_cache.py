@@ -1,6 +1,6 @@
 """The prefix cache: which cached blocks a request can adopt, and which of its complete blocks become findable."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -77,10 +77,16 @@ class PrefixCache:
 
     Lookup: groups of equal kinds are looked up together and must all hit. Full attention comes first, because it can
     only shrink a hit from the right; the other kinds follow, each within the current length, until nothing shrinks.
+    Under EAGLE a kind finds its hit with one more block behind it, once for each length that is tried.
 
     Registration (rule 21): complete blocks register as soon as they are allocated, before they are computed. The
     `keys_of...` methods ask the key source and so run before a command's first event: if the source fails, nothing has
     changed. The `register...` methods then decide what `BlocksCached` says.
+
+    Attributes:
+        match: `match(request)` finds the longest hit of at most `num_tokens - 1` tokens, so that one token is left to
+            compute (rule 10).
+        states_of_step: group and key of each state that was registered since the scheduler began the step.
     """
 
     def __init__(self, config: AllocatorConfig, state: LedgerState) -> None:
@@ -97,10 +103,12 @@ class PrefixCache:
         self._kinds = sorted(members.items(), key=lambda item: not isinstance(item[0], FullAttention))
         has_full = any(isinstance(kind, FullAttention) for kind in members)
         self._first_index = (state.pool.index(0),)
-        # `match(request)` finds the longest hit of at most `num_tokens - 1` tokens, so that one token is left to
-        # compute (rule 10). With one group its own hit is the common one, and no boundary lies beyond it.
+        self.states_of_step: set[tuple[int, Key]] = set()
+        # With one group its own hit is the common one, and no boundary lies beyond it.
         self.match = self._match_one_group if len(config.groups) == 1 else self._match_groups
-        self._one_pass = len(members) == 1 or (len(members) == 2 and has_full)
+        self._one_pass = len(members) == 2 and has_full
+        # Under EAGLE a group also registers the block behind the last boundary: a lookup finds it and gives it back.
+        self._blocks_behind = int(config.use_eagle and len(config.groups) > 1)
         # Arithmetic between two NumPy arrays takes half as long as between an array and a Python number.
         self._unit_array: NDArray[np.int64] = np.array(config.scheduler_block_size, dtype=np.int64)
         self._zero: NDArray[np.int64] = np.array(0, dtype=np.int64)
@@ -124,23 +132,31 @@ class PrefixCache:
         length = max_length
         longest = 0
         found: list[list[int]] = [[] for _ in self._groups]
-        # Under EAGLE a hit is found with one more block behind it, which `find_hit` then gives back; without that room
-        # a second pass would shrink the hit again and again. That block may be the last one of the request.
+        # Under EAGLE the block behind the hit may be the last one of the request.
         known = request.num_tokens if self._use_eagle else max_length
         keys_of = [self.block_keys(request, kind, 0, known // kind.block_size) for kind, _ in self._kinds]
+        dropped: set[CacheKind] = set()  # the kinds that have given a block back at the current length
         while True:
             start_length = length
             for (kind, group_ids), keys in zip(self._kinds, keys_of, strict=True):
-                block_size = kind.block_size
-                room = length + block_size if self._use_eagle else length
+                size = kind.block_size
+                if isinstance(kind, FullAttention) and start_length < max_length:
+                    length = min(length, len(found[group_ids[0]]) * size)  # its run was found by the first pass
+                    continue
+                drops = self._use_eagle and kind not in dropped
+                room = length + size if drops and kind.holds_tokens else length
                 indexes = [self._pool.index(group) for group in group_ids]
-                hits = kind.find_hit(keys[: room // block_size], indexes, self._unit, self._use_eagle)
+                hits = kind.find_hit(keys[: room // size], indexes, self._unit, drops)
                 for group, hit in zip(group_ids, hits, strict=True):
                     found[group] = hit
-                hit_length = len(hits[0]) * block_size
-                longest = max(longest, hit_length)
-                length = min(length, hit_length)
-            if self._one_pass or length == start_length:
+                hit_length = len(hits[0]) * size
+                if drops:
+                    dropped.add(kind)
+                elif hit_length < length:
+                    dropped.clear()
+                length = hit_length
+                longest = max(longest, length)
+            if self._one_pass or length >= start_length:
                 break
         blocks: list[tuple[int, ...]] = [()] * len(self._groups)
         keys_found: list[tuple[Key, ...]] = [()] * len(self._groups)
@@ -189,14 +205,25 @@ class PrefixCache:
             complete = known_tokens // self._unit_array
             if unit != kind.block_size:
                 complete *= unit // kind.block_size
+                if self._blocks_behind:
+                    complete = np.where(complete, np.minimum(complete + 1, known_tokens // kind.block_size), 0)
             behind = complete > done if behind is None else behind | (complete > done)
         return _NOTHING_DUE if behind is None else behind.nonzero()[0]
 
+    def _num_complete(self, num_tokens: int, block_size: int) -> int:
+        """Count the blocks of a group that `num_tokens` known tokens make findable: those that some hit can need."""
+        unit = self._unit
+        if unit == block_size:
+            return num_tokens // block_size
+        aligned = num_tokens // unit * unit
+        if self._blocks_behind and aligned:
+            return min(aligned // block_size + 1, num_tokens // block_size)
+        return aligned // block_size
+
     def keys_of_row(self, request: Request, row: int | None, hits: Hits | None, total: int, end: int) -> list[RowKeys]:
         """Ask for the keys that `register_row` needs, for a request whose tokens `total <= p < end` get slots now."""
-        unit = self._unit
         known = request.num_prompt_tokens + request.num_output_tokens
-        sure = (end if end < known else known) // unit * unit
+        sure = end if end < known else known
         source = request.keys
         asked: list[RowKeys] = []
         for group, kind in enumerate(self._groups):
@@ -208,7 +235,7 @@ class PrefixCache:
                 start = max(self._state.considered[group][row], 0)
                 if start * size > total:
                     start = total // size
-            stop = sure // size
+            stop = self._num_complete(sure, size)
             if stop > start:
                 first = start - 1 if start else 0
                 if source is not None and size == self._hash_block_size:  # the usual case, for which a call is spared
@@ -227,7 +254,6 @@ class PrefixCache:
         requests: Sequence[Request | None],
     ) -> list[BatchKeys]:
         """Ask for the keys that `register_batch` needs, for rows that are `due` and continue at `first_positions`."""
-        unit = self._unit
         asked: list[BatchKeys] = []
         for group, kind in enumerate(self._groups):
             size, considered = kind.block_size, self._state.considered[group]
@@ -239,7 +265,7 @@ class PrefixCache:
                 if start * size > position:
                     start = position // size
                 first = start - 1 if start > 0 else 0
-                stop = known // unit * unit // size
+                stop = self._num_complete(known, size)
                 due = request is not None and stop > start and stop > 0
                 offsets.append(first)
                 keys.append(self.block_keys(request, kind, first, stop) if due and request is not None else ())
@@ -346,10 +372,12 @@ class PrefixCache:
                 keys += range_keys[start - offset :]
             else:
                 unreachable = self._is_unreachable_behind(group, parent) and parent not in keys
-                chosen = () if unreachable else self._retained(group, start, stop, request)
+                chosen = () if unreachable else self._retained(group, row, start, stop, request)
                 live = [i for i in chosen if held[i - start] and not self._is_registered(held[i - start], seen)]
                 blocks += [held[i - start] for i in live]
                 keys += [range_keys[i - offset] for i in live]
+                if not self._groups[group].holds_tokens:
+                    self.states_of_step.update([(group, range_keys[i - offset]) for i in live])
             if shared:
                 seen.update(held)
             parents.append(parent)
@@ -388,15 +416,44 @@ class PrefixCache:
             and self._pool.find(parent, group) is None
         )
 
-    def _retained(self, group: int, start: int, stop: int, request: Request) -> Sequence[int]:
+    def _retained(self, group: int, row: int, start: int, stop: int, request: Request) -> Sequence[int]:
         """Choose the logical indices in `start <= index < stop` that retention gives a key."""
-        interval = self._config.retention_interval
-        kind = self._groups[group]
-        if interval is DENSE or kind.needs_whole_prefix:
+        interval, kind = self._config.retention_interval, self._groups[group]
+        if kind.needs_whole_prefix:
             return range(start, stop)
-        unit = self._unit
-        ends = {(request.num_prompt_tokens - 1) // unit * unit, request.cache_boundary // unit * unit}
-        if interval:
-            first = start * kind.block_size // interval * interval
-            ends.update(range(first, (stop + 1) * kind.block_size + interval + 1, interval))
-        return list(kind.retained(start, stop, ends, self._use_eagle))
+        chosen: Iterable[int] = ()
+        if interval is DENSE:
+            chosen = kind.retained_between(start, stop, self._unit if kind.holds_tokens else 1, self._use_eagle)
+        elif interval:
+            chosen = kind.retained_between(start, stop, interval, self._use_eagle)
+        if interval is not DENSE:
+            chosen = sorted({*chosen, *kind.retained(start, stop, self._boundaries(request), self._use_eagle)})
+        if not kind.holds_tokens:
+            passed_over = self._index_passed_over(group, row, request)
+            return [index for index in chosen if index != passed_over]
+        return list(chosen)
+
+    def _boundaries(self, request: Request) -> set[int]:
+        """Return the tokens at which later requests can continue behind this one's prompt.
+
+        The same prompt again leaves its last token to compute, and a longer one does not. Under EAGLE both continue a
+        block earlier. The third boundary is the one that a lookup of this request has reported (rule 14).
+        """
+        unit, prompt = self._unit, request.num_prompt_tokens
+        if self._use_eagle:
+            ends = {max((length // unit - 1) * unit, 0) for length in (prompt - 1, prompt)}
+        else:
+            ends = {(prompt - 1) // unit * unit}
+        if request.cache_boundary:
+            ends.add(request.cache_boundary // unit * unit)
+        return ends
+
+    def _index_passed_over(self, group: int, row: int, request: Request) -> int:
+        """Return the block in which this command's chunk begins, if it ends behind it: no state was left at its end.
+
+        -1 if there is none. A decode step, with its drafts, leaves the state of each of its tokens.
+        """
+        size, placed = self._groups[group].block_size, self._state.placed[row]
+        index = placed // size
+        passes = placed % size and request.num_tokens - placed > 1 and self._state.tables[group].count(row) > index + 1
+        return index if passes else -1

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cache_kinds import NULL_BLOCK
 from ..events import BlockCopied, BlocksAllocated, BlocksUncached, Event
 from ..ledger.state import LedgerState
 from ..pool.block_pool import BlockPool
@@ -21,19 +22,20 @@ PrivateBlock: TypeAlias = tuple[int, int, int, bool]
 
 
 def taking_events(
-    pool: BlockPool, rows: Rows, shortfalls: Sequence[Shortfall], blocks: tuple[int, ...] | None = None
+    state: LedgerState, rows: Rows, shortfalls: Sequence[Shortfall], blocks: tuple[int, ...] | None = None
 ) -> list[BlocksAllocated]:
     """Make one event per group. Blocks go request by request, group by group, as single calls would take them.
 
     The caller made sure that enough blocks are free.
 
     Args:
-        pool: where the blocks are.
+        state: whose pool gives the blocks, and whose tables receive them.
         rows: the rows of the batch.
         shortfalls: for each group, what it lacks.
         blocks: the blocks for a single group's shortfall, if not in the order of the queue.
     """
-    if len(shortfalls) == 1:
+    pool, tables = state.pool, state.tables
+    if len(shortfalls) == 1 and not tables[0].keeps_states:
         which, counts = shortfalls[0]
         if not len(which):
             return []
@@ -44,20 +46,21 @@ def taking_events(
         for group, (which, counts) in enumerate(shortfalls)
         for place, count in zip(which.tolist(), counts.tolist(), strict=True)
     )
-    head = pool.free_queue.peek(sum([count for *_, count in wanted]))
+    head = pool.free_queue.peek(sum([tables[group].num_to_take(count) for _, group, count in wanted]))
     shares: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in shortfalls]
     start = 0
     for place, group, count in wanted:
         share_rows, share_counts, share_blocks = shares[group]
         share_rows.append(int(rows[place]))
         share_counts.append(count)
-        share_blocks += head[start : start + count]
-        start += count
+        num_taken = tables[group].num_to_take(count)
+        share_blocks += (NULL_BLOCK,) * (count - num_taken) + head[start : start + num_taken]
+        start += num_taken
     events: list[BlocksAllocated] = []
     for group, (share_rows, share_counts, share_blocks) in enumerate(shares):
         if share_rows:
             lost_keys = pool.keys_of(share_blocks)
-            lost_groups = pool.groups_of(share_blocks) if lost_keys else ()
+            lost_groups = pool.groups_of(share_blocks) if lost_keys and len(tables) > 1 else ()
             columns = tuple(share_rows), tuple(share_counts), tuple(share_blocks)
             events.append(BlocksAllocated(group, *columns, lost_keys, lost_groups))
     return events

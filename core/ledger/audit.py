@@ -163,7 +163,8 @@ class ConservationAudit:
         start = 0
         for row, count in zip(as_ints(event.rows), as_ints(event.counts), strict=True):
             for block in blocks[start : start + count]:
-                self._take(block)
+                if block != NULL_BLOCK:
+                    self._take(block)
                 self._hold(event.group, row, block)
             start += count
 
@@ -178,7 +179,8 @@ class ConservationAudit:
     def _freed(self, event: BlocksFreed) -> None:
         blocks, indices = as_ints(event.blocks), as_ints(event.indices)
         for block in blocks:
-            self._give_back(block)
+            if block != NULL_BLOCK:
+                self._give_back(block)
         start = 0
         for group, row, count in zip(as_ints(event.groups), as_ints(event.rows), as_ints(event.counts), strict=True):
             if event.reason is FreeReason.OUT_OF_WINDOW:

@@ -1,6 +1,7 @@
 """Validates a recorded log: each event must be legal in the state left by the events before it."""
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from ..events import (
     RowsReleased,
     TokensPlaced,
     as_ints,
+    without_nulls,
 )
 from .state import LedgerState
 
@@ -114,8 +116,20 @@ class CheckedReplay:
         self._check_held(rows)
         _check_same_length(rows=rows, counts=counts)
         _check_counts(counts, blocks=blocks)
-        self.state.pool.check_take(blocks, event.lost_keys)
-        self._check_lost_groups(blocks, event.lost_keys, event.lost_groups)
+        lost_keys = event.lost_keys
+        if self.state.tables[event.group].keeps_states and len(lost_keys) in (0, len(blocks)):
+            self._check_states(counts, blocks)
+            blocks, lost_keys = without_nulls(blocks, lost_keys)
+        self.state.pool.check_take(blocks, lost_keys)
+        self._check_lost_groups(as_ints(event.blocks), event.lost_keys, event.lost_groups)
+
+    def _check_states(self, counts: tuple[int, ...], blocks: tuple[int, ...]) -> None:
+        """Raise unless each row takes one block, for the state that its step leaves, with null blocks before it."""
+        start = 0
+        for count in counts:
+            if count < 1 or any(blocks[start : start + count - 1]) or not blocks[start + count - 1]:
+                raise CorruptLedgerError(f"a step leaves one state, at its end, not {blocks[start : start + count]}")
+            start += count
 
     def _blocks_cached(self, event: BlocksCached) -> None:
         rows, starts, stops = as_ints(event.rows), as_ints(event.starts), as_ints(event.stops)
@@ -202,7 +216,8 @@ class CheckedReplay:
         _check_counts(counts, blocks=blocks, indices=indices if keeps_a_part else blocks)
         if len(set(zip(groups, rows, strict=True))) < len(rows):
             raise CorruptLedgerError(f"rows {rows} of groups {groups} are freed: one is named twice")
-        self.state.pool.check_release(blocks)
+        truncates = event.reason is FreeReason.TRUNCATED
+        self.state.pool.check_release(tuple(filter(None, blocks)) if truncates else blocks)
         at = 0
         for group, row, count in zip(groups, rows, counts, strict=True):
             self._check_group(group)
@@ -216,11 +231,12 @@ class CheckedReplay:
     ) -> None:
         """Raise unless these are, last one first, the row's first blocks (out of window) or its last (truncated)."""
         held, skipped = self.state.tables[group].rows[row], self.state.skipped[group][row]
-        stop = skipped + len(blocks) if reason is FreeReason.OUT_OF_WINDOW else len(held)
-        start = stop - len(blocks)
-        if not blocks or start < skipped or tuple(held[start:stop][::-1]) != blocks:
+        part = list(range(max(skipped, len(held) - len(blocks)), len(held)))
+        if reason is FreeReason.OUT_OF_WINDOW:  # between the states that a request holds there may be null blocks
+            part = list(islice(filter(held.__getitem__, range(skipped, len(held))), len(blocks)))
+        if not blocks or tuple([held[index] for index in reversed(part)]) != blocks:
             raise CorruptLedgerError(f"row {row} of group {group} does not hold blocks {blocks} where they go {reason}")
-        if indices != tuple(range(stop - 1, start - 1, -1)):
+        if indices != tuple(reversed(part)):
             raise CorruptLedgerError(f"row {row} of group {group} does not hold blocks {blocks} at {indices}")
 
     def _blocks_uncached(self, event: BlocksUncached) -> None:

@@ -24,12 +24,14 @@ from ..events import (
     CacheReset,
     Event,
     FreeReason,
+    Key,
     PoolCreated,
     PrefixAdopted,
     RowsAssigned,
     RowsReleased,
     TokensPlaced,
     as_ints,
+    without_nulls,
 )
 from ..pool.block_pool import BlockPool
 from ..pool.block_table import BlockTable
@@ -73,7 +75,12 @@ class LedgerState:
         order = make_eviction_order(created.eviction, created.num_blocks) if eviction is None else eviction
         self.pool = BlockPool(created.num_blocks, len(created.groups), order)
         self.tables = [
-            BlockTable(created.max_num_reqs, -(-created.max_model_len // kind.block_size), kind.block_size)
+            BlockTable(
+                created.max_num_reqs,
+                -(-created.max_model_len // kind.block_size),
+                kind.block_size,
+                keeps_states=not kind.holds_tokens,
+            )
             for kind in created.groups
         ]
         rows = created.max_num_reqs
@@ -161,8 +168,11 @@ class LedgerState:
         group, rows, counts, blocks, lost_keys, _ = event
         if not isinstance(blocks, tuple):
             blocks = as_ints(blocks)
-        self.pool.apply_take(blocks, lost_keys)
         table = self.tables[group]
+        if table.keeps_states:
+            self._states_allocated(group, as_ints(rows), as_ints(counts), blocks, lost_keys)
+            return
+        self.pool.apply_take(blocks, lost_keys)
         if len(rows) == 1:
             table.extend(rows[0], blocks)
         elif len(rows) == len(blocks):
@@ -172,6 +182,29 @@ class LedgerState:
             for row, count in zip(as_ints(rows), as_ints(counts), strict=True):
                 table.extend(row, blocks[start : start + count])
                 start += count
+
+    def _states_allocated(
+        self,
+        group: int,
+        rows: tuple[int, ...],
+        counts: tuple[int, ...],
+        blocks: tuple[int, ...],
+        lost_keys: tuple[Key | None, ...],
+    ) -> None:
+        """Blocks of a group of states: null blocks stand before the one where the step ends."""
+        self.pool.apply_take(*without_nulls(blocks, lost_keys))
+        start = 0
+        for row, count in zip(rows, counts, strict=True):
+            self.tables[group].extend(row, blocks[start : start + count])
+            self._skip_nulls(group, row)
+            start += count
+
+    def _skip_nulls(self, group: int, row: int) -> None:
+        """Count the null blocks at the start of a row anew, where more may have joined."""
+        held, skipped = self.tables[group].rows[row], self.skipped[group][row]
+        while skipped < len(held) and not held[skipped]:
+            skipped += 1
+        self.skipped[group][row] = skipped
 
     def _blocks_cached(self, event: BlocksCached) -> None:
         group, rows, _, stops, _, indices, blocks, keys, _ = event
@@ -245,7 +278,7 @@ class LedgerState:
         if not isinstance(blocks, tuple):
             blocks = as_ints(blocks)
         self.num_gains += len(blocks)
-        self.pool.apply_release(blocks)
+        self.pool.apply_release(blocks if reason is not FreeReason.TRUNCATED else tuple(filter(None, blocks)))
         if len(rows) == 1 and not len(indices):  # all blocks of a request in one group
             self.tables[groups[0]].clear(rows[0])
             return
@@ -255,7 +288,7 @@ class LedgerState:
             if reason is FreeReason.OUT_OF_WINDOW:
                 out = as_ints(indices)[start : start + count]
                 table.replace(row, out, NULL_BLOCK)
-                self.skipped[group][row] = max(out) + 1
+                self._skip_nulls(group, row)
             elif reason is FreeReason.TRUNCATED:
                 table.shrink(row, min(as_ints(indices)[start : start + count]))
             else:

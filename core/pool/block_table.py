@@ -21,12 +21,17 @@ class BlockTable:
 
     Attributes:
         block_size: tokens per block.
+        keeps_states: whether a step leaves one state where it ends: of the entries that it adds to a row, only the
+            last one is a block, and those before it are null.
         rows: the blocks of each row by logical index, null blocks included; read-only for callers.
         num_blocks_per_row: int32 `[max_num_reqs]`, how many entries each row has.
     """
 
-    def __init__(self, max_num_reqs: int, max_num_blocks_per_req: int, block_size: int) -> None:
+    def __init__(
+        self, max_num_reqs: int, max_num_blocks_per_req: int, block_size: int, keeps_states: bool = False
+    ) -> None:
         self.block_size = block_size
+        self.keeps_states = keeps_states
         self._block_size: NDArray[np.int64] = np.array(block_size, dtype=np.int64)
         self._width = max_num_blocks_per_req
         self.rows: list[list[int]] = [[] for _ in range(max_num_reqs)]
@@ -59,6 +64,14 @@ class BlockTable:
         if not len(which):
             return which, _NO_BLOCKS
         return which, -(-short[which] // self.block_size)
+
+    def num_to_take(self, num_entries: int) -> int:
+        """Count the blocks to take for so many new entries of one row."""
+        return min(num_entries, 1) if self.keeps_states else num_entries
+
+    def sum_to_take(self, num_entries: NDArray[np.int64]) -> int:
+        """Do `num_to_take` for several rows, each with at least one new entry, and add up."""
+        return len(num_entries) if self.keeps_states else int(np.add.reduce(num_entries))
 
     def extend(self, row: int, blocks: Sequence[int]) -> None:
         """Append blocks to one row."""

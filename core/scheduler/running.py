@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from ..allocator.allocator import KVCacheAllocator
 from ..errors import MisuseError
 from ..types import Request, TokenBatch
+from .chunks import StateChunks
 from .config import SchedulerConfig
 from .preemption import PreemptedRequests
 from .queues import WaitingQueue
@@ -29,8 +30,10 @@ class RunningRequests:
         allocator: KVCacheAllocator,
         waiting: WaitingQueue,
         preempted: PreemptedRequests,
+        chunks: StateChunks,
     ) -> None:
         self._config = config
+        self._chunks = chunks
         self._allocator = allocator
         self._waiting = waiting
         self._preempted = preempted
@@ -107,7 +110,7 @@ class RunningRequests:
         if all_decode:
             counts = self._one_each[: len(rows)]
         else:
-            counts = self._within_budget(self._wanted(rows, firsts))
+            counts = self._within_budget(rows, firsts, self._wanted(rows, firsts))
             if np.count_nonzero(counts) < len(counts):
                 due = counts > 0
                 rows, firsts, counts = rows[due], firsts[due], counts[due]
@@ -127,16 +130,33 @@ class RunningRequests:
         room = self._allocator.config.max_model_len - firsts - missing
         return missing + np.where(missing == 1, np.clip(room, 0, self._config.num_speculative_tokens), 0)
 
-    def _within_budget(self, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _within_budget(
+        self, rows: NDArray[np.int64], firsts: NDArray[np.int64], wanted: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
         """Tokens of each request, in order, until the budget is spent."""
         limit = self._config.long_prefill_token_threshold
         if limit:
             wanted = np.minimum(wanted, limit)
         budget = self._config.max_num_batched_tokens
+        if self._chunks.block_size and np.count_nonzero(wanted > 1):
+            return self._chunks_within(budget, rows, firsts, wanted)
         up_to_here = wanted.cumsum()
         if not len(wanted) or up_to_here.item(-1) <= budget:
             return wanted
         return np.minimum(wanted, np.maximum(budget + wanted - up_to_here, 0))
+
+    def _chunks_within(
+        self, budget: int, rows: NDArray[np.int64], firsts: NDArray[np.int64], wanted: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Do `_within_budget` where chunks end at states: what a chunk gives up is left to those behind it."""
+        counts = wanted.copy()
+        for place, (row, first) in enumerate(zip(rows.tolist(), firsts.tolist(), strict=True)):
+            request = self.request_in(row)
+            count = min(counts.item(place), budget)
+            known = self.known.item(row)
+            counts[place] = self._chunks.count(first, count, request.num_prompt_tokens, known, request.cache_boundary)
+            budget -= counts.item(place)
+        return counts
 
     def _append(self, batch: TokenBatch, reserved_blocks: int, all_decode: bool = False) -> bool:
         lookahead = self._config.num_speculative_tokens

@@ -10,6 +10,7 @@ from ..allocator.allocator import KVCacheAllocator
 from ..errors import DoesNotFitError, InputError, MisuseError
 from ..events import named_tuple
 from ..types import ExternalTokens, RemoteTokens, Request, ScheduledStep, StepLoad, TokenBatch, smallest, sum_of
+from .chunks import StateChunks
 from .config import SchedulerConfig
 from .preemption import PreemptedRequests
 from .queues import FcfsQueue, PriorityQueue, WaitingQueue
@@ -76,9 +77,10 @@ class Scheduler:
         self._keeps_blocks_of = keeps_blocks_of
         self._requests: dict[str, Request] = {}
         self._preempted = PreemptedRequests(config, allocator, self.stats)
-        self._running = RunningRequests(config, allocator, self.waiting, self._preempted)
+        chunks = StateChunks(config, allocator.config)
+        self._running = RunningRequests(config, allocator, self.waiting, self._preempted, chunks)
         self._admission = WaitingAdmission(
-            config, allocator, self._running, self.waiting, self._preempted, self.stats, external, remote
+            config, allocator, self._running, self.waiting, self._preempted, self.stats, chunks, external, remote
         )
         self._incoming = self._admission.incoming
         # About the step in flight: whether it holds every running request, and the fewest outputs that any of them
@@ -212,6 +214,7 @@ class Scheduler:
         """Decide the next step and allocate its blocks; None if nothing can be computed now."""
         self._preempted.num_swapped_blocks = 0
         self._fewest_remaining = 0
+        self.allocator.begin_step()
         self._admission.start_received()
         batch = self._running.decide()
         if len(self.waiting) and not self._running.preempted_in_step:

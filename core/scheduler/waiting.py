@@ -8,6 +8,7 @@ from ..allocator.prefix_cache import PrefixMatch
 from ..errors import InputError
 from ..events import Key
 from ..types import ExternalTokens, RemoteTokens, Request, TokenBatch, sum_of
+from .chunks import StateChunks
 from .config import SchedulerConfig
 from .preemption import PreemptedRequests
 from .queues import IncomingTransfer, IncomingTransfers, WaitingQueue
@@ -70,6 +71,7 @@ class WaitingAdmission:
         waiting: WaitingQueue,
         preempted: PreemptedRequests,
         stats: SchedulerStats,
+        chunks: StateChunks,
         external: ExternalTokens | None,
         remote: RemoteTokens | None,
     ) -> None:
@@ -91,6 +93,7 @@ class WaitingAdmission:
         self._waiting = waiting
         self._preempted = preempted
         self._stats = stats
+        self._chunks = chunks
         self._external = external
         self._remote = remote
         self.incoming = IncomingTransfers()
@@ -127,8 +130,10 @@ class WaitingAdmission:
                 continue
             external = self._num_external_tokens(request, match)
             found = match.num_hit_tokens + external
-            num_new_tokens = self._first_chunk(request.num_tokens - found, budget)
-            if not num_new_tokens or not self._allocate(request, match, num_new_tokens, external):
+            num_new_tokens = self._first_chunk(request, found, budget)
+            if not num_new_tokens or self._allocator.hits_state_of_this_step(match):
+                break
+            if not self._allocate(request, match, num_new_tokens, external):
                 break
             waiting.pop_head()
             row = self._allocator.row_of(request.request_id)
@@ -164,14 +169,19 @@ class WaitingAdmission:
         if self._remote is not None:
             self._remote.admitted(request, num_tokens)
 
-    def _first_chunk(self, wanted: int, budget: int) -> int:
+    def _first_chunk(self, request: Request, found: int, budget: int) -> int:
         """Tokens that an admitted request computes in this step; 0 if it must wait for a step with more room."""
+        wanted = request.num_tokens - found
         if not self._config.enable_chunked_prefill:
             # With its outputs a preempted request may exceed a whole step, and undivided it would never return.
             in_pieces = wanted > self._config.max_num_batched_tokens
-            return wanted if wanted <= budget else budget if in_pieces else 0
-        limit = self._config.long_prefill_token_threshold
-        return min(wanted, budget, limit) if limit else min(wanted, budget)
+            count = wanted if wanted <= budget else budget if in_pieces else 0
+        else:
+            limit = self._config.long_prefill_token_threshold
+            count = min(wanted, budget, limit) if limit else min(wanted, budget)
+        if not self._chunks.block_size or count < 2:
+            return count
+        return self._chunks.count(found, count, request.num_prompt_tokens, request.num_tokens, request.cache_boundary)
 
     def _allocate(self, request: Request, match: PrefixMatch, num_new_tokens: int, external: int) -> bool:
         """Take blocks for a request; False if too few are free."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvledger.core.allocator.allocator import KVCacheAllocator
 from kvledger.core.allocator.config import AllocatorConfig
-from kvledger.core.cache_kinds import CacheKind, ChunkedLocal, FullAttention, SlidingWindow
+from kvledger.core.cache_kinds import CacheKind, ChunkedLocal, FullAttention, SequenceState, SlidingWindow
 from kvledger.core.errors import DoesNotFitError, MisuseError
 from kvledger.core.events import FreeReason
 from kvledger.core.ledger.event_log import EventLog
@@ -39,6 +39,8 @@ def kind_of(group: dict[str, Any]) -> CacheKind:
         return SlidingWindow(group["block_size"], group["sliding_window"])
     if group["kind"] == "chunked":
         return ChunkedLocal(group["block_size"], group["attention_chunk_size"])
+    if group["kind"] == "state":
+        return SequenceState(group["block_size"])
     return FullAttention(group["block_size"])
 
 
@@ -94,9 +96,7 @@ class Recorded:
 
     def alloc(self, op: dict[str, Any]) -> None:
         request = self.requests[op["r"]]
-        for _ in range(op["append"]):
-            request.keys.tokens.append(self.outputs[op["r"]] * STREAM + request.num_output_tokens)
-            request.num_output_tokens += 1
+        self.append_outputs(request, op["append"])
         running = op["status"] == "running"
         match = None if running else self.matches.pop(op["r"], None)
         taken = self.allocate(request, op, match, watermark=not running and op.get("has_sched", True))
@@ -107,6 +107,12 @@ class Recorded:
         assert [len(table) for table in tables] == op["held"], op
         if "table" in op:
             assert tables == op["table"], op
+        self.append_outputs(request, op.get("accepted", 0))
+
+    def append_outputs(self, request: Request, count: int) -> None:
+        for _ in range(count):
+            request.keys.tokens.append(self.outputs[int(request.request_id)] * STREAM + request.num_output_tokens)
+            request.num_output_tokens += 1
 
     def allocate(self, request: Request, op: dict[str, Any], match: Any, watermark: bool) -> Any:
         """vLLM's one call is three steps here: the full-sequence gate, out-of-window release, allocate."""
