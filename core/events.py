@@ -321,7 +321,7 @@ class BlocksUncached(NamedTuple):
 
 @attrs.frozen
 class CacheReset:
-    """Every key is gone; the free queue keeps its order."""
+    """Every key is gone; the free queue keeps its order. Rows that are held register nothing until their release."""
 
 
 Event: TypeAlias = (

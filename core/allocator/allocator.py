@@ -683,6 +683,8 @@ class KVCacheAllocator:
     def evict(self, blocks: Sequence[int]) -> int:
         """Drop the keys of blocks by id; ref counts and queue positions stay. Returns how many keys were dropped.
 
+        Dropping every key that there is while requests run is a `reset_prefix_cache(while_running=True)`.
+
         Raises:
             MisuseError: there is no such block.
         """
@@ -690,22 +692,28 @@ class KVCacheAllocator:
         keyed = [block for block in dict.fromkeys(blocks) if pool.key_of(block) is not None]
         if self._links is not None:
             keyed += self._links.descendants(keyed, pool)
-        if keyed:
+        if len(keyed) == self.state.pool.num_keyed_blocks and self.state.row_of:
+            self._commit([self._emit(CacheReset())])
+        elif keyed:
             keys: list[Key] = [pool.key_of(block) for block in keyed]
             self._commit([self._emit(BlocksUncached(tuple(keyed), tuple(keys), pool.groups_of(keyed)))])
         return len(keyed)
 
-    def reset_prefix_cache(self) -> None:
-        """Drop every key.
+    def reset_prefix_cache(self, *, while_running: bool = False) -> None:
+        """Drop every key: new weights, for example, make all content outdated.
+
+        Args:
+            while_running: whether requests that hold blocks go on. What they have computed and what they compute from
+                now on is never registered, because it depends on outdated content (B16).
 
         Raises:
-            MisuseError: a block is in use (B10).
+            MisuseError: a block is in use and `while_running` is false (B10).
         """
         held = self.state.pool.num_held_blocks
-        if held:
+        if held and not while_running:
             raise MisuseError(
                 f"cannot reset the prefix cache: {held} blocks in use by {len(self.state.row_of)} requests; "
-                "finish, abort or preempt them first"
+                "finish, abort or preempt them first, or reset with while_running=True"
             )
         self._commit([self._emit(CacheReset())])
 

@@ -208,7 +208,11 @@ class PrefixCache:
                 if self._blocks_behind:
                     complete = np.where(complete, np.minimum(complete + 1, known_tokens // kind.block_size), 0)
             behind = complete > done if behind is None else behind | (complete > done)
-        return _NOTHING_DUE if behind is None else behind.nonzero()[0]
+        if behind is None:
+            return _NOTHING_DUE
+        if self._state.outdated:
+            behind &= ~np.isin(rows, list(self._state.outdated))
+        return behind.nonzero()[0]
 
     def _num_complete(self, num_tokens: int, block_size: int) -> int:
         """Count the blocks of a group that `num_tokens` known tokens make findable: those that some hit can need."""
@@ -226,6 +230,8 @@ class PrefixCache:
         sure = end if end < known else known
         source = request.keys
         asked: list[RowKeys] = []
+        if row is not None and row in self._state.outdated:
+            return asked
         for group, kind in enumerate(self._groups):
             size = kind.block_size
             start = 0

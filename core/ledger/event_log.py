@@ -259,3 +259,4 @@ def _restore_rows(state: LedgerState, snapshot: dict[str, Any]) -> None:
     if sorted([*state.free_rows, *state.row_of.values()]) != list(range(state.created.max_num_reqs)):
         raise CorruptLedgerError("its rows are not each held once or free")
     state.guarded = set(snapshot["guarded"])
+    state.outdated = set(snapshot.get("outdated", ()))

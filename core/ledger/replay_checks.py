@@ -15,7 +15,6 @@ from ..events import (
     BlocksFreed,
     BlocksShared,
     BlocksUncached,
-    CacheReset,
     Commit,
     FreeReason,
     IntColumn,
@@ -56,7 +55,6 @@ class CheckedReplay:
             BlockCopied: self._block_copied,
             BlocksFreed: self._blocks_freed,
             BlocksUncached: self._blocks_uncached,
-            CacheReset: self._cache_reset,
         }
 
     def apply(self, commit: Commit) -> None:
@@ -251,9 +249,6 @@ class CheckedReplay:
                 )
         if len(set(blocks)) < len(blocks):
             raise CorruptLedgerError(f"blocks {blocks} lose their keys: one is named twice")
-
-    def _cache_reset(self, event: CacheReset) -> None:
-        self.state.pool.check_reset()
 
     # -- checks that several events share ----------------------------------------------------------------------------
 

@@ -57,6 +57,7 @@ class LedgerState:
         skipped, num_skipped: for each group int32 `[max_num_reqs]`, how many null blocks each row begins with: those
             that went out of window or that a hit skipped.
         guarded: rows that may write into a block that is shared or findable (after a fork or a rollback).
+        outdated: rows that were held when every key was dropped; what they compute on top of that is never registered.
         row_of: request id -> row, for requests that hold one.
         request_of: row -> request id or None.
         row_is_held: bool `[max_num_reqs]`, which rows a request holds.
@@ -93,6 +94,7 @@ class LedgerState:
         self.skipped = [array("i", bytes(4 * rows)) for _ in created.groups]
         self.num_skipped: list[NDArray[np.int32]] = [np.frombuffer(s, dtype=np.int32) for s in self.skipped]
         self.guarded: set[int] = set()
+        self.outdated: set[int] = set()
         self.row_of: dict[str, int] = {}
         self.request_of: list[str | None] = [None] * rows
         self.free_rows = list(range(rows - 1, -1, -1))
@@ -153,6 +155,7 @@ class LedgerState:
             self._held[row] = False
             self.free_rows.append(row)
             self.guarded.discard(row)
+            self.outdated.discard(row)
 
     def _prefix_adopted(self, event: PrefixAdopted) -> None:
         group, row, blocks = event
@@ -267,6 +270,8 @@ class LedgerState:
         self.considered[group][child] = self.considered[group][parent]
         self.skipped[group][child] = _num_leading_nulls(blocks)
         self.guarded.update((parent, child))
+        if parent in self.outdated:
+            self.outdated.add(child)
 
     def _block_copied(self, event: BlockCopied) -> None:
         self.pool.apply_take((event.target,), (event.lost_key,))
@@ -300,7 +305,9 @@ class LedgerState:
         self.pool.apply_uncache(as_ints(event.blocks))
 
     def _cache_reset(self, event: CacheReset) -> None:
+        self.num_gains += self.pool.num_blocks
         self.pool.apply_reset()
+        self.outdated.update(self.row_of.values())
 
     # -- comparison --------------------------------------------------------------------------------------------------
 
@@ -327,6 +334,7 @@ class LedgerState:
             "considered": [[considered[row] for row, _ in rows] for considered in self.considered],
             "skipped": [[skipped[row] for row, _ in rows] for skipped in self.skipped],
             "guarded": sorted(self.guarded),
+            "outdated": sorted(self.outdated),
         }
 
 

@@ -86,6 +86,11 @@ class PreemptedRequests:
         self._drop_copy(request_id)
         self._lost_tokens.pop(request_id, None)
 
+    def drop_copies(self) -> None:
+        """Forget every copy in host memory; the requests compute their tokens again."""
+        for request_id in tuple(self._copies):
+            self._drop_copy(request_id)
+
     def blocks_reserved(self) -> int:
         """Free blocks that protected requests still need to produce their next token."""
         if not self.protected:
@@ -96,7 +101,8 @@ class PreemptedRequests:
         """Further blocks that must be free when a request comes back: the drafts of its first decode step."""
         if not self._num_speculative_tokens or request not in self:
             return 0
-        blocks = [-(-request.num_tokens // table.block_size) for table in self._allocator.state.tables]
+        tables = self._allocator.state.tables
+        blocks = [table.num_to_take(-(-request.num_tokens // table.block_size)) for table in tables]
         return self._blocks_to_continue(request.num_tokens) - sum(blocks)
 
     def _blocks_to_continue(self, num_tokens: int, row: int | None = None) -> int:
@@ -105,7 +111,12 @@ class PreemptedRequests:
         num_slots = max(num_tokens, min(with_drafts, self._allocator.config.max_model_len))
         tables = self._allocator.state.tables
         held = [0 if row is None else table.count(row) for table in tables]
-        return sum([max(-(-num_slots // t.block_size) - count, 0) for t, count in zip(tables, held, strict=True)])
+        return sum(
+            [
+                t.num_to_take(max(-(-num_slots // t.block_size) - count, 0))
+                for t, count in zip(tables, held, strict=True)
+            ]
+        )
 
     def _drop_copy(self, request_id: str) -> None:
         self._num_free_swap_blocks += self._copies.pop(request_id, (0, 0))[1]

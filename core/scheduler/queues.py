@@ -96,42 +96,73 @@ class IncomingTransfer:
     num_found_tokens: int
 
 
-class IncomingTransfers:
-    """Requests whose content comes from another engine. Blocks that a copy writes into stay held after an abort.
+@attrs.frozen
+class Lease:
+    """Blocks that stay held because a copy writes or reads them (field reports C07 to C09).
+
+    Attributes:
+        request_id: whose blocks.
+        state: "receiving" (the request waits for its content), "aborted" (nobody waits any more, but a late write must
+            not reach another request's blocks) or "sending" (the request has finished and another engine reads them).
+        since_step: how many steps the scheduler had decided when the lease reached this state.
+        blocks: the blocks, by group and logical index.
+    """
+
+    request_id: str
+    state: str
+    since_step: int
+    blocks: tuple[tuple[int, ...], ...]
+
+
+class Transfers:
+    """Copies between this engine and others. Blocks that a copy writes or reads stay held, after an abort too.
 
     Attributes:
         ready: requests whose content has arrived and that can run, in order of arrival.
+        held: request id -> (state, since step) of every lease.
     """
 
     def __init__(self) -> None:
         self._copying: dict[str, IncomingTransfer] = {}
-        self._aborted: set[str] = set()
         self.ready: deque[IncomingTransfer] = deque()
-
-    def __len__(self) -> int:
-        """Requests that wait, for content or for a place."""
-        return len(self._copying) + len(self.ready)
+        self.held: dict[str, tuple[str, int]] = {}
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether a copy writes into blocks of a request, aborted or not."""
-        return request_id in self._copying or request_id in self._aborted
+        """Whether a copy writes or reads blocks of a request, aborted or not."""
+        return request_id in self.held
 
-    def begin(self, transfer: IncomingTransfer) -> None:
+    def begin(self, transfer: IncomingTransfer, step: int) -> None:
         """Note that the copy of a request has begun."""
-        self._copying[transfer.request.request_id] = transfer
+        request_id = transfer.request.request_id
+        self._copying[request_id] = transfer
+        self.held[request_id] = "receiving", step
 
-    def end(self, request_id: str) -> bool:
-        """Note that the copy of a request has ended. Returns False if the request was aborted meanwhile."""
-        if request_id in self._aborted:
-            self._aborted.remove(request_id)
+    def keep(self, request_id: str, step: int) -> None:
+        """Note that another engine reads the blocks of a finished request."""
+        self.held[request_id] = "sending", step
+
+    def end(self, request_id: str, direction: str) -> bool:
+        """Note that a copy has ended. Returns whether the request waits for it: it can run now.
+
+        Raises:
+            MisuseError: there is no such copy; perhaps its end was told before (C07).
+        """
+        state = self.held.get(request_id, ("", 0))[0]
+        if not state or (state == "sending") != (direction == "sent"):
+            raise MisuseError(
+                f"no copy of request {request_id!r} is under way that could have been {direction}: its end was told "
+                f"before, or it never began; under way: {dict(self.held) or 'none'}"
+            )
+        del self.held[request_id]
+        if state != "receiving":
             return False
         self.ready.append(self._copying.pop(request_id))
         return True
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str, step: int) -> bool:
         """Remove an aborted request. Returns True if its blocks have to stay until its copy has ended."""
         if self._copying.pop(request_id, None) is not None:
-            self._aborted.add(request_id)
+            self.held[request_id] = "aborted", step
             return True
         self.ready = deque(one for one in self.ready if one.request.request_id != request_id)
         return False

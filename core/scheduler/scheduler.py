@@ -13,7 +13,7 @@ from ..types import ExternalTokens, RemoteTokens, Request, ScheduledStep, StepLo
 from .chunks import StateChunks
 from .config import SchedulerConfig
 from .preemption import PreemptedRequests
-from .queues import FcfsQueue, PriorityQueue, WaitingQueue
+from .queues import FcfsQueue, Lease, PriorityQueue, WaitingQueue
 from .running import RunningRequests
 from .stats import SchedulerStats
 from .waiting import WaitingAdmission
@@ -82,7 +82,7 @@ class Scheduler:
         self._admission = WaitingAdmission(
             config, allocator, self._running, self.waiting, self._preempted, self.stats, chunks, external, remote
         )
-        self._incoming = self._admission.incoming
+        self._transfers = self._admission.transfers
         # About the step in flight: whether it holds every running request, and the fewest outputs that any of them
         # still has to produce (0: not computed).
         self._is_whole = False
@@ -100,8 +100,9 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any submitted request has not ended."""
-        return bool(len(self._running) or len(self.waiting) or len(self._incoming))
+        """Whether any submitted request has not ended, or a copy holds blocks (see `leases`)."""
+        transfers = self._transfers
+        return bool(len(self._running) or len(self.waiting) or transfers.held or transfers.ready)
 
     @property
     def head_is_blocked(self) -> bool:
@@ -174,7 +175,7 @@ class Scheduler:
             self.waiting.add_preempted(child)
 
     def _accept(self, request: Request) -> None:
-        if request.request_id in self._requests or request.request_id in self._incoming:
+        if request.request_id in self._requests or request.request_id in self._transfers:
             raise MisuseError(f"a request {request.request_id!r} is still being served")
         try:
             self.check_fits(request)
@@ -193,7 +194,7 @@ class Scheduler:
             return False
         if self.allocator.holds(request_id):
             self._leave([self.allocator.row_of(request_id)])
-            if not self._incoming.abort(request_id):
+            if not self._transfers.abort(request_id, self._admission.num_steps):
                 self.allocator.abort(request_id)
         else:
             self.waiting.remove(request)
@@ -202,19 +203,67 @@ class Scheduler:
         return True
 
     def received(self, request_id: str) -> None:
-        """Note that the copy which `RemoteTokens.admitted` began has ended: the request runs once there is a place."""
-        if not self._incoming.end(request_id):
+        """Note that the copy which `RemoteTokens.admitted` began has ended: the request runs once there is a place.
+
+        Raises:
+            MisuseError: no copy of this request is under way (C07).
+        """
+        if not self._transfers.end(request_id, "received"):
             self.allocator.abort(request_id)
 
     def sent(self, request_id: str) -> None:
-        """Free the blocks that a finished request kept: another engine has read them."""
+        """Free the blocks that a finished request kept: another engine has read them.
+
+        Raises:
+            MisuseError: no copy of this request is under way (C07).
+        """
+        self._transfers.end(request_id, "sent")
         self.allocator.free(request_id)
+
+    def leases(self) -> tuple[Lease, ...]:
+        """List the requests whose blocks stay held for a copy, those that were aborted included, oldest first."""
+        return tuple(
+            Lease(request_id, state, step, tuple([tuple(blocks) for blocks in self.allocator.block_ids(request_id)]))
+            for request_id, (state, step) in self._transfers.held.items()
+        )
+
+    def end_lease(self, request_id: str) -> None:
+        """Free the blocks of a copy whose end nobody will tell, because the other engine is gone (C08).
+
+        The caller answers for it that nothing writes into these blocks any more.
+
+        Raises:
+            MisuseError: no copy of this request is under way, or the request still waits for it.
+        """
+        state = self._transfers.held.get(request_id, ("", 0))[0]
+        if state == "receiving":
+            raise MisuseError(f"request {request_id!r} waits for its copy: abort it first, or tell `received`")
+        self._transfers.end(request_id, "sent" if state == "sending" else "received")
+        self.allocator.abort(request_id)
+
+    def end_leases(self, older_than_steps: int) -> tuple[str, ...]:
+        """Do `end_lease` for every copy that nobody waits for and that is this many steps old; return their names."""
+        latest = self._admission.num_steps - older_than_steps
+        due = [lease.request_id for lease in self.leases() if lease.state != "receiving" and lease.since_step <= latest]
+        for request_id in due:
+            self.end_lease(request_id)
+        return tuple(due)
+
+    def reset_prefix_cache(self, *, while_running: bool = False) -> None:
+        """Drop every key, and the copies of preempted requests in host memory, which are as old.
+
+        Raises:
+            MisuseError: as `KVCacheAllocator.reset_prefix_cache`.
+        """
+        self.allocator.reset_prefix_cache(while_running=while_running)
+        self._preempted.drop_copies()
 
     def schedule(self) -> ScheduledStep | None:
         """Decide the next step and allocate its blocks; None if nothing can be computed now."""
         self._preempted.num_swapped_blocks = 0
         self._fewest_remaining = 0
         self.allocator.begin_step()
+        self._admission.num_steps += 1
         self._admission.start_received()
         batch = self._running.decide()
         if len(self.waiting) and not self._running.preempted_in_step:
@@ -342,7 +391,9 @@ class Scheduler:
 
     def _finish(self, row: int) -> Request:
         request = self._running.note_outputs(row)
-        if self._keeps_blocks_of is None or not self._keeps_blocks_of(request):
+        if self._keeps_blocks_of is not None and self._keeps_blocks_of(request):
+            self._transfers.keep(request.request_id, self._admission.num_steps)
+        else:
             self.allocator.free(request.request_id)
         del self._requests[request.request_id]
         self._preempted.forget(request.request_id)

@@ -11,7 +11,7 @@ from ..types import ExternalTokens, RemoteTokens, Request, TokenBatch, sum_of
 from .chunks import StateChunks
 from .config import SchedulerConfig
 from .preemption import PreemptedRequests
-from .queues import IncomingTransfer, IncomingTransfers, WaitingQueue
+from .queues import IncomingTransfer, Transfers, WaitingQueue
 from .running import RunningRequests
 from .stats import SchedulerStats
 
@@ -60,7 +60,8 @@ class WaitingAdmission:
     """Admits requests from the head of the queue. The first one that has to wait holds back those behind it.
 
     Attributes:
-        incoming: admitted requests that hold blocks and wait for their content from another engine.
+        transfers: copies from and to other engines, with the requests that wait for theirs.
+        num_steps: the steps that the scheduler has decided so far.
     """
 
     def __init__(
@@ -96,7 +97,8 @@ class WaitingAdmission:
         self._chunks = chunks
         self._external = external
         self._remote = remote
-        self.incoming = IncomingTransfers()
+        self.transfers = Transfers()
+        self.num_steps = 0
         self._refused: RefusedAdmission | None = None
 
     def forget_refusal(self, request: Request) -> None:
@@ -106,7 +108,7 @@ class WaitingAdmission:
 
     def start_received(self) -> None:
         """Start requests whose content has arrived from another engine, while fewer than `max_num_seqs` run."""
-        ready = self.incoming.ready
+        ready = self.transfers.ready
         while ready and len(self._running) < self._config.max_num_seqs:
             transfer = ready.popleft()
             self._running.enter(transfer.request, transfer.row, transfer.num_found_tokens)
@@ -164,7 +166,7 @@ class WaitingAdmission:
 
     def _begin_transfer(self, request: Request, match: PrefixMatch, num_tokens: int) -> None:
         row = self._allocator.row_of(request.request_id)
-        self.incoming.begin(IncomingTransfer(request, row, match.num_hit_tokens + num_tokens))
+        self.transfers.begin(IncomingTransfer(request, row, match.num_hit_tokens + num_tokens), self.num_steps)
         self._note_first(request, match, num_tokens)
         if self._remote is not None:
             self._remote.admitted(request, num_tokens)
