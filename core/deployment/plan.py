@@ -119,7 +119,11 @@ def plan_deployment(deployment: Deployment) -> DeploymentPlan:
     Raises:
         InputError: a value is missing, or two values contradict each other.
     """
-    _check_one_size(deployment)
+    pinned = deployment.kv_cache_memory_bytes
+    if pinned is not None and deployment.num_gpu_blocks_override is not None:
+        raise InputError("kv_cache_memory_bytes and num_gpu_blocks_override both size the pool; give one of them")
+    if pinned is not None and pinned <= 0:
+        raise InputError(f"kv_cache_memory_bytes is {pinned}; give the size of the pool in bytes, above 0")
     specs = deployment.layer_specs()
     stages = [_stage(deployment, index, layers) for index, layers in enumerate(deployment.stage_layers())]
     inputs = PlanInputs(
@@ -152,14 +156,6 @@ def plan_deployment(deployment: Deployment) -> DeploymentPlan:
         startup_refusal=_startup_refusal(deployment, stages, pool),
         warnings=(*_warnings(deployment, stages, pool), *cap_warnings, *pool_warnings),
     )
-
-
-def _check_one_size(deployment: Deployment) -> None:
-    pinned = deployment.kv_cache_memory_bytes
-    if pinned is not None and deployment.num_gpu_blocks_override is not None:
-        raise InputError("kv_cache_memory_bytes and num_gpu_blocks_override both size the pool; give one of them")
-    if pinned is not None and pinned <= 0:
-        raise InputError(f"kv_cache_memory_bytes is {pinned}; give the size of the pool in bytes, above 0")
 
 
 def _stage(deployment: Deployment, index: int, layers: range) -> StagePlan:

@@ -6,13 +6,12 @@ is the least that one sequence occupies. Kinds and formulas: golden/model_kv_byt
 
 import abc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, ClassVar
 
 import attrs
 
-from ..errors import InputError
 from ..planner.cache_dtype import BITS_PER_ELEMENT, CacheFormat
 from ..planner.parallel import tensor_parallel_spec
 from ..planner.specs import (
@@ -249,33 +248,6 @@ class SequenceBytes:
 
 
 LayerCaches = Sequence[Sequence[LayerCache]]
-
-
-def sequence_bytes(layers: LayerCaches, num_tokens: int, cache_format: CacheFormat) -> SequenceBytes:
-    """The least for one sequence of `num_tokens` tokens, over all layers (golden/model_kv_bytes.jsonl).
-
-    Raises:
-        InputError: fewer than 0 tokens.
-    """
-    if num_tokens < 0:
-        raise InputError(f"a sequence of {num_tokens} tokens; give 0 or more")
-    by_part = dict.fromkeys(CachePart, 0)
-    for caches in layers:
-        for cache in caches:
-            by_part[cache.part] += cache.floor_bytes(num_tokens, cache_format)
-    return SequenceBytes(by_part[CachePart.KV], by_part[CachePart.INDEXER], by_part[CachePart.STATE])
-
-
-def layer_specs(layers: LayerCaches, block_size: int, cache_format: CacheFormat) -> Mapping[str, KVCacheSpec]:
-    """The caches of all layers as pages, by name, in the order of the layers; without layers that store nothing."""
-    specs: dict[str, KVCacheSpec] = {}
-    for index, caches in enumerate(layers):
-        for cache in caches:
-            name = f"layers.{index}.{'indexer' if cache.part is CachePart.INDEXER else cache.label}"
-            if name in specs:
-                name = f"{name}.{cache.__class__.__name__}"
-            specs[name] = cache.spec(block_size, cache_format)
-    return specs
 
 
 def state_aligned_block_size(

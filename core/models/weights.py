@@ -157,40 +157,47 @@ def kv_column(name: str, size_in: int, num_kv_heads: int, head_size: int) -> Wei
 
 
 @attrs.frozen(kw_only=True)
-class AttentionShape:
-    """A layer's attention with separate queries, keys and values.
+class Heads:
+    """Query heads, KV heads, and the sizes of a key and a value vector."""
 
-    Attributes:
-        qk_norm: parameters of query and key norms.
-        shared_kv: whether it reads another layer's keys and values and projects none.
-        value_is_key: whether the key projection also gives the values.
-    """
-
-    hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_size: int
     head_size_v: int
-    qkv_bias: bool = False
-    output_bias: bool = False
-    qk_norm: int = 0
-    shared_kv: bool = False
-    value_is_key: bool = False
 
-    def groups(self) -> Groups:
-        """Projections, biases and norms."""
-        kind = WeightKind.ATTENTION
-        query_width = self.num_heads * self.head_size
-        groups = [column("q_proj", kind, self.hidden_size, query_width)]
-        if not self.shared_kv:
-            groups.append(kv_column("k_proj", self.hidden_size, self.num_kv_heads, self.head_size))
-            if not self.value_is_key:
-                groups.append(kv_column("v_proj", self.hidden_size, self.num_kv_heads, self.head_size_v))
-        groups.append(row("o_proj", kind, self.num_heads * self.head_size_v, self.hidden_size))
-        bias = (query_width + self.num_kv_heads * (self.head_size + self.head_size_v)) if self.qkv_bias else 0
-        bias += self.hidden_size if self.output_bias else 0
-        extra = bias + self.qk_norm
-        return (*groups, vector("attention biases and norms", extra)) if extra else tuple(groups)
+
+def attention_projections(
+    hidden_size: int,
+    heads: Heads,
+    *,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    qk_norm: int = 0,
+    shared_kv: bool = False,
+    value_is_key: bool = False,
+) -> Groups:
+    """Projections, biases and norms of an attention with separate queries, keys and values.
+
+    Args:
+        hidden_size: width of the residual stream.
+        heads: the layer's heads.
+        qkv_bias: whether queries, keys and values have biases.
+        output_bias: whether the output has one.
+        qk_norm: parameters of query and key norms.
+        shared_kv: whether it reads another layer's keys and values and projects none.
+        value_is_key: whether the key projection also gives the values.
+    """
+    kind = WeightKind.ATTENTION
+    query_width = heads.num_heads * heads.head_size
+    groups = [column("q_proj", kind, hidden_size, query_width)]
+    if not shared_kv:
+        groups.append(kv_column("k_proj", hidden_size, heads.num_kv_heads, heads.head_size))
+        if not value_is_key:
+            groups.append(kv_column("v_proj", hidden_size, heads.num_kv_heads, heads.head_size_v))
+    groups.append(row("o_proj", kind, heads.num_heads * heads.head_size_v, hidden_size))
+    extra = qk_norm + (hidden_size if output_bias else 0)
+    extra += (query_width + heads.num_kv_heads * (heads.head_size + heads.head_size_v)) if qkv_bias else 0
+    return (*groups, vector("attention biases and norms", extra)) if extra else tuple(groups)
 
 
 def gated_mlp(hidden_size: int, intermediate_size: int, bias: bool = False) -> Groups:

@@ -16,7 +16,7 @@ import torch
 
 from ....core.allocator.config import AllocatorConfig
 from ....core.deployment.deployment import Deployment
-from ....core.deployment.estimates import EstimateConstants, StepShape, activation_row
+from ....core.deployment.estimates import EstimateConstants, activation_row
 from ....core.deployment.plan import DeploymentPlan, plan_deployment
 from ....core.deployment.startup_log import graph_memory_line, log_lines
 from ....core.errors import InputError
@@ -166,18 +166,12 @@ def _size_by_count(load: Callable[[], Loaded], options: EngineOptions, device: t
     loaded = load()
     geometry = _geometry(loaded.model, options)
     activations = activation_row(
-        geometry.weights.layers,
-        hidden_size=geometry.hidden_size,
-        vocab_size=geometry.vocab_size,
+        geometry,
+        range(geometry.num_hidden_layers),
         dtype=str(loaded.model.dtype).removeprefix("torch."),
-        shape=StepShape(
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            max_num_seqs=options.max_num_seqs,
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            enforce_eager=True,
-        ),
-        holds_head=True,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_seqs=options.max_num_seqs,
+        tensor_parallel_size=1,
         constants=EstimateConstants(),
     )
     plan = _planned(
