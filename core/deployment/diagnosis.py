@@ -17,21 +17,14 @@ from .remedies import Remedy, find_remedies, minimum_tensor_parallel_size, start
 
 @attrs.frozen
 class Diagnosis:
-    """The answer to a complaint.
+    """The answer to a complaint."""
 
-    Attributes:
-        complaint: the complaint.
-        row: name of the responsible ledger row, or of the parameter that sizes the pool.
-        row_bytes: bytes of the row.
-        findings: sentences about the numbers; they name parameters as vLLM does (`gpu_memory_utilization`).
-        remedies: changes that help.
-    """
-
-    complaint: str
-    row: str
-    row_bytes: int
+    complaint: str  # the complaint
+    row: str  # name of the responsible ledger row, or of the parameter that sizes the pool
+    row_bytes: int  # bytes of the row
+    # Sentences about the numbers; they name parameters as vLLM does (`gpu_memory_utilization`).
     findings: tuple[str, ...]
-    remedies: tuple[Remedy, ...]
+    remedies: tuple[Remedy, ...]  # changes that help
 
 
 def pool_smaller_than_expected(plan: DeploymentPlan, expected_num_blocks: int) -> Diagnosis:

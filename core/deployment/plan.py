@@ -27,21 +27,13 @@ from .deployment import Deployment
 
 @attrs.frozen(kw_only=True)
 class StagePlan:
-    """One pipeline stage; all its tensor-parallel ranks are alike.
+    """One pipeline stage; all its tensor-parallel ranks are alike."""
 
-    Attributes:
-        stage: index in the pipeline.
-        layers: layers of the model on this stage.
-        ranks: ranks of the engine on this stage.
-        ledger: memory of each of its GPUs.
-        unreserved_graphs: graph memory that is not set aside; None if it is set aside or there is none.
-    """
-
-    stage: int
-    layers: range
-    ranks: range
-    ledger: MemoryLedger
-    unreserved_graphs: LedgerRow | None
+    stage: int  # index in the pipeline
+    layers: range  # layers of the model on this stage
+    ranks: range  # ranks of the engine on this stage
+    ledger: MemoryLedger  # memory of each of its GPUs
+    unreserved_graphs: LedgerRow | None  # graph memory that is not set aside; None if it is set aside or there is none
 
     @property
     def graph_bytes_beside(self) -> int:

@@ -36,18 +36,12 @@ class CachePart(StrEnum):
 
 @attrs.frozen(kw_only=True)
 class LayerCache(abc.ABC):
-    """One cache of one layer.
+    """One cache of one layer."""
 
-    Attributes:
-        part: the part of a sequence's bytes that it is counted in.
-        fixed_dtype: the dtype that the model fixes whatever the cache dtype; None: the cache dtype.
-        label: what the layer's name in `layer_specs` ends with.
-    """
+    label: ClassVar[str] = "attn"  # what the layer's name in `layer_specs` ends with
 
-    label: ClassVar[str] = "attn"
-
-    part: CachePart = CachePart.KV
-    fixed_dtype: str | None = None
+    part: CachePart = CachePart.KV  # the part of a sequence's bytes that it is counted in
+    fixed_dtype: str | None = None  # the dtype that the model fixes whatever the cache dtype; None: the cache dtype
 
     def format(self, cache_format: CacheFormat) -> CacheFormat:
         """The storage format of this cache in a deployment with `cache_format`."""

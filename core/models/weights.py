@@ -37,23 +37,15 @@ class Sharding(StrEnum):
 
 @attrs.frozen(kw_only=True)
 class WeightGroup:
-    """Parameters of one matrix (or of a few that are alike).
+    """Parameters of one matrix (or of a few that are alike)."""
 
-    Attributes:
-        name: the matrix.
-        parameters: number of parameters in the whole group.
-        kind: decides whether a scheme quantises it.
-        sharding: how ranks share it.
-        num_kv_heads: KV heads of a `KV_HEADS` group.
-        width: activation elements per token: the output of a column-parallel matrix, the input of a row-parallel one.
-            Divided like the parameters. For experts: of those that one token visits.
-    """
-
-    name: str
-    parameters: int
-    kind: WeightKind
-    sharding: Sharding = Sharding.SPLIT
-    num_kv_heads: int | None = None
+    name: str  # the matrix
+    parameters: int  # number of parameters in the whole group
+    kind: WeightKind  # decides whether a scheme quantises it
+    sharding: Sharding = Sharding.SPLIT  # how ranks share it
+    num_kv_heads: int | None = None  # KV heads of a `KV_HEADS` group
+    # Activation elements per token: the output of a column-parallel matrix, the input of a row-parallel one. Divided
+    # like the parameters. For experts: of those that one token visits.
     width: int = 0
 
     def on_rank(self, tensor_parallel_size: int) -> int:
@@ -81,19 +73,12 @@ Groups = tuple[WeightGroup, ...]
 
 @attrs.frozen(kw_only=True)
 class ModelWeights:
-    """All parameters of a model, in the order of its layers.
+    """All parameters of a model, in the order of its layers."""
 
-    Attributes:
-        embeddings: on the first pipeline stage.
-        layers: on the stage of the layer.
-        head: final norm and output matrix, on the last stage.
-        tied: whether the output matrix is the input embedding; a last stage that is not the first holds a copy.
-    """
-
-    embeddings: Groups
-    layers: tuple[Groups, ...]
-    head: Groups
-    tied: bool
+    embeddings: Groups  # on the first pipeline stage
+    layers: tuple[Groups, ...]  # on the stage of the layer
+    head: Groups  # final norm and output matrix, on the last stage
+    tied: bool  # whether the output matrix is the input embedding; a last stage that is not the first holds a copy
 
     @property
     def all_groups(self) -> Iterable[WeightGroup]:
@@ -178,14 +163,8 @@ def attention_projections(
 ) -> Groups:
     """Projections, biases and norms of an attention with separate queries, keys and values.
 
-    Args:
-        hidden_size: width of the residual stream.
-        heads: the layer's heads.
-        qkv_bias: whether queries, keys and values have biases.
-        output_bias: whether the output has one.
-        qk_norm: parameters of query and key norms.
-        shared_kv: whether it reads another layer's keys and values and projects none.
-        value_is_key: whether the key projection also gives the values.
+    `qk_norm` counts parameters of query and key norms. With `shared_kv` it reads another layer's keys and values and
+    projects none; with `value_is_key` the key projection also gives the values.
     """
     kind = WeightKind.ATTENTION
     query_width = heads.num_heads * heads.head_size
@@ -256,25 +235,16 @@ _EXPERTS_ONLY = frozenset({WeightKind.EXPERT})
 
 @attrs.frozen(kw_only=True)
 class QuantizationScheme:
-    """Which matrices of a model are quantised, and to how many bits.
+    """Which matrices of a model are quantised, and to how many bits."""
 
-    Attributes:
-        name: name by which `quantization` selects it.
-        bits: size of one quantised weight.
-        scale_bits: bits of the scales (and zero points) per weight that shares them.
-        kinds: kinds of matrices that are quantised; embeddings, output matrix, norms and routers never are.
-        expert_bits: size of one weight of routed experts where it differs.
-        left_alone: names of matrices of these kinds that stay in the model's dtype.
-        unknown: what the checkpoint's own list leaves open, in words.
-    """
-
-    name: str
-    bits: int
-    scale_bits: Fraction = Fraction(0)
+    name: str  # name by which `quantization` selects it
+    bits: int  # size of one quantised weight
+    scale_bits: Fraction = Fraction(0)  # bits of the scales (and zero points) per weight that shares them
+    # Kinds of matrices that are quantised; embeddings, output matrix, norms and routers never are.
     kinds: frozenset[WeightKind] = _ALL_MATRICES
-    expert_bits: int | None = None
-    left_alone: frozenset[str] = frozenset()
-    unknown: tuple[str, ...] = ()
+    expert_bits: int | None = None  # size of one weight of routed experts where it differs
+    left_alone: frozenset[str] = frozenset()  # names of matrices of these kinds that stay in the model's dtype
+    unknown: tuple[str, ...] = ()  # what the checkpoint's own list leaves open, in words
 
     def bits_of(self, group: WeightGroup, model_bits: int) -> Fraction:
         """Bits of one parameter of `group`, scales included."""
@@ -395,17 +365,11 @@ def _without_ignored(scheme: QuantizationScheme, ignored: Sequence[str]) -> Quan
 
 @attrs.frozen(kw_only=True)
 class WeightBytes:
-    """Bytes of one rank's weights.
+    """Bytes of one rank's weights."""
 
-    Attributes:
-        num_bytes: bytes with everything quantised that the scheme covers.
-        unquantised_attention_bytes: additional bytes if attention stays in full precision.
-        parameters: parameters on the rank.
-    """
-
-    num_bytes: int
-    unquantised_attention_bytes: int
-    parameters: int
+    num_bytes: int  # bytes with everything quantised that the scheme covers
+    unquantised_attention_bytes: int  # additional bytes if attention stays in full precision
+    parameters: int  # parameters on the rank
 
 
 def weight_bytes(
@@ -413,11 +377,7 @@ def weight_bytes(
 ) -> WeightBytes:
     """Bytes of the weights that one rank holds.
 
-    Args:
-        groups: matrices of the rank's pipeline stage.
-        dtype: dtype of unquantised weights.
-        scheme: quantisation; None for none.
-        tensor_parallel_size: ranks that share the matrices.
+    `groups` are the matrices of the rank's pipeline stage; `dtype` is that of unquantised weights.
 
     Raises:
         InputError: KV heads that can be neither split nor replicated evenly.
