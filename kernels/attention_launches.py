@@ -7,7 +7,7 @@ from torch import Tensor
 from .gather_cache import BlockTableRows
 from .launch import Launch, next_power_of_2, vector_elements
 from .paged_attention_triton import merge_splits_kernel, paged_attention_kernel
-from .reshape_and_cache import CachePair
+from .reshape_and_cache import CachePair, Scales
 from .triton_launches import CacheSide, current_target, warp_size
 
 MIN_DOT_SIZE = 16
@@ -36,9 +36,8 @@ MERGE_TILE_ELEMENTS = 1024
 def num_splits_for(num_programs: int, max_keys: int) -> int:
     """Return the splits along the sequence, from numbers that are known before a launch and fixed in a graph.
 
-    Args:
-        num_programs: programs without splits.
-        max_keys: the most keys that a query can see: those of a row of the block table, or the window.
+    `num_programs` are those without splits; `max_keys` the most that a query can see: those of a row of the block
+    table, or the window.
     """
     return max(min(-(-FILLING_PROGRAMS // num_programs), max_keys // MIN_SPLIT_KEYS, MAX_SPLITS), 1)
 
@@ -74,8 +73,7 @@ def attention_launch(
     query: Tensor,
     window: int | None,
     softcap: float | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    scales: Scales,
     is_split: bool,
 ) -> Launch:
     """Launch one program per sequence, key head, lane and split.
@@ -125,8 +123,8 @@ def attention_launch(
             "WINDOW": window or 0,
             "SOFTCAP": softcap or 0.0,
             "CONVERTS": query.dtype != pair.key.dtype,
-            "HAS_K_SCALE": k_scale is not None,
-            "HAS_V_SCALE": v_scale is not None,
+            "HAS_K_SCALE": scales[0] is not None,
+            "HAS_V_SCALE": scales[1] is not None,
         },
         num_warps=4 if is_narrow else WIDE_HEAD_THREADS // warp_size(),
         num_stages=1,

@@ -45,15 +45,14 @@ def check_mla_write(
     return is_quantized
 
 
-def concat_and_cache_mla(
-    *,
+def write_latents(
+    cache: Tensor,
+    kv_cache_dtype: str,
     kv_c: Tensor,
     k_pe: Tensor,
-    cache: Tensor,
     slot_mapping: Tensor,
-    scale: Tensor | None = None,
-    kv_cache_dtype: str = "auto",
-    checked: bool = False,
+    scale: Tensor | None,
+    checked: bool,
 ) -> None:
     """See `Kernels.concat_and_cache_mla`."""
     cache = check_mla_cache(cache, kv_cache_dtype)

@@ -3,16 +3,13 @@
 # Type checkers cannot follow what Triton makes of annotations and ranges.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportOptionalSubscript=false, reportArgumentType=false
 
-import triton
 import triton.language as tl
 
+from .launch import jit_without_alignment_of
 from .reshape_and_cache_triton import as_stored
 
 
-@triton.jit(
-    do_not_specialize=["latent_stride", "rope_stride", "block_stride", "slot_stride", "num_slots"],
-    do_not_specialize_on_alignment=["slots_ptr", "scale_ptr"],
-)
+@jit_without_alignment_of("slots_ptr", "scale_ptr")
 def concat_and_cache_mla_kernel(
     kv_c_ptr,
     k_pe_ptr,

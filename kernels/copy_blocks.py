@@ -15,19 +15,12 @@ from .reshape_and_cache import WORDS
 
 @attrs.frozen
 class Region:
-    """Evenly spaced runs of bytes, one run per block.
+    """Evenly spaced runs of bytes, one run per block."""
 
-    Attributes:
-        tensor: index of the tensor that it belongs to.
-        pointer: address of block 0's run.
-        block_stride_bytes: from one block's run to the next one's.
-        num_bytes: length of a run.
-    """
-
-    tensor: int
-    pointer: int
-    block_stride_bytes: int
-    num_bytes: int
+    tensor: int  # index of the tensor that it belongs to
+    pointer: int  # address of block 0's run
+    block_stride_bytes: int  # from one block's run to the next one's
+    num_bytes: int  # length of a run
 
 
 @attrs.frozen(eq=False)
@@ -133,9 +126,8 @@ def check_copy(caches: BlockRegions, sources: Tensor, targets: Tensor, checked: 
         )
 
 
-def copy_blocks(*, caches: BlockRegions, sources: Tensor, targets: Tensor, checked: bool = False) -> None:
+def copy(caches: BlockRegions, sources: Tensor, targets: Tensor) -> None:
     """See `Kernels.copy_blocks`."""
-    check_copy(caches, sources, targets, checked)
     is_copied = (sources >= 0) & (targets >= 0) & (sources < caches.num_blocks) & (targets < caches.num_blocks)
     sources, targets = sources[is_copied], targets[is_copied]
     for cache in caches.tensors:

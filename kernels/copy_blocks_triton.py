@@ -3,14 +3,12 @@
 # Type checkers cannot follow what Triton makes of annotations and ranges.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportOptionalSubscript=false, reportArgumentType=false
 
-import triton
 import triton.language as tl
 
+from .launch import jit_without_alignment_of
 
-@triton.jit(
-    do_not_specialize=["num_blocks"],
-    do_not_specialize_on_alignment=["descriptors_ptr", "sources_ptr", "targets_ptr"],
-)
+
+@jit_without_alignment_of("descriptors_ptr", "sources_ptr", "targets_ptr")
 def copy_blocks_kernel(
     descriptors_ptr,
     sources_ptr,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .gather_cache import BlockTableRows, read_slots, slots_of
-from .reshape_and_cache import CachePair
+from .reshape_and_cache import CachePair, Scales
 
 # Numbers of the keys that are gathered at once, padding included; more would not fit the processor's cache.
 MAX_GATHERED_NUMBERS = 1 << 18
@@ -38,8 +38,7 @@ def decode_attention(
     seq_lens: Sequence[int],
     scale: float,
     softcap: float | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    scales: Scales,
 ) -> Tensor:
     """Compute attention of one query token of each sequence over its keys.
 
@@ -51,8 +50,7 @@ def decode_attention(
         seq_lens: tokens of each sequence; its query sees the last one of them.
         scale: factor of the scores.
         softcap: scores become softcap * tanh(score / softcap).
-        k_scale: scale of an 8-bit cache's keys.
-        v_scale: scale of its values.
+        scales: of an 8-bit cache's keys and of its values.
 
     Returns:
         `[num_seqs, num_q_heads, v_head_size]`, float32; zeros for a query that sees no key.
@@ -72,7 +70,7 @@ def decode_attention(
         .float()
         .view(num_seqs, longest, *cache.shape[2:])
         .transpose(1, 2)
-        for cache, cache_scale in ((pair.key, k_scale), (pair.value, v_scale))
+        for cache, cache_scale in zip((pair.key, pair.value), scales, strict=True)
     )
     # The query heads that share a key head are the rows of one matrix product.
     queries = query.float().view(num_seqs, pair.key.shape[2], -1, query.shape[2])

@@ -1,30 +1,29 @@
 """Reads keys and values back by block table: the inverse of the write. The twin of the Triton kernel."""
 
+from typing import TypeAlias
+
 import attrs
 import torch
 from torch import Tensor
 
 from .checks import FLOATS, MAX_LISTED, check_block_table, check_vector
-from .concat_and_cache_mla import check_mla_cache
 from .errors import KernelInputError
 from .fp8 import dequantize
-from .reshape_and_cache import classic_pair, flash_pair
+from .reshape_and_cache import Scales
 from .scales import check_scale
 
 
 @attrs.frozen(eq=False)
 class BlockTableRows:
-    """The tokens to read: rows of one group's block table, and the size of its entries.
+    """The tokens to read: rows of one group's block table, and the size of its entries."""
 
-    Attributes:
-        block_table: int32 `[max_num_reqs, max_num_blocks_per_req]`.
-        rows: int32 `[num_seqs]`; -1 is a padding sequence.
-        block_size: tokens of one table entry, a multiple of the cache's own block size.
-    """
+    block_table: Tensor  # int32 `[max_num_reqs, max_num_blocks_per_req]`
+    rows: Tensor  # int32 `[num_seqs]`; -1 is a padding sequence
+    block_size: int  # tokens of one table entry, a multiple of the cache's own block size
 
-    block_table: Tensor
-    rows: Tensor
-    block_size: int
+
+# The table, `cu_seqlens`, `first_positions` and `num_tokens` of one read.
+TokensToRead: TypeAlias = tuple[BlockTableRows, Tensor, Tensor | None, int]
 
 
 def check_table(block_table: Tensor, rows: Tensor, block_size: int | None, cache: Tensor) -> BlockTableRows:
@@ -46,7 +45,7 @@ def check_gather(
     first_positions: Tensor | None,
     num_tokens: int,
     checked: bool,
-) -> None:
+) -> TokensToRead:
     """Check one call; in checked mode also that all positions are inside the table, which waits for the device."""
     device, num_seqs = table.rows.device, len(table.rows)
     check_vector(cu_seqlens, torch.int32, "cu_seqlens", device)
@@ -58,14 +57,16 @@ def check_gather(
         check_vector(first_positions, torch.int64, "first_positions", device)
         if len(first_positions) != num_seqs:
             raise KernelInputError(f"{num_seqs} rows, but {len(first_positions)} first positions")
+    tokens = (table, cu_seqlens, first_positions, num_tokens)
     if not checked:
-        return
+        return tokens
     starts = cu_seqlens.tolist()
     if starts[0] != 0 or starts[-1] != num_tokens or starts != sorted(starts):
         raise KernelInputError(f"cu_seqlens must rise from 0 to num_tokens = {num_tokens}: {starts[:MAX_LISTED]}")
     firsts = [0] * num_seqs if first_positions is None else first_positions.tolist()
     spans = zip(table.rows.tolist(), firsts, starts, starts[1:], strict=False)
     check_positions(table, [(row, first, first + end - begin) for row, first, begin, end in spans])
+    return tokens
 
 
 def check_positions(table: BlockTableRows, spans: list[tuple[int, int, int]]) -> None:
@@ -93,76 +94,13 @@ def check_read(cache: Tensor, dtype: torch.dtype | None, checked: bool, **scales
     return out
 
 
-def gather_cache(
-    *,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    rows: Tensor,
-    cu_seqlens: Tensor,
-    num_tokens: int,
-    first_positions: Tensor | None = None,
-    block_size: int | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    kv_cache_dtype: str = "auto",
-    dtype: torch.dtype | None = None,
-    checked: bool = False,
+def gather(
+    key_cache: Tensor, value_cache: Tensor | None, tokens: TokensToRead, dtype: torch.dtype, scales: Scales
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.gather_cache`."""
-    pair = flash_pair(key_cache, value_cache, kv_cache_dtype)
-    table = check_table(block_table, rows, block_size, pair.key)
-    check_gather(table, cu_seqlens, first_positions, num_tokens, checked)
-    out = check_read(pair.key, dtype, checked, k_scale=k_scale, v_scale=v_scale)
-    slots = slots_of(table, cu_seqlens, first_positions, num_tokens)
-    return read_slots(pair.key, slots, out, k_scale), read_slots(pair.value, slots, out, v_scale)
-
-
-def gather_cache_classic(
-    *,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    rows: Tensor,
-    cu_seqlens: Tensor,
-    num_tokens: int,
-    first_positions: Tensor | None = None,
-    block_size: int | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    kv_cache_dtype: str = "auto",
-    dtype: torch.dtype | None = None,
-    checked: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """See `Kernels.gather_cache_classic`."""
-    pair = classic_pair(key_cache, value_cache, kv_cache_dtype)
-    table = check_table(block_table, rows, block_size, pair.key)
-    check_gather(table, cu_seqlens, first_positions, num_tokens, checked)
-    out = check_read(pair.key, dtype, checked, k_scale=k_scale, v_scale=v_scale)
-    slots = slots_of(table, cu_seqlens, first_positions, num_tokens)
-    return read_slots(pair.key, slots, out, k_scale).flatten(2), read_slots(pair.value, slots, out, v_scale)
-
-
-def gather_mla_cache(
-    *,
-    cache: Tensor,
-    block_table: Tensor,
-    rows: Tensor,
-    cu_seqlens: Tensor,
-    num_tokens: int,
-    first_positions: Tensor | None = None,
-    block_size: int | None = None,
-    scale: Tensor | None = None,
-    kv_cache_dtype: str = "auto",
-    dtype: torch.dtype | None = None,
-    checked: bool = False,
-) -> Tensor:
-    """See `Kernels.gather_mla_cache`."""
-    cache = check_mla_cache(cache, kv_cache_dtype)
-    table = check_table(block_table, rows, block_size, cache)
-    check_gather(table, cu_seqlens, first_positions, num_tokens, checked)
-    out = check_read(cache, dtype, checked, scale=scale)
-    return read_slots(cache, slots_of(table, cu_seqlens, first_positions, num_tokens), out, scale)
+    slots = slots_of(*tokens)
+    key = read_slots(key_cache, slots, dtype, scales[0]).flatten(2)
+    return key, key if value_cache is None else read_slots(value_cache, slots, dtype, scales[1])
 
 
 def slots_of(table: BlockTableRows, cu_seqlens: Tensor, first_positions: Tensor | None, num_tokens: int) -> Tensor:

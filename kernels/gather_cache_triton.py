@@ -6,6 +6,8 @@
 import triton
 import triton.language as tl
 
+from .launch import jit_without_alignment_of
+
 
 @triton.jit
 def as_read(stored, scale_ptr, element_type: tl.constexpr, CONVERTS: tl.constexpr, HAS_SCALE: tl.constexpr):
@@ -20,31 +22,8 @@ def as_read(stored, scale_ptr, element_type: tl.constexpr, CONVERTS: tl.constexp
     return read
 
 
-@triton.jit(
-    do_not_specialize=[
-        "key_block_stride",
-        "key_slot_stride",
-        "key_head_stride",
-        "key_outer_stride",
-        "value_block_stride",
-        "value_slot_stride",
-        "value_head_stride",
-        "value_dim_stride",
-        "num_slots",
-        "table_stride",
-        "num_rows",
-        "width",
-        "num_seqs",
-        "num_tokens",
-    ],
-    do_not_specialize_on_alignment=[
-        "table_ptr",
-        "rows_ptr",
-        "cu_seqlens_ptr",
-        "first_positions_ptr",
-        "k_scale_ptr",
-        "v_scale_ptr",
-    ],
+@jit_without_alignment_of(
+    "table_ptr", "rows_ptr", "cu_seqlens_ptr", "first_positions_ptr", "k_scale_ptr", "v_scale_ptr"
 )
 def gather_cache_kernel(
     key_cache_ptr,

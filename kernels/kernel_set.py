@@ -1,21 +1,28 @@
-"""The interface of a set of kernels: `TorchKernels` on any device, `TritonKernels` on a GPU or in Triton's interpreter.
+"""A set of kernels: `TorchKernels` on any device, `TritonKernels` on a GPU or in Triton's interpreter.
 
 Both give the same bytes (paged attention: the same numbers up to rounding). All arguments are keywords; outputs are
 written in place. Calls do not read device memory unless `checked=True`, so that `TritonKernels` neither waits for the
 device nor breaks the capture of a CUDA graph.
 """
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .copy_blocks import BlockRegions
-from .slot_mapping import SlotTables
+from .concat_and_cache_mla import check_mla_cache
+from .copy_blocks import BlockRegions, check_copy
+from .gather_cache import BlockTableRows, TokensToRead, check_gather, check_read, check_table
+from .paged_attention import check_attention
+from .reshape_and_cache import CachePair, Caches, PairOf, Scales, classic_pair, flash_pair
+from .slot_mapping import SlotTables, check_batch
 
 
-class Kernels(Protocol):
+class Kernels:
     """Writes, copies and reads a paged KV cache. Errors are `KernelInputError`; after one, nothing has been written.
+
+    The methods check the arguments and call what the two sets implement; only the two writes are left to check for
+    themselves, since `TritonKernels` checks them once per layout.
 
     Shared arguments:
         key_cache, value_cache: logical views `[num_blocks, block_size, num_kv_heads, head_size]` of any layout (NHD,
@@ -30,6 +37,17 @@ class Kernels(Protocol):
         block_size: tokens of one table entry, if the cache is viewed in smaller (kernel) blocks.
         checked: verify the contents of index tensors and scales as well; waits for the device.
     """
+
+    # What a set implements, with the arguments in the order of the calls below.
+    _map_slots: Callable[[SlotTables, Tensor, Tensor, Tensor, Tensor], None]
+    _write: Callable[[PairOf, Caches, Tensor, Tensor, Tensor, Scales, bool], None]
+    _write_latents: Callable[[Tensor, str, Tensor, Tensor, Tensor, Tensor | None, bool], None]
+    _copy: Callable[[BlockRegions, Tensor, Tensor], None]
+    # Without a value cache (None), the second result means nothing.
+    _gather: Callable[[Tensor, Tensor | None, TokensToRead, torch.dtype, Scales], tuple[Tensor, Tensor]]
+    _attend: Callable[
+        [CachePair, BlockTableRows, Tensor, Tensor, Tensor, float, int | None, float | None, Scales], Tensor
+    ]
 
     def compute_slot_mapping(
         self,
@@ -55,7 +73,8 @@ class Kernels(Protocol):
             first_positions: int64 `[num_reqs]`.
             slot_mapping: int64 `[num_groups, max_num_batched_tokens]`, written.
         """
-        ...
+        check_batch(tables, rows, query_start_loc, first_positions, slot_mapping, checked)
+        self._map_slots(tables, rows, query_start_loc, first_positions, slot_mapping)
 
     def reshape_and_cache(
         self,
@@ -77,7 +96,8 @@ class Kernels(Protocol):
                 than `slot_mapping` (a graph-padded batch). Of the cache's dtype, or any float for an 8-bit cache.
             value: like `key`; its head size may differ.
         """
-        ...
+        caches = (key_cache, value_cache, kv_cache_dtype)
+        self._write(flash_pair, caches, key, value, slot_mapping, (k_scale, v_scale), checked)
 
     def reshape_and_cache_classic(
         self,
@@ -95,7 +115,8 @@ class Kernels(Protocol):
         """As `reshape_and_cache`, for keys `[num_blocks, num_kv_heads, head_size / x, block_size, x]` and values
         `[num_blocks, num_kv_heads, head_size, block_size]`.
         """
-        ...
+        caches = (key_cache, value_cache, kv_cache_dtype)
+        self._write(classic_pair, caches, key, value, slot_mapping, (k_scale, v_scale), checked)
 
     def concat_and_cache_mla(
         self,
@@ -111,7 +132,7 @@ class Kernels(Protocol):
         """Write the latent `[num_tokens, latent]` and the rotary key `[num_tokens, rope]` of multi-head latent
         attention, side by side, into `cache` `[num_blocks, block_size, latent + rope]`.
         """
-        ...
+        self._write_latents(cache, kv_cache_dtype, kv_c, k_pe, slot_mapping, scale, checked)
 
     def copy_blocks(self, *, caches: BlockRegions, sources: Tensor, targets: Tensor, checked: bool = False) -> None:
         """Copy block `sources[i]` to `targets[i]` in all layers, byte for byte, in one launch.
@@ -121,7 +142,8 @@ class Kernels(Protocol):
             sources: int64 `[num_copies]`; a pair with a negative id is skipped.
             targets: int64 `[num_copies]`; no block may be a target twice, or both a source and a target.
         """
-        ...
+        check_copy(caches, sources, targets, checked)
+        self._copy(caches, sources, targets)
 
     def gather_cache(
         self,
@@ -150,7 +172,11 @@ class Kernels(Protocol):
             first_positions: int64 `[num_seqs]`, the first position read of each sequence; None is 0.
             dtype: of the result; None is the cache's own. An 8-bit cache is multiplied by its scale.
         """
-        ...
+        pair = flash_pair(key_cache, value_cache, kv_cache_dtype)
+        table = check_table(block_table, rows, block_size, pair.key)
+        tokens = check_gather(table, cu_seqlens, first_positions, num_tokens, checked)
+        read_as = check_read(pair.key, dtype, checked, k_scale=k_scale, v_scale=v_scale)
+        return self._gather(pair.key, pair.value, tokens, read_as, (k_scale, v_scale))
 
     def gather_cache_classic(
         self,
@@ -170,7 +196,11 @@ class Kernels(Protocol):
         checked: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """As `gather_cache`, from the classic layout."""
-        ...
+        pair = classic_pair(key_cache, value_cache, kv_cache_dtype)
+        table = check_table(block_table, rows, block_size, pair.key)
+        tokens = check_gather(table, cu_seqlens, first_positions, num_tokens, checked)
+        read_as = check_read(pair.key, dtype, checked, k_scale=k_scale, v_scale=v_scale)
+        return self._gather(pair.key, pair.value, tokens, read_as, (k_scale, v_scale))
 
     def gather_mla_cache(
         self,
@@ -190,7 +220,13 @@ class Kernels(Protocol):
         """As `gather_cache`, from a latent cache `[num_blocks, block_size, latent + rope]`; returns
         `[num_tokens, latent + rope]`.
         """
-        ...
+        numbers = check_mla_cache(cache, kv_cache_dtype).unsqueeze(2)
+        table = check_table(block_table, rows, block_size, numbers)
+        tokens = check_gather(table, cu_seqlens, first_positions, num_tokens, checked)
+        latents, _ = self._gather(
+            numbers, None, tokens, check_read(numbers, dtype, checked, scale=scale), (scale, None)
+        )
+        return latents.squeeze(1)
 
     def paged_attention(
         self,
@@ -229,4 +265,9 @@ class Kernels(Protocol):
         Returns:
             `[num_tokens, num_q_heads, v_head_size]` of the query's dtype.
         """
-        ...
+        pair = flash_pair(key_cache, value_cache, kv_cache_dtype)
+        table = check_table(block_table, rows, block_size, pair.key)
+        check_attention(pair, table, query, query_start_loc, seq_lens, window, softcap, checked)
+        check_read(pair.key, query.dtype, checked, k_scale=k_scale, v_scale=v_scale)
+        scales = (k_scale, v_scale)
+        return self._attend(pair, table, query, query_start_loc, seq_lens, scale, window, softcap, scales)

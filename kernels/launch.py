@@ -48,6 +48,17 @@ def num_lanes_for(num_items: int, items_per_lane: int) -> int:
     return min(max(-(-num_items // items_per_lane), 1), MAX_GRID)
 
 
+def jit_without_alignment_of(*unaligned: str) -> Callable[[Callable[..., None]], Any]:
+    """Decorate a kernel with `triton.jit`: its 64-bit integers are not specialised, nor these pointers' alignment."""
+    import triton  # the torch twins need this module, and not Triton
+
+    def decorate(kernel: Callable[..., None]) -> Any:
+        integers = [name for name, kind in kernel.__annotations__.items() if kind is triton.language.int64]
+        return triton.jit(kernel, do_not_specialize=integers, do_not_specialize_on_alignment=list(unaligned))
+
+    return decorate
+
+
 @attrs.define(eq=False)
 class Launch:
     """One kernel with all arguments that do not change from call to call.
@@ -57,25 +68,17 @@ class Launch:
     alignment of rows and caches, and all of these are in the cache's key: integers are 64-bit and not specialised,
     other pointers not specialised on their alignment. (NVIDIA's compiler learns the alignment from hints in the
     kernels, AMD's from the pointers alone.)
-
-    Attributes:
-        kernel: the `triton.jit` function.
-        strides: the integer arguments, which follow the pointers.
-        constants: the constexpr arguments by name, in the kernel's order.
-        num_warps: see `num_warps_for`.
-        num_stages: software pipelining of loops; None is Triton's default.
-        max_registers: registers of a thread, on NVIDIA's GPUs; None: the assembler chooses, and may spill a few
-            registers to fit one more program on a multiprocessor.
-        compiled: the handle, after the first call; always None in the interpreter.
     """
 
-    kernel: Any
-    strides: tuple[int, ...]
-    constants: dict[str, Any]
-    num_warps: int
-    num_stages: int | None = None
+    kernel: Any  # the `triton.jit` function
+    strides: tuple[int, ...]  # the integer arguments, which follow the pointers
+    constants: dict[str, Any]  # the constexpr arguments by name, in the kernel's order
+    num_warps: int  # see `num_warps_for`
+    num_stages: int | None = None  # software pipelining of loops; None is Triton's default
+    # Registers of a thread, on NVIDIA's GPUs; None: the assembler chooses, and may spill a few registers to fit one
+    # more program on a multiprocessor.
     max_registers: int | None = None
-    compiled: Any = None
+    compiled: Any = None  # the handle, after the first call; always None in the interpreter
 
     def __call__(self, grid: tuple[int, int, int], pointers: tuple[Tensor | None, ...], *numbers: float) -> None:
         """Launch on the current stream. `numbers` change from call to call and follow the strides."""

@@ -7,8 +7,8 @@ from torch import Tensor
 from .checks import FLOATS, MAX_LISTED, check_rows, check_starts, check_vector, describe
 from .decode_attention import batches_of, decode_attention
 from .errors import KernelInputError
-from .gather_cache import BlockTableRows, check_positions, check_read, check_table, read_slots, slots_of
-from .reshape_and_cache import CachePair, flash_pair
+from .gather_cache import BlockTableRows, check_positions, read_slots, slots_of
+from .reshape_and_cache import CachePair, Scales
 
 
 def check_attention(
@@ -63,50 +63,37 @@ def check_attention(
     check_positions(table, [(row, 0, length) for row, length in zip(table.rows.tolist(), lengths, strict=True)])
 
 
-def paged_attention(
-    *,
+def attend(
+    pair: CachePair,
+    table: BlockTableRows,
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    rows: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
     scale: float,
-    block_size: int | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    kv_cache_dtype: str = "auto",
-    checked: bool = False,
+    window: int | None,
+    softcap: float | None,
+    scales: Scales,
 ) -> Tensor:
     """See `Kernels.paged_attention`. Computes in float32, decodes together and every chunk by itself; on a GPU it waits
     for the device.
     """
-    pair = flash_pair(key_cache, value_cache, kv_cache_dtype)
-    table = check_table(block_table, rows, block_size, pair.key)
-    check_attention(pair, table, query, query_start_loc, seq_lens, window, softcap, checked)
-    check_read(pair.key, query.dtype, checked, k_scale=k_scale, v_scale=v_scale)
     output = torch.zeros(*query.shape[:2], pair.value.shape[3], dtype=query.dtype, device=query.device)
     starts = query_start_loc.tolist()
     sequences = [
         # Keys before the first query's window are not read: their blocks may have been freed.
         _Sequence(place, begin, end, 0 if window is None else max(0, seq_len - (end - begin) - window + 1), seq_len)
         for place, (begin, end, seq_len, row) in enumerate(
-            zip(starts, starts[1:], seq_lens.tolist(), rows.tolist(), strict=False)
+            zip(starts, starts[1:], seq_lens.tolist(), table.rows.tolist(), strict=False)
         )
         if row >= 0 and begin < end
     ]
     decodes = [each for each in sequences if each.is_decode]
     if len(decodes) > 1:
-        _attend_together(output, query, pair, table, decodes, scale, softcap, k_scale, v_scale)
+        _attend_together(output, query, pair, table, decodes, scale, softcap, scales)
         sequences = [each for each in sequences if not each.is_decode]
     for each in sequences:
-        sequence = BlockTableRows(table.block_table, rows[each.place : each.place + 1], table.block_size)
-        key, value, is_stored = _keys_and_values(
-            pair, sequence, each.first, each.seq_len, query.dtype, k_scale, v_scale
-        )
+        sequence = BlockTableRows(table.block_table, table.rows[each.place : each.place + 1], table.block_size)
+        key, value, is_stored = _keys_and_values(pair, sequence, each.first, each.seq_len, query.dtype, scales)
         queries = query[each.begin : each.end]
         output[each.begin : each.end] = _attend(
             queries, key, value, is_stored, each.first, each.seq_len, scale, window, softcap
@@ -138,8 +125,7 @@ def _attend_together(
     decodes: list[_Sequence],
     scale: float,
     softcap: float | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    scales: Scales,
 ) -> None:
     """Write the attention of many single query tokens. Their first keys already respect the window."""
     device = query.device
@@ -155,19 +141,12 @@ def _attend_together(
             [each.seq_len for each in members],
             scale,
             softcap,
-            k_scale,
-            v_scale,
+            scales,
         ).to(query.dtype)
 
 
 def _keys_and_values(
-    pair: CachePair,
-    sequence: BlockTableRows,
-    first: int,
-    seq_len: int,
-    dtype: torch.dtype,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    pair: CachePair, sequence: BlockTableRows, first: int, seq_len: int, dtype: torch.dtype, scales: Scales
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Read a sequence's keys and values from position `first` on, float32 `[num_kv_heads, seq_len - first, head_size]`,
     and which of them the cache holds, bool `[seq_len - first]`.
@@ -176,7 +155,7 @@ def _keys_and_values(
     cu_seqlens = torch.tensor([0, seq_len - first], dtype=torch.int32, device=device)
     positions = torch.tensor([first], dtype=torch.int64, device=device)
     slots = slots_of(sequence, cu_seqlens, positions, seq_len - first)
-    key, value = read_slots(pair.key, slots, dtype, k_scale), read_slots(pair.value, slots, dtype, v_scale)
+    key, value = read_slots(pair.key, slots, dtype, scales[0]), read_slots(pair.value, slots, dtype, scales[1])
     is_stored = (slots >= 0) & (slots < pair.num_slots)
     return key.float().transpose(0, 1), value.float().transpose(0, 1), is_stored
 

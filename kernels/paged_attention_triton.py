@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .gather_cache_triton import as_read
+from .launch import jit_without_alignment_of
 
 
 @triton.jit
@@ -34,32 +35,8 @@ def load_vectors(
     return as_read(stored, scale_ptr, element_type, CONVERTS, HAS_SCALE)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "query_token_stride",
-        "query_head_stride",
-        "key_block_stride",
-        "key_slot_stride",
-        "key_head_stride",
-        "value_block_stride",
-        "value_slot_stride",
-        "value_head_stride",
-        "num_slots",
-        "table_stride",
-        "num_rows",
-        "width",
-        "num_tokens",
-        "num_splits",
-    ],
-    do_not_specialize_on_alignment=[
-        "lse_ptr",
-        "table_ptr",
-        "rows_ptr",
-        "query_start_loc_ptr",
-        "seq_lens_ptr",
-        "k_scale_ptr",
-        "v_scale_ptr",
-    ],
+@jit_without_alignment_of(
+    "lse_ptr", "table_ptr", "rows_ptr", "query_start_loc_ptr", "seq_lens_ptr", "k_scale_ptr", "v_scale_ptr"
 )
 def paged_attention_kernel(
     query_ptr,
@@ -275,10 +252,7 @@ def paged_attention_kernel(
             tl.store(lse_ptr + output_head + output_heads, peak + tl.log(divisor), mask=is_member)
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_tokens", "num_splits"],
-    do_not_specialize_on_alignment=["lse_ptr", "rows_ptr", "query_start_loc_ptr"],
-)
+@jit_without_alignment_of("lse_ptr", "rows_ptr", "query_start_loc_ptr")
 def merge_splits_kernel(
     partial_ptr,
     lse_ptr,

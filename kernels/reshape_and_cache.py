@@ -4,6 +4,9 @@ Flash, HND, interleaved and packed K|V layouts are the same here: logical `[num_
 head_size]` views that differ in strides. The classic layout splits a head, so it has functions of its own.
 """
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import attrs
 import torch
 from torch import Tensor
@@ -13,22 +16,18 @@ from .errors import KernelInputError
 from .fp8 import quantize, typed_cache
 from .scales import check_scale
 
+# Of the keys, and of the values.
+Scales: TypeAlias = tuple[Tensor | None, Tensor | None]
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @attrs.frozen(eq=False)
 class CachePair:
-    """A checked key and value cache in the dtype of their numbers.
+    """A checked key and value cache in the dtype of their numbers."""
 
-    Attributes:
-        key: logical `[num_blocks, block_size, num_kv_heads, head_size]`; classic `[.., head_size / x, x]`.
-        value: logical `[num_blocks, block_size, num_kv_heads, head_size]`.
-        num_slots: num_blocks * block_size.
-    """
-
-    key: Tensor
-    value: Tensor
-    num_slots: int
+    key: Tensor  # logical `[num_blocks, block_size, num_kv_heads, head_size]`; classic `[.., head_size / x, x]`
+    value: Tensor  # logical `[num_blocks, block_size, num_kv_heads, head_size]`
+    num_slots: int  # num_blocks * block_size
 
 
 def flash_pair(key_cache: Tensor, value_cache: Tensor, kv_cache_dtype: str) -> CachePair:
@@ -64,18 +63,17 @@ def classic_pair(key_cache: Tensor, value_cache: Tensor, kv_cache_dtype: str) ->
     return CachePair(key.permute(0, 3, 1, 2, 4), value.permute(0, 3, 1, 2), num_blocks * block_size)
 
 
+# Both caches and `kv_cache_dtype`, and what checks them: `flash_pair` or `classic_pair`.
+Caches: TypeAlias = tuple[Tensor, Tensor, str]
+PairOf: TypeAlias = Callable[[Tensor, Tensor, str], CachePair]
+
+
 def _unlike(key: Tensor, value: Tensor) -> KernelInputError:
     return KernelInputError(f"key_cache and value_cache do not belong together: {describe(key)} and {describe(value)}")
 
 
 def check_write(
-    pair: CachePair,
-    key: Tensor,
-    value: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    checked: bool,
+    pair: CachePair, key: Tensor, value: Tensor, slot_mapping: Tensor, scales: Scales, checked: bool
 ) -> bool:
     """Check one write. Returns whether it quantises.
 
@@ -97,59 +95,27 @@ def check_write(
             "and values must be alike and at least as many as slots"
         )
     is_quantized = key.dtype != pair.key.dtype
-    check_scale(k_scale, is_quantized, "k_scale", device, checked)
-    check_scale(v_scale, is_quantized, "v_scale", device, checked)
+    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+        check_scale(scale, is_quantized, name, device, checked)
     if checked:
         check_slots(slot_mapping, pair.num_slots)
     return is_quantized
 
 
-def reshape_and_cache(
-    *,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    kv_cache_dtype: str = "auto",
-    checked: bool = False,
-) -> None:
-    """See `Kernels.reshape_and_cache`. On a GPU this twin waits for the device (it selects the tokens with slots)."""
-    pair = flash_pair(key_cache, value_cache, kv_cache_dtype)
-    _write(pair, key, value, slot_mapping, k_scale, v_scale, checked)
-
-
-def reshape_and_cache_classic(
-    *,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    kv_cache_dtype: str = "auto",
-    checked: bool = False,
-) -> None:
-    """See `Kernels.reshape_and_cache_classic`."""
-    pair = classic_pair(key_cache, value_cache, kv_cache_dtype)
-    _write(pair, key, value, slot_mapping, k_scale, v_scale, checked)
-
-
-def _write(
-    pair: CachePair,
+def write_pair(
+    pair_of: PairOf,
+    caches: Caches,
     key: Tensor,
     value: Tensor,
     slot_mapping: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    scales: Scales,
     checked: bool,
 ) -> None:
-    is_quantized = check_write(pair, key, value, slot_mapping, k_scale, v_scale, checked)
+    """See `Kernels.reshape_and_cache`. On a GPU this twin waits for the device (it selects the tokens with slots)."""
+    pair = pair_of(*caches)
+    is_quantized = check_write(pair, key, value, slot_mapping, scales, checked)
     tokens, slots = tokens_with_slots(slot_mapping, pair.num_slots)
-    for rows, cache, scale in ((key, pair.key, k_scale), (value, pair.value, v_scale)):
+    for rows, cache, scale in zip((key, value), (pair.key, pair.value), scales, strict=True):
         chosen = rows[: len(slot_mapping)] if tokens is None else rows[tokens]
         if is_quantized:
             chosen = quantize(chosen, cache.dtype, scale)

@@ -12,6 +12,8 @@ loaded and dropped.
 import triton
 import triton.language as tl
 
+from .launch import jit_without_alignment_of
+
 
 @triton.jit
 def load_row(
@@ -95,28 +97,7 @@ def store_run(
         tl.store(dim_ptrs[:, None] + tl.arange(0, RUN)[None, :], tl.trans(rows), mask=mask[:, None])
 
 
-@triton.jit(
-    do_not_specialize=[
-        "key_token_stride",
-        "key_head_stride",
-        "value_token_stride",
-        "value_head_stride",
-        "key_block_stride",
-        "key_slot_stride",
-        "key_cache_head_stride",
-        "key_outer_stride",
-        "value_block_stride",
-        "value_slot_stride",
-        "value_cache_head_stride",
-        "value_dim_stride",
-        "num_slots",
-    ],
-    do_not_specialize_on_alignment=[
-        "slots_ptr",
-        "k_scale_ptr",
-        "v_scale_ptr",
-    ],
-)
+@jit_without_alignment_of("slots_ptr", "k_scale_ptr", "v_scale_ptr")
 def reshape_and_cache_kernel(
     key_ptr,
     value_ptr,

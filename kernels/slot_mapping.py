@@ -98,9 +98,14 @@ class SlotTables:
 
 
 def check_batch(
-    tables: SlotTables, rows: Tensor, query_start_loc: Tensor, first_positions: Tensor, slot_mapping: Tensor
+    tables: SlotTables,
+    rows: Tensor,
+    query_start_loc: Tensor,
+    first_positions: Tensor,
+    slot_mapping: Tensor,
+    checked: bool,
 ) -> None:
-    """Check shapes, dtypes and devices of one call."""
+    """Check shapes, dtypes and devices of one call; in checked mode also the contents, which waits for the device."""
     device = tables.descriptors.device
     check_vector(rows, torch.int32, "rows", device)
     check_vector(query_start_loc, torch.int32, "query_start_loc", device)
@@ -123,12 +128,8 @@ def check_batch(
             f"slot_mapping must be int64 [{num_groups}, max_num_batched_tokens] with dense rows on {device}: "
             f"{describe(slot_mapping)}"
         )
-
-
-def check_batch_content(
-    tables: SlotTables, rows: Tensor, query_start_loc: Tensor, first_positions: Tensor, slot_mapping: Tensor
-) -> None:
-    """Check that rows, starts and positions are inside the tables. Waits for the device: for tests and debugging."""
+    if not checked:
+        return
     starts = query_start_loc.tolist()
     check_starts(starts, slot_mapping.shape[1], "query_start_loc", "max_num_batched_tokens")
     for group, (table, size) in enumerate(zip(tables.block_tables, tables.block_sizes, strict=True)):
@@ -148,36 +149,18 @@ def check_batch_content(
             )
 
 
-def compute_slot_mapping(
-    *,
-    tables: SlotTables,
-    rows: Tensor,
-    query_start_loc: Tensor,
-    first_positions: Tensor,
-    slot_mapping: Tensor,
-    checked: bool = False,
+def map_slots(
+    tables: SlotTables, rows: Tensor, query_start_loc: Tensor, first_positions: Tensor, slot_mapping: Tensor
 ) -> None:
     """See `Kernels.compute_slot_mapping`. On a GPU this twin waits for the device (it reads the number of tokens)."""
-    check_batch(tables, rows, query_start_loc, first_positions, slot_mapping)
-    if checked:
-        check_batch_content(tables, rows, query_start_loc, first_positions, slot_mapping)
     starts = query_start_loc.long()
     num_tokens = min(int(starts[-1]), slot_mapping.shape[1])
-    token_rows, positions = _rows_and_positions(rows, starts, first_positions, num_tokens)
+    requests = torch.arange(len(rows), device=rows.device).repeat_interleave(starts.diff())[:num_tokens]
+    token_rows = rows.long()[requests]
+    positions = first_positions[requests] + torch.arange(num_tokens, device=rows.device) - starts[requests]
     for group, table in enumerate(tables.block_tables):
-        slots = _slots(tables, group, table, token_rows, positions)
-        slot_mapping[group, :num_tokens] = slots
+        slot_mapping[group, :num_tokens] = _slots(tables, group, table, token_rows, positions)
         slot_mapping[group, num_tokens:] = PADDING_SLOT
-
-
-def _rows_and_positions(
-    rows: Tensor, starts: Tensor, first_positions: Tensor, num_tokens: int
-) -> tuple[Tensor, Tensor]:
-    """Return the table row and the position of every token."""
-    counts = starts.diff()
-    requests = torch.arange(len(rows), device=rows.device).repeat_interleave(counts)[:num_tokens]
-    tokens = torch.arange(num_tokens, device=rows.device)
-    return rows.long()[requests], first_positions[requests] + tokens - starts[requests]
 
 
 def _slots(tables: SlotTables, group: int, table: Tensor, token_rows: Tensor, positions: Tensor) -> Tensor:

@@ -3,20 +3,12 @@
 # Type checkers cannot follow what Triton makes of annotations and ranges.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportOptionalSubscript=false, reportArgumentType=false
 
-import triton
 import triton.language as tl
 
+from .launch import jit_without_alignment_of
 
-@triton.jit(
-    do_not_specialize=["slot_stride", "slot_width", "num_reqs"],
-    do_not_specialize_on_alignment=[
-        "descriptors_ptr",
-        "rows_ptr",
-        "query_start_loc_ptr",
-        "first_positions_ptr",
-        "slots_ptr",
-    ],
-)
+
+@jit_without_alignment_of("descriptors_ptr", "rows_ptr", "query_start_loc_ptr", "first_positions_ptr", "slots_ptr")
 def slot_mapping_kernel(
     descriptors_ptr,
     rows_ptr,

@@ -6,20 +6,18 @@ device unless `checked=True`, and only results and their parts are allocated, so
 graph after one call of each kind and shape.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from .attention_launches import attention_launch, merge_launch, num_splits_for, query_tile_for
 from .concat_and_cache_mla import check_mla_cache, check_mla_write
-from .copy_blocks import BlockRegions, check_copy
+from .copy_blocks import BlockRegions
 from .fp8 import numbers_of
-from .gather_cache import BlockTableRows, check_gather, check_read, check_table
+from .gather_cache import BlockTableRows, TokensToRead
+from .kernel_set import Kernels
 from .launch import Launch, LaunchCache, memory_key, num_lanes_for, rows_key
-from .paged_attention import check_attention
-from .reshape_and_cache import CachePair, check_write, classic_pair, flash_pair
-from .slot_mapping import SlotTables, check_batch, check_batch_content
+from .reshape_and_cache import CachePair, Caches, PairOf, Scales, check_write
+from .slot_mapping import SlotTables
 from .triton_launches import (
     COPY_TILE_WORDS,
     SLOT_TILE,
@@ -33,7 +31,7 @@ from .triton_launches import (
 )
 
 
-class TritonKernels:
+class TritonKernels(Kernels):
     """`Kernels` in Triton. Launches go to the current stream of the current device, where the tensors must be."""
 
     def __init__(self) -> None:
@@ -45,20 +43,9 @@ class TritonKernels:
         current_target()
         self._launches = LaunchCache()
 
-    def compute_slot_mapping(
-        self,
-        *,
-        tables: SlotTables,
-        rows: Tensor,
-        query_start_loc: Tensor,
-        first_positions: Tensor,
-        slot_mapping: Tensor,
-        checked: bool = False,
+    def _map_slots(
+        self, tables: SlotTables, rows: Tensor, query_start_loc: Tensor, first_positions: Tensor, slot_mapping: Tensor
     ) -> None:
-        """See `Kernels.compute_slot_mapping`."""
-        check_batch(tables, rows, query_start_loc, first_positions, slot_mapping)
-        if checked:
-            check_batch_content(tables, rows, query_start_loc, first_positions, slot_mapping)
         constants = (tables.context_rank, tables.context_size, tables.interleave, tables.max_num_positions)
         launch = self._launches.get(
             ("slot_mapping", *constants, *memory_key(slot_mapping)), lambda: slot_mapping_launch(tables, slot_mapping)
@@ -68,81 +55,43 @@ class TritonKernels:
             pointers = (tables.descriptors, rows, query_start_loc, first_positions, slot_mapping)
             launch((len(rows) + 1, len(tables.block_tables), num_lanes), pointers, len(rows))
 
-    def reshape_and_cache(
-        self,
-        *,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        slot_mapping: Tensor,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        kv_cache_dtype: str = "auto",
-        checked: bool = False,
-    ) -> None:
-        """See `Kernels.reshape_and_cache`."""
-        caches = (key_cache, value_cache, kv_cache_dtype)
-        self._write(flash_pair, key, value, caches, slot_mapping, k_scale, v_scale, checked)
-
-    def reshape_and_cache_classic(
-        self,
-        *,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        slot_mapping: Tensor,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        kv_cache_dtype: str = "auto",
-        checked: bool = False,
-    ) -> None:
-        """See `Kernels.reshape_and_cache_classic`."""
-        caches = (key_cache, value_cache, kv_cache_dtype)
-        self._write(classic_pair, key, value, caches, slot_mapping, k_scale, v_scale, checked)
-
     def _write(
         self,
-        pair_of: Callable[[Tensor, Tensor, str], CachePair],
+        pair_of: PairOf,
+        caches: Caches,
         key: Tensor,
         value: Tensor,
-        caches: tuple[Tensor, Tensor, str],
         slot_mapping: Tensor,
-        k_scale: Tensor | None,
-        v_scale: Tensor | None,
+        scales: Scales,
         checked: bool,
     ) -> None:
         def checked_launch() -> Launch:
             pair = pair_of(*caches)
             refuse_unsupported_dtype(pair.key.dtype)
-            check_write(pair, key, value, slot_mapping, k_scale, v_scale, checked)
-            return write_launch(pair, key, value, k_scale, v_scale)
+            check_write(pair, key, value, slot_mapping, scales, checked)
+            return write_launch(pair, key, value, scales)
 
         key_cache, value_cache, kv_cache_dtype = caches
-        layout = (pair_of, kv_cache_dtype, memory_key(key_cache, value_cache, k_scale, v_scale))
+        layout = (pair_of, kv_cache_dtype, memory_key(key_cache, value_cache, *scales))
         launch = self._launches.get((*layout, rows_key(key, value, slot_mapping)), checked_launch)
         num_tokens = slot_mapping.shape[0]
         if checked or not num_tokens <= key.shape[0] == value.shape[0]:
-            check_write(pair_of(*caches), key, value, slot_mapping, k_scale, v_scale, checked)
+            check_write(pair_of(*caches), key, value, slot_mapping, scales, checked)
         if num_tokens:
             grid = (num_tokens, -(-key.shape[1] // launch.constants["HEADS_TILE"]), 1)
             stored = (numbers_of(key_cache, kv_cache_dtype), numbers_of(value_cache, kv_cache_dtype))
-            launch(grid, (key, value, *stored, slot_mapping, k_scale, v_scale))
+            launch(grid, (key, value, *stored, slot_mapping, *scales))
 
-    def concat_and_cache_mla(
+    def _write_latents(
         self,
-        *,
+        cache: Tensor,
+        kv_cache_dtype: str,
         kv_c: Tensor,
         k_pe: Tensor,
-        cache: Tensor,
         slot_mapping: Tensor,
-        scale: Tensor | None = None,
-        kv_cache_dtype: str = "auto",
-        checked: bool = False,
+        scale: Tensor | None,
+        checked: bool,
     ) -> None:
-        """See `Kernels.concat_and_cache_mla`."""
-
         def checked_launch() -> Launch:
             numbers = check_mla_cache(cache, kv_cache_dtype)
             refuse_unsupported_dtype(numbers.dtype)
@@ -158,9 +107,7 @@ class TritonKernels:
         if num_tokens:
             launch((num_tokens, 1, 1), (kv_c, k_pe, numbers, slot_mapping, scale))
 
-    def copy_blocks(self, *, caches: BlockRegions, sources: Tensor, targets: Tensor, checked: bool = False) -> None:
-        """See `Kernels.copy_blocks`."""
-        check_copy(caches, sources, targets, checked)
+    def _copy(self, caches: BlockRegions, sources: Tensor, targets: Tensor) -> None:
         launch = self._launches.get(
             ("copy", caches.num_blocks, caches.word_bytes, caches.descriptors.device), lambda: copy_launch(caches)
         )
@@ -169,96 +116,16 @@ class TritonKernels:
             num_tiles = -(-caches.longest_run_bytes // tile_bytes)
             launch((len(sources), len(caches.regions), num_tiles), (caches.descriptors, sources, targets))
 
-    def gather_cache(
-        self,
-        *,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_table: Tensor,
-        rows: Tensor,
-        cu_seqlens: Tensor,
-        num_tokens: int,
-        first_positions: Tensor | None = None,
-        block_size: int | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        kv_cache_dtype: str = "auto",
-        dtype: torch.dtype | None = None,
-        checked: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """See `Kernels.gather_cache`."""
-        pair = flash_pair(key_cache, value_cache, kv_cache_dtype)
-        table = check_table(block_table, rows, block_size, pair.key)
-        check_gather(table, cu_seqlens, first_positions, num_tokens, checked)
-        out = check_read(pair.key, dtype, checked, k_scale=k_scale, v_scale=v_scale)
-        batch = (table, cu_seqlens, first_positions, num_tokens)
-        return self._gather(pair.key, pair.value, batch, out, k_scale, v_scale)
-
-    def gather_cache_classic(
-        self,
-        *,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_table: Tensor,
-        rows: Tensor,
-        cu_seqlens: Tensor,
-        num_tokens: int,
-        first_positions: Tensor | None = None,
-        block_size: int | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        kv_cache_dtype: str = "auto",
-        dtype: torch.dtype | None = None,
-        checked: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """See `Kernels.gather_cache_classic`."""
-        pair = classic_pair(key_cache, value_cache, kv_cache_dtype)
-        table = check_table(block_table, rows, block_size, pair.key)
-        check_gather(table, cu_seqlens, first_positions, num_tokens, checked)
-        out = check_read(pair.key, dtype, checked, k_scale=k_scale, v_scale=v_scale)
-        batch = (table, cu_seqlens, first_positions, num_tokens)
-        return self._gather(pair.key, pair.value, batch, out, k_scale, v_scale)
-
-    def gather_mla_cache(
-        self,
-        *,
-        cache: Tensor,
-        block_table: Tensor,
-        rows: Tensor,
-        cu_seqlens: Tensor,
-        num_tokens: int,
-        first_positions: Tensor | None = None,
-        block_size: int | None = None,
-        scale: Tensor | None = None,
-        kv_cache_dtype: str = "auto",
-        dtype: torch.dtype | None = None,
-        checked: bool = False,
-    ) -> Tensor:
-        """See `Kernels.gather_mla_cache`."""
-        numbers = check_mla_cache(cache, kv_cache_dtype)
-        table = check_table(block_table, rows, block_size, numbers)
-        check_gather(table, cu_seqlens, first_positions, num_tokens, checked)
-        out = check_read(numbers, dtype, checked, scale=scale)
-        batch = (table, cu_seqlens, first_positions, num_tokens)
-        latents, _ = self._gather(numbers.unsqueeze(2), None, batch, out, scale, None)
-        return latents.squeeze(1)
-
     def _gather(
-        self,
-        key_cache: Tensor,
-        value_cache: Tensor | None,
-        batch: tuple[BlockTableRows, Tensor, Tensor | None, int],
-        dtype: torch.dtype,
-        k_scale: Tensor | None,
-        v_scale: Tensor | None,
+        self, key_cache: Tensor, value_cache: Tensor | None, tokens: TokensToRead, dtype: torch.dtype, scales: Scales
     ) -> tuple[Tensor, Tensor]:
         refuse_unsupported_dtype(key_cache.dtype)
-        table, cu_seqlens, first_positions, num_tokens = batch
+        table, cu_seqlens, first_positions, num_tokens = tokens
         has_first = first_positions is not None
         layout = ("gather", dtype, table.block_size, has_first)
         launch = self._launches.get(
-            (*layout, memory_key(key_cache, value_cache, table.block_table, k_scale, v_scale)),
-            lambda: gather_launch(key_cache, value_cache, table, dtype, has_first, k_scale, v_scale),
+            (*layout, memory_key(key_cache, value_cache, table.block_table, *scales)),
+            lambda: gather_launch(key_cache, value_cache, table, dtype, has_first, scales),
         )
         num_heads, num_seqs = key_cache.shape[2], len(table.rows)
         key = torch.empty(num_tokens, num_heads, key_cache.shape[3:].numel(), dtype=dtype, device=key_cache.device)
@@ -267,34 +134,23 @@ class TritonKernels:
             num_lanes = num_lanes_for(num_tokens, num_seqs + 1)
             grid = (num_seqs + 1, num_lanes, -(-num_heads // launch.constants["HEADS_TILE"]))
             pointers = (key_cache, value_cache, key, value, table.block_table, table.rows, cu_seqlens, first_positions)
-            launch(grid, (*pointers, k_scale, v_scale), num_seqs, num_tokens)
+            launch(grid, (*pointers, *scales), num_seqs, num_tokens)
         return key, value
 
-    def paged_attention(
+    def _attend(
         self,
-        *,
+        pair: CachePair,
+        table: BlockTableRows,
         query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_table: Tensor,
-        rows: Tensor,
         query_start_loc: Tensor,
         seq_lens: Tensor,
         scale: float,
-        block_size: int | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        kv_cache_dtype: str = "auto",
-        checked: bool = False,
+        window: int | None,
+        softcap: float | None,
+        scales: Scales,
     ) -> Tensor:
-        """See `Kernels.paged_attention`."""
-        pair = flash_pair(key_cache, value_cache, kv_cache_dtype)
         refuse_unsupported_dtype(pair.key.dtype)
-        table = check_table(block_table, rows, block_size, pair.key)
-        check_attention(pair, table, query, query_start_loc, seq_lens, window, softcap, checked)
-        check_read(pair.key, query.dtype, checked, k_scale=k_scale, v_scale=v_scale)
+        block_table, rows = table.block_table, table.rows
         num_tokens, num_q_heads, _ = query.shape
         num_seqs, num_kv_heads = len(rows), pair.key.shape[2]
         output = query.new_zeros(num_tokens, num_q_heads, pair.value.shape[3])
@@ -307,10 +163,10 @@ class TritonKernels:
             num_seqs * num_kv_heads * num_lanes, max_keys if window is None else min(window, max_keys)
         )
         is_split = num_splits > 1
-        memory = memory_key(pair.key, pair.value, block_table, k_scale, v_scale)
+        memory = memory_key(pair.key, pair.value, block_table, *scales)
         launch = self._launches.get(
             ("attention", table.block_size, window, softcap, is_split, memory, rows_key(query)),
-            lambda: attention_launch(pair, table, query, window, softcap, k_scale, v_scale, is_split),
+            lambda: attention_launch(pair, table, query, window, softcap, scales, is_split),
         )
         written, lse = output, None
         if is_split:
@@ -318,7 +174,7 @@ class TritonKernels:
             lse = written.new_empty(written.shape[:-1])
         launch(
             (num_seqs, num_kv_heads, num_lanes * num_splits),
-            (query, pair.key, pair.value, written, lse, block_table, rows, query_start_loc, seq_lens, k_scale, v_scale),
+            (query, pair.key, pair.value, written, lse, block_table, rows, query_start_loc, seq_lens, *scales),
             num_tokens,
             num_splits,
             scale,

@@ -16,7 +16,7 @@ from .fp8 import LARGEST
 from .gather_cache import BlockTableRows
 from .gather_cache_triton import gather_cache_kernel
 from .launch import MAX_ACCESS_BYTES, WARP_SIZE, Launch, next_power_of_2, num_warps_for, vector_elements
-from .reshape_and_cache import CachePair
+from .reshape_and_cache import CachePair, Scales
 from .reshape_and_cache_triton import reshape_and_cache_kernel
 from .slot_mapping import NUM_COLUMNS, SlotTables
 from .slot_mapping_triton import slot_mapping_kernel
@@ -123,7 +123,7 @@ def run_tokens(value: Tensor, is_quantized: bool) -> int:
     return run if is_aligned and value.stride(1) == 1 and fits else 1
 
 
-def write_launch(pair: CachePair, key: Tensor, value: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> Launch:
+def write_launch(pair: CachePair, key: Tensor, value: Tensor, scales: Scales) -> Launch:
     """Launch one program per token and `HEADS_TILE` heads; the classic layout differs only in the cache's addresses."""
     num_heads, head_size, v_head_size = key.shape[1], key.shape[2], value.shape[2]
     key_tile, value_tile = next_power_of_2(head_size), next_power_of_2(v_head_size)
@@ -156,8 +156,8 @@ def write_launch(pair: CachePair, key: Tensor, value: Tensor, k_scale: Tensor | 
             "VALUE_VEC": value_side.vec,
             "VALUE_VEC_BYTES": value_side.vec_bytes,
             "LARGEST": LARGEST[pair.key.dtype] if is_quantized else 0.0,
-            "HAS_K_SCALE": k_scale is not None,
-            "HAS_V_SCALE": v_scale is not None,
+            "HAS_K_SCALE": scales[0] is not None,
+            "HAS_V_SCALE": scales[1] is not None,
         },
         num_warps,
     )
@@ -207,13 +207,7 @@ def copy_launch(caches: BlockRegions) -> Launch:
 
 
 def gather_launch(
-    key: Tensor,
-    value: Tensor | None,
-    table: BlockTableRows,
-    dtype: torch.dtype,
-    has_first: bool,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    key: Tensor, value: Tensor | None, table: BlockTableRows, dtype: torch.dtype, has_first: bool, scales: Scales
 ) -> Launch:
     """Launch one program per sequence, lane and `HEADS_TILE` heads.
 
@@ -255,8 +249,8 @@ def gather_launch(
             "HAS_VALUE": value is not None,
             "HAS_FIRST": has_first,
             "CONVERTS": dtype != key.dtype,
-            "HAS_K_SCALE": k_scale is not None,
-            "HAS_V_SCALE": v_scale is not None,
+            "HAS_K_SCALE": scales[0] is not None,
+            "HAS_V_SCALE": scales[1] is not None,
         },
         num_warps_for(heads_tile * max(key_tile, value_tile), key.element_size(), warp_size()),
     )

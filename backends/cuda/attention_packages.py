@@ -26,22 +26,15 @@ from .staging import on_device
 
 @attrs.frozen(eq=False)
 class FlashInferTables:
-    """A batch's block tables for FlashInfer's paged attention: pages of the kernel's block size in one flat list.
+    """A batch's block tables for FlashInfer's paged attention: pages of the kernel's block size in one flat list."""
 
-    Attributes:
-        indptr: int32 `[num_reqs + 1]`, where each request's pages start in `indices`.
-        indices: int32 `[num_pages]`, the pages.
-        last_page_len: int32 `[num_reqs]`, tokens in each request's last page: 1 to the page size, 0 for a request
-            without tokens on this rank.
-        indptr_host: `indptr`, for FlashInfer's plan, which runs on the host.
-        last_page_len_host: `last_page_len`, for the same.
-    """
-
-    indptr: torch.Tensor
-    indices: torch.Tensor
+    indptr: torch.Tensor  # int32 `[num_reqs + 1]`, where each request's pages start in `indices`
+    indices: torch.Tensor  # int32 `[num_pages]`, the pages
+    # int32 `[num_reqs]`, tokens in each request's last page: 1 to the page size, 0 for a request without tokens on this
+    # rank.
     last_page_len: torch.Tensor
-    indptr_host: NDArray[np.int32]
-    last_page_len_host: NDArray[np.int32]
+    indptr_host: NDArray[np.int32]  # `indptr`, for FlashInfer's plan, which runs on the host
+    last_page_len_host: NDArray[np.int32]  # `last_page_len`, for the same
 
 
 def num_local_tokens(num_tokens: NDArray[np.int64], context: ContextRank) -> NDArray[np.int64]:

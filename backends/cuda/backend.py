@@ -172,10 +172,13 @@ class CudaBackend:
             )
         is_first = self._known_tables is None
         for event in commit.events:
-            if isinstance(event, PoolCreated):
-                self._create_pool(event)
-            else:
+            if not isinstance(event, PoolCreated):
                 self._tables.apply(event)
+                continue
+            if self._is_pool_created:
+                raise MisuseError("a second pool was created; a backend serves one")
+            self._make_tables(event)
+            self._is_pool_created = True
         self._next_sequence += 1
         if is_first:
             self._warm_up_on_gpu()
@@ -196,12 +199,6 @@ class CudaBackend:
             raise MisuseError("this backend has its tables already; a backend serves one pool")
         self._make_tables(pool)
         self._warm_up_on_gpu()
-
-    def _create_pool(self, event: PoolCreated) -> None:
-        if self._is_pool_created:
-            raise MisuseError("a second pool was created; a backend serves one")
-        self._make_tables(event)
-        self._is_pool_created = True
 
     def _make_tables(self, pool: PoolCreated | AllocatorConfig) -> None:
         config, tables = self._config, self._known_tables
@@ -241,17 +238,17 @@ class CudaBackend:
     @property
     def inputs(self) -> BatchInputs:
         """The last prepared batch on the device, padded to `max_num_reqs`."""
-        return self._tables.inputs
+        return self._tables.staging.inputs
 
     @property
     def num_transfers(self) -> int:
         """Transfers of tables and batches to the device so far: one a step."""
-        return self._tables.num_transfers
+        return self._tables.staging.num_transfers
 
     @property
     def num_transfer_bytes(self) -> int:
         """Bytes of these transfers together."""
-        return self._tables.num_transfer_bytes
+        return self._tables.staging.num_bytes
 
     def prepare(self, batch: TokenBatch) -> None:
         """Send the changed table entries and the batch to the device in one transfer, and start the block copies.

@@ -154,38 +154,27 @@ CLASSIC_VECTOR_BYTES = 16
 
 @attrs.frozen(eq=False)
 class LayerCache:
-    """The cache of one layer: views of the rank's buffer, which all layers share.
+    """The cache of one layer: views of the rank's buffer, which all layers share."""
 
-    Attributes:
-        name: the layer.
-        group: the block-table group whose tables address it.
-        spec: describes the contents.
-        arrangement: of keys and values; PACKED for a cache of one vector.
-        kernel_block_size: tokens of a block as kernels see it.
-        num_blocks_per_kv_block: kernel blocks in one block of the block table.
-        view: the cache as a model runner binds it, in the logical order of its arrangement: `[2, num_blocks, ...]`
-            (flash: tokens before heads, whatever lies outside), `[num_blocks, 2, ...]` (interleaved), `[num_blocks,
-            num_kv_heads, block_size, head_size + head_size_v]` (packed), `[2, num_blocks, elements of a block]`
-            (classic), `[num_blocks, block_size, latent]` (MLA), int8 `[num_blocks, page_size_bytes]` (a state).
-        key: keys, logically `[num_blocks, block_size, num_kv_heads, head_size]`; classic keys `[num_blocks,
-            num_kv_heads, head_size / x, block_size, x]`; the latent `[num_blocks, block_size, latent]`; None for a
-            state.
-        value: values, logically `[num_blocks, block_size, num_kv_heads, head_size_v]`; classic values `[num_blocks,
-            num_kv_heads, head_size, block_size]`; None for a latent or a state.
-        states: the arrays of a state, each `[num_blocks, *shape]`; empty for everything else.
-        pages: int8 views, block first, that together hold the layer's pages; a copy of a block copies these.
-    """
-
-    name: str
-    group: int
-    spec: KVCacheSpec
-    arrangement: CacheArrangement
-    kernel_block_size: int
-    num_blocks_per_kv_block: int
+    name: str  # the layer
+    group: int  # the block-table group whose tables address it
+    spec: KVCacheSpec  # describes the contents
+    arrangement: CacheArrangement  # of keys and values; PACKED for a cache of one vector
+    kernel_block_size: int  # tokens of a block as kernels see it
+    num_blocks_per_kv_block: int  # kernel blocks in one block of the block table
+    # The cache as a model runner binds it, in the logical order of its arrangement: `[2, num_blocks, ...]` (flash:
+    # tokens before heads, whatever lies outside), `[num_blocks, 2, ...]` (interleaved), `[num_blocks, num_kv_heads,
+    # block_size, head_size + head_size_v]` (packed), `[2, num_blocks, elements of a block]` (classic), `[num_blocks,
+    # block_size, latent]` (MLA), int8 `[num_blocks, page_size_bytes]` (a state).
     view: torch.Tensor
+    # Keys, logically `[num_blocks, block_size, num_kv_heads, head_size]`; classic keys `[num_blocks, num_kv_heads,
+    # head_size / x, block_size, x]`; the latent `[num_blocks, block_size, latent]`; None for a state.
     key: torch.Tensor | None
+    # Values, logically `[num_blocks, block_size, num_kv_heads, head_size_v]`; classic values `[num_blocks,
+    # num_kv_heads, head_size, block_size]`; None for a latent or a state.
     value: torch.Tensor | None
-    states: tuple[torch.Tensor, ...]
+    states: tuple[torch.Tensor, ...]  # the arrays of a state, each `[num_blocks, *shape]`; empty for everything else
+    # int8 views, block first, that together hold the layer's pages; a copy of a block copies these.
     pages: tuple[torch.Tensor, ...]
 
     @property

@@ -23,19 +23,13 @@ NUM_HOST_BUFFERS = 2
 
 @attrs.frozen(eq=False)
 class BatchInputs:
-    """The batch on the device, at addresses that never change. Rows behind the last request are padding.
+    """The batch on the device, at addresses that never change. Rows behind the last request are padding."""
 
-    Attributes:
-        rows: int32 `[max_num_reqs]`, the row of each request in the block tables; -1 for padding.
-        query_start_loc: int32 `[max_num_reqs + 1]`, where each request's tokens start; padding requests are empty.
-        first_positions: int64 `[max_num_reqs]`, the position of each request's first token.
-        seq_lens: int32 `[max_num_reqs]`, tokens of each request in the cache after the batch is written.
-    """
-
-    rows: torch.Tensor
+    rows: torch.Tensor  # int32 `[max_num_reqs]`, the row of each request in the block tables; -1 for padding
+    # int32 `[max_num_reqs + 1]`, where each request's tokens start; padding requests are empty.
     query_start_loc: torch.Tensor
-    first_positions: torch.Tensor
-    seq_lens: torch.Tensor
+    first_positions: torch.Tensor  # int64 `[max_num_reqs]`, the position of each request's first token
+    seq_lens: torch.Tensor  # int32 `[max_num_reqs]`, tokens of each request in the cache after the batch is written
 
 
 @attrs.define(eq=False)

@@ -14,17 +14,12 @@ from ...core.types import ScheduledStep
 
 @attrs.frozen(eq=False)
 class StepOutputs:
-    """The outputs of a step; the fields are those of `StepResult`.
+    """The outputs of a step; the fields are those of `StepResult`."""
 
-    Attributes:
-        outputs: any object that the engine's observers understand (sampled tokens).
-        num_accepted_tokens: int64 `[num_reqs]`, accepted drafts; None if the step had no drafts.
-        stopped: rows whose request ends with this step's token.
-    """
-
-    outputs: Any = None
+    outputs: Any = None  # any object that the engine's observers understand (sampled tokens)
+    # int64 `[num_reqs]`, accepted drafts; None if the step had no drafts.
     num_accepted_tokens: NDArray[np.int64] | None = None
-    stopped: tuple[int, ...] = ()
+    stopped: tuple[int, ...] = ()  # rows whose request ends with this step's token
 
 
 FinishStep: TypeAlias = Callable[[], StepOutputs]

@@ -30,7 +30,7 @@ from ...kernels.kernel_set import Kernels
 from ...kernels.slot_mapping import PADDING_SLOT, SlotTables
 from ..context_rank import ContextRank
 from .layout import LayerCache
-from .staging import BatchInputs, StepStaging
+from .staging import StepStaging
 
 NULL_BLOCK = 0
 # Table entries and block copies that one transfer has room for. More are sent in several transfers: after a long log is
@@ -108,6 +108,7 @@ class DeviceTables:
         slot_tables: the device's tables as the slot kernel takes them.
         slots: int64 `[num_groups, max_num_batched_tokens]` on the device, the slots of the prepared batch.
         copies: block copies that wait for the next upload.
+        staging: sends what changed; its `inputs` are the batch of the last upload.
         regions: where each group's blocks lie in memory; None for a group without layers on this rank.
         block_sizes: tokens of one table entry, by group.
         holds_tokens: by group, whether it stores tokens (a state group does not).
@@ -125,16 +126,7 @@ class DeviceTables:
         context: ContextRank,
         max_num_batched_tokens: int,
     ) -> None:
-        """Make empty tables.
-
-        Args:
-            pool: its groups, rows and longest request, already checked by `check_pool`.
-            config: the plan of the cache.
-            caches: of this rank's layers.
-            device: where the caches are.
-            context: which rank of decode context parallelism this is.
-            max_num_batched_tokens: tokens of the largest step, padding included.
-        """
+        """Make empty tables, for a pool that `check_pool` has accepted and the caches of this rank's layers."""
         kinds = pool.groups
         self.max_num_reqs, self.max_model_len = pool.max_num_reqs, pool.max_model_len
         self.block_sizes = tuple(kind.block_size for kind in kinds)
@@ -168,7 +160,7 @@ class DeviceTables:
         self._changed: list[list[NDArray[np.int64]]] = [[] for _ in kinds]
         self._max_entries = min(MAX_STAGED_ENTRIES, max(sum(table.size for table in self.host_tables), 1))
         # Arrays are aligned, so each piece may take a few bytes more than its entries.
-        self._staging = StepStaging(device, pool.max_num_reqs, ENTRY_BYTES * (self._max_entries + 2 * len(kinds)))
+        self.staging = StepStaging(device, pool.max_num_reqs, ENTRY_BYTES * (self._max_entries + 2 * len(kinds)))
         self._handlers: dict[type, Callable[[Any], None]] = {
             PrefixAdopted: self._on_adopted,
             BlocksAllocated: self._on_allocated,
@@ -258,21 +250,6 @@ class DeviceTables:
     # -- bringing the device up to date ------------------------------------------------------------------------------
 
     @property
-    def inputs(self) -> BatchInputs:
-        """The batch of the last upload, on the device."""
-        return self._staging.inputs
-
-    @property
-    def num_transfers(self) -> int:
-        """Transfers to the device so far."""
-        return self._staging.num_transfers
-
-    @property
-    def num_transfer_bytes(self) -> int:
-        """Bytes of all transfers together."""
-        return self._staging.num_bytes
-
-    @property
     def has_changes(self) -> bool:
         """Whether the device lags behind the events."""
         return bool(self.copies) or any(self._changed)
@@ -283,9 +260,9 @@ class DeviceTables:
         Block copies are started here, so they come before whatever the step writes.
         """
         if batch is not None:
-            self._staging.set_batch(batch)
+            self.staging.set_batch(batch)
         for pieces in self._transfers():
-            sent = self._staging.send([array for piece in pieces for array in piece[2:]])
+            sent = self.staging.send([array for piece in pieces for array in piece[2:]])
             for (group, is_copy, _, _), first, second in zip(pieces, sent[::2], sent[1::2], strict=True):
                 regions = self.regions[group]
                 if not is_copy:

@@ -49,19 +49,12 @@ class GraphSample:
 
 @attrs.frozen(kw_only=True)
 class GraphMemory:
-    """Memory of the graphs.
+    """Memory of the graphs."""
 
-    Attributes:
-        samples: the captured sizes, in the order of their capture.
-        num_uncaptured: for each mode, the number of sizes that were not captured.
-        not_returned_bytes: bytes still in use after the sampled graphs were dropped.
-        warnings: disturbances of the readings.
-    """
-
-    samples: tuple[GraphSample, ...]
-    num_uncaptured: tuple[tuple[str, int], ...]
-    not_returned_bytes: int = 0
-    warnings: tuple[str, ...] = ()
+    samples: tuple[GraphSample, ...]  # the captured sizes, in the order of their capture
+    num_uncaptured: tuple[tuple[str, int], ...]  # for each mode, the number of sizes that were not captured
+    not_returned_bytes: int = 0  # bytes still in use after the sampled graphs were dropped
+    warnings: tuple[str, ...] = ()  # disturbances of the readings
 
     @property
     def captured_bytes(self) -> int:

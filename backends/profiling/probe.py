@@ -40,24 +40,13 @@ def read_kib_fields(path: Path) -> Mapping[str, int]:
 class HostDevice:
     """The host's memory for `device="cpu"`, read from /proc and from the process's own resource usage."""
 
+    name = "host"
+    kind = MemoryKind.HOST
+    has_native_allocator = True  # resident bytes are always counted
+
     def __init__(self, proc: Path = Path("/proc")) -> None:
         """Read the kernel's files under `proc`."""
         self._proc = proc
-
-    @property
-    def name(self) -> str:
-        """`host`."""
-        return "host"
-
-    @property
-    def kind(self) -> MemoryKind:
-        """HOST."""
-        return MemoryKind.HOST
-
-    @property
-    def has_native_allocator(self) -> bool:
-        """True: resident bytes are always counted."""
-        return True
 
     def warm_up(self) -> None:
         """Do nothing: a CPU's matrix libraries keep no workspace of a known size."""

@@ -48,17 +48,11 @@ class Stage(IntEnum):
 
 @attrs.frozen(kw_only=True)
 class MeasuredMemory:
-    """Results of the profiling run.
+    """Results of the profiling run."""
 
-    Attributes:
-        profile: the two readings; its peak is the highest of all parts.
-        peaks: the peak of each part of the step.
-        graphs: memory of graphs; None before they are estimated, and where none are captured.
-    """
-
-    profile: MemoryProfile
-    peaks: tuple[PartPeak, ...]
-    graphs: GraphMemory | None = None
+    profile: MemoryProfile  # the two readings; its peak is the highest of all parts
+    peaks: tuple[PartPeak, ...]  # the peak of each part of the step
+    graphs: GraphMemory | None = None  # memory of graphs; None before they are estimated, and where none are captured
 
     @property
     def graph_bytes(self) -> int:

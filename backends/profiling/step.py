@@ -13,17 +13,11 @@ from .probe import DeviceProbe
 
 @attrs.frozen(kw_only=True)
 class StepLimits:
-    """Limits of a step's size.
+    """Limits of a step's size."""
 
-    Attributes:
-        max_num_batched_tokens: tokens of one forward pass.
-        max_num_seqs: requests of one step.
-        num_speculative_tokens: draft tokens of each request; 0 turns drafts off.
-    """
-
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    num_speculative_tokens: int = 0
+    max_num_batched_tokens: int  # tokens of one forward pass
+    max_num_seqs: int  # requests of one step
+    num_speculative_tokens: int = 0  # draft tokens of each request; 0 turns drafts off
 
     def __attrs_post_init__(self) -> None:
         profiling_tokens(self.max_num_batched_tokens, self.max_num_seqs)
@@ -38,25 +32,19 @@ class StepLimits:
 
 @attrs.frozen(kw_only=True)
 class ProfilingStep:
-    """The parts of one largest step, in the order in which they run.
+    """The parts of one largest step, in the order in which they run."""
 
-    Attributes:
-        encoder: runs a multimodal encoder on its largest batch; its output is kept until the step has ended, as a
-            server keeps it. None if the model has no encoder.
-        model: the forward pass, called with the tokens of each request; the parts below get its output.
-        sampler: samples from that output for every request. None for a pooling model.
-        rejection_sampler: verifies drafts, called with the model's output and the draft tokens of each request; needed
-            where drafts are used.
-        pooler: pools that output. None for a generating model.
-        is_last_rank: whether this pipeline rank is the one that samples or pools.
-    """
-
+    # The forward pass, called with the tokens of each request; the parts below get its output.
     model: Callable[[tuple[int, ...]], Any]
+    # Runs a multimodal encoder on its largest batch; its output is kept until the step has ended, as a server keeps it.
+    # None if the model has no encoder.
     encoder: Callable[[], Any] | None = None
-    sampler: Callable[[Any], Any] | None = None
+    sampler: Callable[[Any], Any] | None = None  # samples from that output for every request. None for a pooling model.
+    # Verifies drafts, called with the model's output and the draft tokens of each request; needed where drafts are
+    # used.
     rejection_sampler: Callable[[Any, int], Any] | None = None
-    pooler: Callable[[Any], Any] | None = None
-    is_last_rank: bool = True
+    pooler: Callable[[Any], Any] | None = None  # pools that output. None for a generating model.
+    is_last_rank: bool = True  # whether this pipeline rank is the one that samples or pools
 
     def check(self, limits: StepLimits) -> None:
         """Refuse a step that lacks a part or has a part that would not run.
@@ -98,13 +86,9 @@ class PartPeak:
 def run_profiling_step(
     step: ProfilingStep, limits: StepLimits, probe: DeviceProbe, read: Callable[[], MemorySnapshot]
 ) -> tuple[PartPeak, ...]:
-    """Run every part once and return the peak of each.
+    """Run every part of a checked step once and return the peak of each.
 
-    Args:
-        step: the callables, already checked.
-        limits: the sizes of their inputs.
-        probe: resets the peak before each part.
-        read: reads the memory without releasing any, so that each part finds the allocator as it would in a server.
+    `read` reads the memory without releasing any, so that each part finds the allocator as it would in a server.
     """
     peaks: list[PartPeak] = []
 

@@ -3,6 +3,7 @@
 There are no silent defaults: a value that is not given is derived from the model, or it is an error.
 """
 
+import itertools
 from collections.abc import Mapping
 
 import attrs
@@ -16,7 +17,7 @@ from ..models.weights import QuantizationScheme, scheme_from_config
 from ..planner.layout import KVCacheLayout
 from ..planner.parallel import layers_per_stage, tensor_parallel_layers
 from ..planner.specs import KVCacheSpec, StateCacheMode
-from .estimates import EstimateConstants, StepShape, activation_row, encoder_row, graph_row, non_torch_row, weights_row
+from .estimates import EstimateConstants, activation_row, encoder_row, graph_row, non_torch_row, weights_row
 
 STATE_BLOCK_ALIGNMENT = 16  # tokens; attention kernels address blocks in multiples of it
 DEFAULT_BLOCK_SIZE = 16
@@ -168,17 +169,6 @@ class Deployment:
             return None
         return scheme_from_config(self.geometry.quantization_config, self.geometry.name)
 
-    @property
-    def step_shape(self) -> StepShape:
-        """The largest step."""
-        return StepShape(
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_num_seqs=self.max_num_seqs,
-            tensor_parallel_size=self.tensor_parallel_size,
-            pipeline_parallel_size=self.pipeline_parallel_size,
-            enforce_eager=self.enforce_eager,
-        )
-
     def resolved_block_size(self) -> tuple[int, str]:
         """Tokens per block, and the reason.
 
@@ -210,12 +200,9 @@ class Deployment:
 
     def stage_layers(self) -> tuple[range, ...]:
         """Layers of each pipeline stage."""
-        stages: list[range] = []
-        start = 0
-        for size in layers_per_stage(self.geometry.num_hidden_layers, self.pipeline_parallel_size):
-            stages.append(range(start, start + size))
-            start += size
-        return tuple(stages)
+        sizes = layers_per_stage(self.geometry.num_hidden_layers, self.pipeline_parallel_size)
+        ends = [0, *itertools.accumulate(sizes)]
+        return tuple(range(start, stop) for start, stop in itertools.pairwise(ends))
 
     def non_kv_rows(self, layers: range) -> tuple[LedgerRow, ...]:
         """Everything but the pool on one GPU of the stage of `layers`: measured, given, or estimated.
@@ -225,11 +212,11 @@ class Deployment:
         """
         if self.measured is not None:
             return self.measured
-        given, shape, constants = self.given, self.step_shape, self.constants
-        resident = RowRole.RESIDENT
+        given, constants, resident = self.given, self.constants, RowRole.RESIDENT
+        ranks = self.tensor_parallel_size * self.pipeline_parallel_size
         rows = [
             _given(given.weights_bytes, "weights", resident) or self._weights_row(layers),
-            _given(given.non_torch_bytes, "non-torch", resident) or non_torch_row(shape, constants),
+            _given(given.non_torch_bytes, "non-torch", resident) or non_torch_row(ranks, constants),
             _given(given.workspace_bytes, "sampler and workspace", resident),
         ]
         if not layers.start:  # encoders run on the first stage
@@ -247,7 +234,9 @@ class Deployment:
 
     def _graph_row(self, layers: range) -> LedgerRow | None:
         given = _given(self.given.graph_bytes, "CUDA graphs", RowRole.GRAPHS)
-        return given or graph_row(len(layers), self.step_shape, self.constants)
+        if given is not None or self.enforce_eager:
+            return given
+        return graph_row(len(layers), self.max_num_seqs, self.constants)
 
     def _weights_row(self, layers: range) -> LedgerRow:
         return weights_row(
@@ -260,12 +249,12 @@ class Deployment:
 
     def _activation_row(self, layers: range) -> LedgerRow:
         return activation_row(
-            self.geometry.weights.layers[layers.start : layers.stop],
-            hidden_size=self.geometry.hidden_size,
-            vocab_size=self.geometry.vocab_size,
+            self.geometry,
+            layers,
             dtype=self.weight_dtype,
-            shape=self.step_shape,
-            holds_head=layers.stop == self.geometry.num_hidden_layers,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            tensor_parallel_size=self.tensor_parallel_size,
             constants=self.constants,
         )
 

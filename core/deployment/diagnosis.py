@@ -15,23 +15,16 @@ from .plan import DeploymentPlan
 from .remedies import Remedy, find_remedies, minimum_tensor_parallel_size, startup_remedies
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Diagnosis:
-    """The answer to a complaint.
+    """The answer to a complaint."""
 
-    Attributes:
-        complaint: the complaint.
-        row: name of the responsible ledger row, or of the parameter that sizes the pool.
-        row_bytes: bytes of the row.
-        findings: sentences about the numbers; they name parameters as vLLM does (`gpu_memory_utilization`).
-        remedies: changes that help.
-    """
-
-    complaint: str
-    row: str
-    row_bytes: int
+    complaint: str  # the complaint
+    row: str  # name of the responsible ledger row, or of the parameter that sizes the pool
+    row_bytes: int  # bytes of the row
+    # Sentences about the numbers; they name parameters as vLLM does (`gpu_memory_utilization`).
     findings: tuple[str, ...]
-    remedies: tuple[Remedy, ...]
+    remedies: tuple[Remedy, ...]  # changes that help
 
 
 def pool_smaller_than_expected(plan: DeploymentPlan, expected_num_blocks: int) -> Diagnosis:
@@ -57,13 +50,8 @@ def pool_smaller_than_expected(plan: DeploymentPlan, expected_num_blocks: int) -
             f"the memory of {tensor_parallel_size} tensor-parallel ranks does not add up to more blocks: each rank"
             " holds its heads of every block, so the pool is what one rank holds"
         )
-    return Diagnosis(
-        complaint="the pool is smaller than expected",
-        row=row.name,
-        row_bytes=row.num_bytes,
-        findings=tuple(findings),
-        remedies=find_remedies(plan.deployment, lambda changed: changed.num_blocks >= expected_num_blocks),
-    )
+    remedies = find_remedies(plan.deployment, lambda changed: changed.num_blocks >= expected_num_blocks)
+    return Diagnosis("the pool is smaller than expected", row.name, row.num_bytes, tuple(findings), remedies)
 
 
 def _responsible(rows: tuple[LedgerRow, ...], missing: int) -> LedgerRow:
@@ -111,13 +99,7 @@ def raising_utilization_gained_little(lower: DeploymentPlan, higher: DeploymentP
         else:
             row, row_bytes = "KV cache blocks", more
             findings.append("every byte more went to the pool; its blocks are large, or the step was small")
-    return Diagnosis(
-        complaint="raising utilization gained little",
-        row=row,
-        row_bytes=row_bytes,
-        findings=tuple(findings),
-        remedies=(),
-    )
+    return Diagnosis("raising utilization gained little", row, row_bytes, tuple(findings), remedies=())
 
 
 def _grown_most(lower: DeploymentPlan, higher: DeploymentPlan) -> tuple[str, int]:
@@ -138,19 +120,15 @@ def free_memory_but_startup_fails(deployment: Deployment) -> Diagnosis:
         raise InputError(f"{format_bytes(requested)} are requested and {format_bytes(deployment.free_bytes)} are free")
     held = deployment.total_bytes - deployment.free_bytes
     largest = largest_utilization(deployment.total_bytes, deployment.free_bytes + deployment.externally_held_bytes)
-    return Diagnosis(
-        complaint="memory is free but start-up fails",
-        row="requested",
-        row_bytes=requested,
-        findings=(
-            f"gpu_memory_utilization {deployment.utilization:g} asks for {format_bytes(requested)} of"
-            f" {format_gib(deployment.total_bytes)} in total, whatever this model needs",
-            f"{format_bytes(deployment.free_bytes)} are free, since {format_bytes(held)} are held by others: short by"
-            f" {format_bytes(requested - deployment.free_bytes)}",
-            f"largest gpu_memory_utilization that starts: {largest:g}",
-        ),
-        remedies=startup_remedies(deployment, largest),
+    findings = (
+        f"gpu_memory_utilization {deployment.utilization:g} asks for {format_bytes(requested)} of"
+        f" {format_gib(deployment.total_bytes)} in total, whatever this model needs",
+        f"{format_bytes(deployment.free_bytes)} are free, since {format_bytes(held)} are held by others: short by"
+        f" {format_bytes(requested - deployment.free_bytes)}",
+        f"largest gpu_memory_utilization that starts: {largest:g}",
     )
+    remedies = startup_remedies(deployment, largest)
+    return Diagnosis("memory is free but start-up fails", "requested", requested, findings, remedies)
 
 
 def one_request_does_not_fit(plan: DeploymentPlan) -> Diagnosis:
@@ -181,10 +159,5 @@ def one_request_does_not_fit(plan: DeploymentPlan) -> Diagnosis:
         )
     transient = [other for other in stage.ledger.non_kv_rows if other.role is RowRole.TRANSIENT and other is not row]
     findings.extend(f"{other.name} takes {format_bytes(other.num_bytes)} ({other.formula})" for other in transient)
-    return Diagnosis(
-        complaint="one request does not fit",
-        row=row.name,
-        row_bytes=row.num_bytes,
-        findings=tuple(findings),
-        remedies=find_remedies(plan.deployment, lambda changed: changed.fits),
-    )
+    remedies = find_remedies(plan.deployment, lambda changed: changed.fits)
+    return Diagnosis("one request does not fit", row.name, row.num_bytes, tuple(findings), remedies)

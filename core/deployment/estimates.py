@@ -9,6 +9,7 @@ import attrs
 
 from ..errors import InputError
 from ..memory.ledger import LedgerRow, RowRole, RowSource
+from ..models.geometry import ModelGeometry
 from ..models.weights import Groups, QuantizationScheme, WeightKind, weight_bytes
 from ..planner.cache_dtype import BITS_PER_ELEMENT, canonical_dtype
 from ..quantities import GIB, MIB
@@ -42,31 +43,6 @@ class EstimateConstants:
     non_torch_range: tuple[float, float] = (0.3, 1.8)
     graph_range: tuple[float, float] = (0.25, 3.0)
     encoder_range: tuple[float, float] = (0.0, 3.4)
-
-
-@attrs.frozen(kw_only=True)
-class StepShape:
-    """The largest step of a server, and which graphs are captured.
-
-    Attributes:
-        max_num_batched_tokens: tokens of one forward pass.
-        max_num_seqs: requests of one step, and rows of the sampler.
-        tensor_parallel_size, pipeline_parallel_size: ranks of the engine.
-        enforce_eager: whether no graphs are captured.
-        full_graphs: whether decode batches are captured whole, in addition to the pieces between attention calls.
-    """
-
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    tensor_parallel_size: int
-    pipeline_parallel_size: int = 1
-    enforce_eager: bool = False
-    full_graphs: bool = True
-
-    def __attrs_post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
 
 def profiling_tokens(max_num_batched_tokens: int, max_num_seqs: int) -> tuple[int, ...]:
@@ -129,27 +105,28 @@ def weights_row(
 
 
 def activation_row(
-    layers: tuple[Groups, ...],
+    geometry: ModelGeometry,
+    layers: range,
     *,
-    hidden_size: int,
-    vocab_size: int,
     dtype: str,
-    shape: StepShape,
-    holds_head: bool,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    tensor_parallel_size: int,
     constants: EstimateConstants,
 ) -> LedgerRow:
-    """Peak memory of the largest step: the larger of the forward pass and the sampler (A02).
+    """Peak memory of the largest step on the stage of `layers`: the larger of the forward pass and the sampler (A02).
 
     Forward: tokens x bytes x (hidden_copies x hidden size + activations of the widest block on this rank). Sampler
     (last stage only): requests x vocabulary x bytes per logit, plus the forward pass's output, which is still held.
     """
     element_bytes = BITS_PER_ELEMENT[canonical_dtype(dtype)] // 8
-    tokens = shape.max_num_batched_tokens
-    widest = max(widest_block(layer, shape.tensor_parallel_size) for layer in layers)
+    hidden_size, vocab_size, tokens = geometry.hidden_size, geometry.vocab_size, max_num_batched_tokens
+    of_stage = geometry.weights.layers[layers.start : layers.stop]
+    widest = max(widest_block(layer, tensor_parallel_size) for layer in of_stage)
     forward = tokens * element_bytes * (constants.hidden_copies * hidden_size + widest)
     sampler = 0
-    if holds_head:
-        logits = shape.max_num_seqs * vocab_size * constants.sampler_bytes_per_logit
+    if layers.stop == geometry.num_hidden_layers:
+        logits = max_num_seqs * vocab_size * constants.sampler_bytes_per_logit
         sampler = tokens * element_bytes * hidden_size + logits
     if forward >= sampler:
         formula = (
@@ -158,7 +135,7 @@ def activation_row(
         )
     else:
         formula = (
-            f"sampler: {shape.max_num_seqs:,} requests x {vocab_size:,} vocabulary x"
+            f"sampler: {max_num_seqs:,} requests x {vocab_size:,} vocabulary x"
             f" {constants.sampler_bytes_per_logit} B + {tokens:,} tokens x {element_bytes} B x {hidden_size:,} hidden"
         )
     return _estimate("peak activation", max(forward, sampler), constants.transient_range, RowRole.TRANSIENT, formula)
@@ -171,9 +148,8 @@ def widest_block(layer: Groups, tensor_parallel_size: int) -> int:
     return max(attention, other)
 
 
-def non_torch_row(shape: StepShape, constants: EstimateConstants) -> LedgerRow:
-    """Memory of libraries outside torch's allocator, and of collectives where ranks communicate."""
-    ranks = shape.tensor_parallel_size * shape.pipeline_parallel_size
+def non_torch_row(ranks: int, constants: EstimateConstants) -> LedgerRow:
+    """Memory of libraries outside torch's allocator, and of collectives where an engine's `ranks` communicate."""
     base, collectives = constants.non_torch_bytes, constants.collective_bytes if ranks > 1 else 0
     formula = f"{base // MIB} MiB for libraries"
     if collectives:
@@ -188,14 +164,13 @@ def capture_sizes(max_num_seqs: int, largest: int = 512) -> tuple[int, ...]:
     return tuple(size for size in sizes if size <= limit)
 
 
-def graph_row(num_layers: int, shape: StepShape, constants: EstimateConstants) -> LedgerRow | None:
-    """CUDA graphs: captured sizes x layers x bytes each; None if nothing is captured."""
-    if shape.enforce_eager:
-        return None
-    sizes = capture_sizes(shape.max_num_seqs)
-    num_graphs = len(sizes)
-    if shape.full_graphs:
-        num_graphs += sum(1 for size in sizes if size <= shape.max_num_seqs)
+def graph_row(num_layers: int, max_num_seqs: int, constants: EstimateConstants) -> LedgerRow:
+    """CUDA graphs: captured batches x layers x bytes each.
+
+    Every size is captured in the pieces between attention calls; decode batches are captured whole, too.
+    """
+    sizes = capture_sizes(max_num_seqs)
+    num_graphs = len(sizes) + sum(size <= max_num_seqs for size in sizes)
     num_bytes = num_graphs * num_layers * constants.graph_bytes_per_layer
     formula = f"{num_graphs} captured batches x {num_layers} layers x {constants.graph_bytes_per_layer // 1024} KiB"
     return _estimate("CUDA graphs", num_bytes, constants.graph_range, RowRole.GRAPHS, formula)

@@ -27,21 +27,13 @@ from .deployment import Deployment
 
 @attrs.frozen(kw_only=True)
 class StagePlan:
-    """One pipeline stage; all its tensor-parallel ranks are alike.
+    """One pipeline stage; all its tensor-parallel ranks are alike."""
 
-    Attributes:
-        stage: index in the pipeline.
-        layers: layers of the model on this stage.
-        ranks: ranks of the engine on this stage.
-        ledger: memory of each of its GPUs.
-        unreserved_graphs: graph memory that is not set aside; None if it is set aside or there is none.
-    """
-
-    stage: int
-    layers: range
-    ranks: range
-    ledger: MemoryLedger
-    unreserved_graphs: LedgerRow | None
+    stage: int  # index in the pipeline
+    layers: range  # layers of the model on this stage
+    ranks: range  # ranks of the engine on this stage
+    ledger: MemoryLedger  # memory of each of its GPUs
+    unreserved_graphs: LedgerRow | None  # graph memory that is not set aside; None if it is set aside or there is none
 
     @property
     def graph_bytes_beside(self) -> int:
@@ -119,7 +111,11 @@ def plan_deployment(deployment: Deployment) -> DeploymentPlan:
     Raises:
         InputError: a value is missing, or two values contradict each other.
     """
-    _check_one_size(deployment)
+    pinned = deployment.kv_cache_memory_bytes
+    if pinned is not None and deployment.num_gpu_blocks_override is not None:
+        raise InputError("kv_cache_memory_bytes and num_gpu_blocks_override both size the pool; give one of them")
+    if pinned is not None and pinned <= 0:
+        raise InputError(f"kv_cache_memory_bytes is {pinned}; give the size of the pool in bytes, above 0")
     specs = deployment.layer_specs()
     stages = [_stage(deployment, index, layers) for index, layers in enumerate(deployment.stage_layers())]
     inputs = PlanInputs(
@@ -152,14 +148,6 @@ def plan_deployment(deployment: Deployment) -> DeploymentPlan:
         startup_refusal=_startup_refusal(deployment, stages, pool),
         warnings=(*_warnings(deployment, stages, pool), *cap_warnings, *pool_warnings),
     )
-
-
-def _check_one_size(deployment: Deployment) -> None:
-    pinned = deployment.kv_cache_memory_bytes
-    if pinned is not None and deployment.num_gpu_blocks_override is not None:
-        raise InputError("kv_cache_memory_bytes and num_gpu_blocks_override both size the pool; give one of them")
-    if pinned is not None and pinned <= 0:
-        raise InputError(f"kv_cache_memory_bytes is {pinned}; give the size of the pool in bytes, above 0")
 
 
 def _stage(deployment: Deployment, index: int, layers: range) -> StagePlan:

@@ -25,19 +25,12 @@ SMALLEST_STEP_TOKENS = 256  # fewer batched tokens than this starve prefill
 
 @attrs.frozen(kw_only=True)
 class Remedy:
-    """The smallest change of one parameter that works.
+    """The smallest change of one parameter that works."""
 
-    Attributes:
-        parameter: vLLM's name of it, `gpu_memory_utilization`.
-        value: the value to set; None for a switch to turn on.
-        num_blocks: size of the pool with it.
-        cost: what the change takes away.
-    """
-
-    parameter: str
-    value: int | float | str | None
-    num_blocks: int
-    cost: str
+    parameter: str  # vLLM's name of it, `gpu_memory_utilization`
+    value: int | float | str | None  # the value to set; None for a switch to turn on
+    num_blocks: int  # size of the pool with it
+    cost: str  # what the change takes away
 
 
 def find_remedies(deployment: Deployment, accepts: Accepts) -> tuple[Remedy, ...]:
@@ -231,23 +224,14 @@ def _pinned_bytes(deployment: Deployment, accepts: Accepts) -> Remedy | None:
 
 @attrs.frozen(kw_only=True)
 class FittingValues:
-    """The largest value of each parameter that works, and what vLLM would suggest (A14).
+    """The largest value of each parameter that works, and what vLLM would suggest (A14)."""
 
-    Attributes:
-        same_pool: `kv_cache_memory_bytes` that gives the plan's own pool again.
-        to_requested_limit: the largest within the memory that utilization requests.
-        to_gpu_limit: the largest within the free memory of the device; a block more is refused at start-up.
-        max_model_len: longest request of this pool; None if windows bound what any request holds.
-        gpu_memory_utilization: largest that passes the check at start-up.
-        suggested_vllm: vLLM's suggestion: the graph memory twice and 150 MiB off.
-    """
-
-    same_pool: WholeBlocks
-    to_requested_limit: WholeBlocks
-    to_gpu_limit: WholeBlocks
-    max_model_len: int | None
-    gpu_memory_utilization: float
-    suggested_vllm: KVBytesSuggestion
+    same_pool: WholeBlocks  # `kv_cache_memory_bytes` that gives the plan's own pool again
+    to_requested_limit: WholeBlocks  # the largest within the memory that utilization requests
+    to_gpu_limit: WholeBlocks  # the largest within the free memory of the device; a block more is refused at start-up
+    max_model_len: int | None  # longest request of this pool; None if windows bound what any request holds
+    gpu_memory_utilization: float  # largest that passes the check at start-up
+    suggested_vllm: KVBytesSuggestion  # vLLM's suggestion: the graph memory twice and 150 MiB off
 
 
 def fitting_values(plan: DeploymentPlan) -> FittingValues:

@@ -166,10 +166,8 @@ def read_startup_log(lines: Iterable[str], place: str) -> StartupLog:
 def calibrated_rows(log: StartupLog, requested_bytes: int, *, reserve_graph_memory: bool) -> tuple[LedgerRow, ...]:
     """The rows of one real start-up: weights as logged, and everything else that the cache did not get.
 
-    Args:
-        log: figures with at least the weights and the memory available for the cache.
-        requested_bytes: memory that the server of the log requested.
-        reserve_graph_memory: whether that server set graph memory aside.
+    `requested_bytes` is the memory that the logged server requested; `reserve_graph_memory` whether it set graph memory
+    aside.
 
     Raises:
         InputError: the log lacks a required line, or its figures do not fit the request.

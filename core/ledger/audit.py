@@ -31,23 +31,14 @@ from ..events import (
 
 @attrs.frozen
 class Balance:
-    """A count of the pool's blocks or tokens by their use, which must add up to the total (field report C02).
+    """A count of the pool's blocks or tokens by their use, which must add up to the total (field report C02)."""
 
-    Attributes:
-        total: the size of the pool.
-        held: referenced by a request.
-        evictable: unreferenced, with reusable content.
-        clean: unreferenced, without content.
-        null: reserved, never handed out.
-        unit: what these numbers count.
-    """
-
-    total: int
-    held: int
-    evictable: int
-    clean: int
-    null: int = 0
-    unit: str = "blocks"
+    total: int  # the size of the pool
+    held: int  # referenced by a request
+    evictable: int  # unreferenced, with reusable content
+    clean: int  # unreferenced, without content
+    null: int = 0  # reserved, never handed out
+    unit: str = "blocks"  # what these numbers count
 
     @property
     def difference(self) -> int:

@@ -25,22 +25,16 @@ _Kept: TypeAlias = tuple[Any, ...]
 
 @attrs.frozen
 class _Shape:
-    """The sequence of event classes in a commit; most commits of a log share a few of them.
+    """The sequence of event classes in a commit; most commits of a log share a few of them."""
 
-    Attributes:
-        number: index among the shapes of one log.
-        classes: the classes of the events, in order.
-        widths: how many columns each event has; 0 for an event that is not a tuple and is kept as an object (rare).
-        reasons: indices in the kept tuple of the reasons of `BlocksFreed`. They are kept as plain strings, because the
-            garbage collector would follow the enum objects.
-        is_bare: whether all columns are kept unchanged.
-    """
-
-    number: int
-    classes: tuple[type[Event], ...]
+    number: int  # index among the shapes of one log
+    classes: tuple[type[Event], ...]  # the classes of the events, in order
+    # How many columns each event has; 0 for an event that is not a tuple and is kept as an object (rare).
     widths: tuple[int, ...]
+    # Indices in the kept tuple of the reasons of `BlocksFreed`. They are kept as plain strings, because the garbage
+    # collector would follow the enum objects.
     reasons: tuple[int, ...]
-    is_bare: bool
+    is_bare: bool  # whether all columns are kept unchanged
 
 
 class EventLog:

@@ -220,17 +220,11 @@ def largest_fitting(limit_bytes: int, non_kv_bytes: int, bytes_per_block: int) -
 
 @attrs.frozen(kw_only=True)
 class GraphUtilizations:
-    """How reserving graph memory changes the meaning of one utilization (A14), with four decimals as in vLLM's logs.
+    """How reserving graph memory changes the meaning of one utilization (A14), with four decimals as in vLLM's logs."""
 
-    Attributes:
-        current: the utilization as set.
-        without_graphs: its equivalent where graphs are not reserved, as vLLM did before 0.21.
-        to_keep_the_pool: the utilization that keeps the pool of that time.
-    """
-
-    current: float
-    without_graphs: float
-    to_keep_the_pool: float
+    current: float  # the utilization as set
+    without_graphs: float  # its equivalent where graphs are not reserved, as vLLM did before 0.21
+    to_keep_the_pool: float  # the utilization that keeps the pool of that time
 
 
 def graph_utilizations(utilization: float, graph_bytes: int, total_bytes: int) -> GraphUtilizations:

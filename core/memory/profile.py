@@ -23,26 +23,17 @@ class MemoryKind(StrEnum):
 
 @attrs.frozen(kw_only=True)
 class MemorySnapshot:
-    """One reading of a device. All figures are bytes.
+    """One reading of a device. All figures are bytes."""
 
-    Attributes:
-        total_bytes: as the driver reports it, a little less than the label on the card.
-        free_bytes: device-wide; every process on the card changes it.
-        torch_allocated_bytes: live tensors now.
-        torch_peak_bytes: largest `torch_allocated_bytes` since the peak was reset. From *allocated*, not from reserved:
-            the allocator's cached segments are not in use, and a pluggable allocator need not count them at all.
-        torch_reserved_bytes: what torch's allocator holds of the device. May be negative under pluggable allocators.
-        process_bytes: what the driver attributes to this process; None if the driver cannot tell.
-        kind: which memory this is.
-    """
-
-    total_bytes: int
-    free_bytes: int
-    torch_allocated_bytes: int
+    total_bytes: int  # as the driver reports it, a little less than the label on the card
+    free_bytes: int  # device-wide; every process on the card changes it
+    torch_allocated_bytes: int  # live tensors now
+    # Largest `torch_allocated_bytes` since the peak was reset. From *allocated*, not from reserved: the allocator's
+    # cached segments are not in use, and a pluggable allocator need not count them at all.
     torch_peak_bytes: int
-    torch_reserved_bytes: int
-    process_bytes: int | None = None
-    kind: MemoryKind = MemoryKind.DEVICE
+    torch_reserved_bytes: int  # what torch's allocator holds of the device. May be negative under pluggable allocators.
+    process_bytes: int | None = None  # what the driver attributes to this process; None if the driver cannot tell
+    kind: MemoryKind = MemoryKind.DEVICE  # which memory this is
 
 
 @attrs.frozen(kw_only=True)

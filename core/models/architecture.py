@@ -29,7 +29,7 @@ group `kvledger.architectures`. `caches` needs only fields that decide what laye
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import attrs
 
@@ -37,17 +37,7 @@ from ..errors import InputError
 from ..registry import Registry
 from .config_fields import ConfigFields
 from .layer_cache import AttentionCache, LayerCaches
-from .weights import AttentionShape, Groups, ModelWeights, embedding, gated_mlp, lm_head, vector
-
-
-@attrs.frozen(kw_only=True)
-class Heads:
-    """Query heads, KV heads, and the sizes of a key and a value vector."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    head_size_v: int
+from .weights import Groups, Heads, ModelWeights, attention_projections, embedding, gated_mlp, lm_head, vector
 
 
 class Architecture:
@@ -61,6 +51,11 @@ class Architecture:
         hybrid_manager: False where vLLM sizes windowed layers like full ones by default (Llama 4's chunks).
         tied_by_default: whether the output matrix is the embedding where the config does not say.
         norms_per_layer, final_norms: norm vectors of the hidden size in a layer, and before the output matrix.
+        full_every: one layer in so many is full and the others slide, unless the config lists types or has its own
+            `sliding_window_pattern`; 0: all are full.
+        biases: the projections with biases: those of queries, keys and values ("qkv"), all four ("all"), all four where
+            the config's `attention_bias` is true ("attention_bias"), or none.
+        qk_norm: norms of queries and keys: of each head alone ("head"), of all heads together ("heads"), or none.
     """
 
     class_defaults: ClassVar[Mapping[str, int]] = MappingProxyType({})
@@ -69,6 +64,9 @@ class Architecture:
     tied_by_default: ClassVar[bool] = False
     norms_per_layer: ClassVar[int] = 2
     final_norms: ClassVar[int] = 1
+    full_every: ClassVar[int] = 0
+    biases: ClassVar[Literal["qkv", "all", "attention_bias"] | None] = None
+    qk_norm: ClassVar[Literal["head", "heads"] | None] = None
 
     def __init__(self, fields: ConfigFields) -> None:
         """Keep `fields`; they are read and checked where they are needed."""
@@ -93,7 +91,7 @@ class Architecture:
         """
         fields = self.fields
         num_heads = fields.integer("num_attention_heads", "n_head")
-        head_size = fields.optional_integer("head_dim")
+        head_size = fields.integer_or("head_dim", None)
         if head_size is None:
             head_size, rest = divmod(self.hidden_size, num_heads)
             if rest:
@@ -148,7 +146,9 @@ class Architecture:
         return tuple(index >= first for index in range(count))
 
     def layer_types(self) -> Sequence[str]:
-        """`full_attention` or `sliding_attention` for each layer; by default all are full."""
+        """`full_attention` or `sliding_attention` for each layer, by `full_every` unless overridden."""
+        if self.full_every:
+            return self.every_nth_full("sliding_window_pattern", self.full_every)
         return ("full_attention",) * self.num_layers
 
     def full_cache(self) -> AttentionCache:
@@ -173,28 +173,16 @@ class Architecture:
             caches.append((full if kind == "full_attention" else attrs.evolve(full, sliding_window=self.window),))
         return caches
 
-    def projections(self, *, qkv_bias: bool = False, output_bias: bool = False, qk_norm: int = 0) -> Groups:
-        """Query, key, value and output projections of a layer; `qk_norm` counts parameters of query and key norms."""
-        heads = self.heads
-        return AttentionShape(
-            hidden_size=self.hidden_size,
-            num_heads=heads.num_heads,
-            num_kv_heads=heads.num_kv_heads,
-            head_size=heads.head_size,
-            head_size_v=heads.head_size_v,
-            qkv_bias=qkv_bias,
-            output_bias=output_bias,
-            qk_norm=qk_norm,
-        ).groups()
-
-    def biased_projections(self, *, qk_norm: int = 0) -> Groups:
-        """The same, with biases on all four where the config's `attention_bias` is true."""
-        bias = self.fields.flag("attention_bias")
-        return self.projections(qkv_bias=bias, output_bias=bias, qk_norm=qk_norm)
-
     def attention(self, index: int) -> Groups:
-        """Parameters of the attention of layer `index`."""
-        return self.projections()
+        """Parameters of the attention of layer `index`: by default four projections with `biases` and `qk_norm`."""
+        heads, biases, norm = self.heads, self.biases, 0
+        if biases == "attention_bias":
+            biases = "all" if self.fields.flag("attention_bias") else None
+        if self.qk_norm is not None:
+            norm = (2 if self.qk_norm == "head" else heads.num_heads + heads.num_kv_heads) * heads.head_size
+        return attention_projections(
+            self.hidden_size, heads, qkv_bias=biases is not None, output_bias=biases == "all", qk_norm=norm
+        )
 
     def mlp(self, index: int) -> Groups:
         """Parameters of the MLP or of the experts of layer `index`."""

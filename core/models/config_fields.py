@@ -1,11 +1,13 @@
 """Typed access to the fields of a config.json; an error names the field, its value and the file."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import attrs
 
 from ..errors import InputError
+
+Default = TypeVar("Default", int, None)
 
 
 @attrs.frozen
@@ -44,13 +46,9 @@ class ConfigFields:
             raise InputError(f"{self.place}: missing {', '.join(missing)}, which nothing else says")
         return tuple(self._checked_integer(name) for name in names)
 
-    def integer_or(self, name: str, default: int) -> int:
-        """A whole number above 0, or the architecture's default where the field is absent."""
+    def integer_or(self, name: str, default: Default) -> int | Default:
+        """A whole number above 0, or the architecture's default (None: it has none) where the field is absent."""
         return self._checked_integer(name) if self.has(name) else default
-
-    def optional_integer(self, name: str) -> int | None:
-        """A whole number above 0, or None where the field is absent."""
-        return self._checked_integer(name) if self.has(name) else None
 
     def flag(self, name: str, default: bool = False) -> bool:
         """True or false, or the architecture's default where the field is absent."""

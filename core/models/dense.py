@@ -2,17 +2,18 @@
 
 import functools
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import attrs
 
 from ..errors import InputError
-from .architecture import Architecture, Heads, architectures
+from .architecture import Architecture, architectures
 from .layer_cache import AttentionCache, LayerCaches
 from .weights import (
-    AttentionShape,
     Groups,
+    Heads,
     WeightKind,
+    attention_projections,
     embedding,
     experts,
     gated_mlp,
@@ -26,9 +27,7 @@ from .weights import (
 class Llama(Architecture):
     """Full attention, with biases where `attention_bias` is true, and a gated MLP."""
 
-    def attention(self, index: int) -> Groups:
-        """All four projections."""
-        return self.biased_projections()
+    biases = "attention_bias"
 
 
 @architectures.register("MistralForCausalLM", "Phi3ForCausalLM")
@@ -36,7 +35,6 @@ class Mistral(Llama):
     """Llama whose layers all slide where the config gives a window (Mistral 7B v0.1, Phi 3)."""
 
     def layer_types(self) -> Sequence[str]:
-        """As listed, else all alike."""
         default = "sliding_attention" if self.fields.has("sliding_window") else "full_attention"
         return self.listed_or(lambda index: default)
 
@@ -45,6 +43,8 @@ class Mistral(Llama):
 class Qwen2(Architecture):
     """Biases on query, key and value; windows only where `use_sliding_window` is true."""
 
+    biases = "qkv"
+
     def layer_types(self) -> Sequence[str]:
         """Layers from `max_window_layers` on slide."""
         if not self.fields.flag("use_sliding_window"):
@@ -52,20 +52,14 @@ class Qwen2(Architecture):
         first_sliding = self.fields.integer("max_window_layers")
         return self.listed_or(lambda index: "sliding_attention" if index >= first_sliding else "full_attention")
 
-    def attention(self, index: int) -> Groups:
-        """Projections with biases on all but the output."""
-        return self.projections(qkv_bias=True)
-
 
 @architectures.register("Qwen3ForCausalLM")
 class Qwen3(Qwen2):
     """Norms on each head's queries and keys instead of biases."""
 
     class_defaults: ClassVar = {"head_dim": 128}
-
-    def attention(self, index: int) -> Groups:
-        """Projections and both norms."""
-        return self.biased_projections(qk_norm=2 * self.heads.head_size)
+    biases = "attention_bias"
+    qk_norm = "head"
 
 
 @architectures.register("Gemma2ForCausalLM")
@@ -75,10 +69,7 @@ class Gemma2(Architecture):
     class_defaults: ClassVar = {"head_dim": 256, "sliding_window": 4096}
     tied_by_default = True
     norms_per_layer = 4
-
-    def layer_types(self) -> Sequence[str]:
-        """As listed, else one full layer in `sliding_window_pattern`."""
-        return self.every_nth_full("sliding_window_pattern", 2)
+    full_every = 2
 
 
 @architectures.register("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
@@ -93,37 +84,28 @@ class Gemma3(Gemma2):
         "sliding_window": 4096,
         "max_position_embeddings": 131072,
     }
-
-    def layer_types(self) -> Sequence[str]:
-        """As listed, else one full layer in `sliding_window_pattern`."""
-        return self.every_nth_full("sliding_window_pattern", 6)
-
-    def attention(self, index: int) -> Groups:
-        """Projections and both norms."""
-        return self.projections(qk_norm=2 * self.heads.head_size)
+    full_every = 6
+    qk_norm = "head"
 
 
 @architectures.register("CohereForCausalLM")
 class Cohere(Architecture):
-    """One norm a layer, since attention and MLP read the same input."""
+    """One norm a layer, since attention and MLP read the same input; `use_qk_norm` adds those of queries and keys."""
 
     tied_by_default = True
     norms_per_layer = 1
+    biases = "attention_bias"
 
-    def attention(self, index: int) -> Groups:
-        """Projections, with norms over all heads together where `use_qk_norm` is true."""
-        heads = self.heads
-        norms = (heads.num_heads + heads.num_kv_heads) * heads.head_size if self.fields.flag("use_qk_norm") else 0
-        return self.biased_projections(qk_norm=norms)
+    @property
+    def qk_norm(self) -> Literal["heads"] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return "heads" if self.fields.flag("use_qk_norm") else None
 
 
 @architectures.register("Cohere2ForCausalLM")
 class Cohere2(Cohere):
     """Every fourth layer is full, the others slide."""
 
-    def layer_types(self) -> Sequence[str]:
-        """As listed, else one full layer in `sliding_window_pattern`."""
-        return self.every_nth_full("sliding_window_pattern", 4)
+    full_every = 4
 
 
 @architectures.register("PhiForCausalLM")
@@ -131,17 +113,12 @@ class Phi(Architecture):
     """Phi 1 and 2: biases everywhere, one layer norm (weight and bias) a layer, a bias on the output matrix."""
 
     final_norms = 2
-
-    def attention(self, index: int) -> Groups:
-        """Projections with biases."""
-        return self.projections(qkv_bias=True, output_bias=True)
+    biases = "all"
 
     def mlp(self, index: int) -> Groups:
-        """Two matrices with biases."""
         return plain_mlp(*self.fields.integers("hidden_size", "intermediate_size"))
 
     def more_head(self) -> Groups:
-        """The bias of the output matrix."""
         return (vector("lm_head bias", self.fields.integer("vocab_size")),)
 
 
@@ -152,17 +129,13 @@ class GPT2(Architecture):
     tied_by_default = True
     norms_per_layer = 4
     final_norms = 2
-
-    def attention(self, index: int) -> Groups:
-        """Projections with biases."""
-        return self.projections(qkv_bias=True, output_bias=True)
+    biases = "all"
 
     def mlp(self, index: int) -> Groups:
         """Two matrices with biases; the inner size is four hidden sizes unless given."""
         return plain_mlp(self.hidden_size, self.fields.integer_or("n_inner", 4 * self.hidden_size))
 
     def more_embeddings(self) -> Groups:
-        """The table of positions."""
         positions = self.fields.integer("max_position_embeddings", "n_positions")
         return (embedding("embed_positions", positions, self.hidden_size),)
 
@@ -172,7 +145,6 @@ class OPT(GPT2):
     """OPT keeps two more positions than its longest sequence; sizes with an embedding projection are refused."""
 
     def mlp(self, index: int) -> Groups:
-        """Two matrices with biases."""
         hidden_size, ffn_dim = self.fields.integers("hidden_size", "ffn_dim")
         projected = self.fields.integer_or("word_embed_proj_dim", hidden_size)
         if projected != hidden_size:
@@ -183,7 +155,6 @@ class OPT(GPT2):
         return plain_mlp(hidden_size, ffn_dim)
 
     def more_embeddings(self) -> Groups:
-        """The table of positions."""
         positions = self.fields.integer("max_position_embeddings") + 2
         return (embedding("embed_positions", positions, self.hidden_size),)
 
@@ -224,7 +195,6 @@ class Gemma4(Architecture):
         return self.fields.values.get("hidden_size_per_layer_input") or 0
 
     def caches(self) -> LayerCaches:
-        """One cache for each layer that stores its own."""
         sliding, full = self.heads, self.full_heads
         sliding_cache = AttentionCache(
             num_kv_heads=sliding.num_kv_heads, head_size=sliding.head_size, sliding_window=self.window
@@ -241,16 +211,13 @@ class Gemma4(Architecture):
         is_full = self.types[index] == "full_attention"
         heads = self.full_heads if is_full else self.heads
         shared = index >= self.num_stored
-        return AttentionShape(
-            hidden_size=self.hidden_size,
-            num_heads=heads.num_heads,
-            num_kv_heads=heads.num_kv_heads,
-            head_size=heads.head_size,
-            head_size_v=heads.head_size,
+        return attention_projections(
+            self.hidden_size,
+            attrs.evolve(heads, head_size_v=heads.head_size),
             qk_norm=heads.head_size if shared else 2 * heads.head_size,
             shared_kv=shared,
             value_is_key=is_full and self.fields.flag("attention_k_eq_v"),
-        ).groups()
+        )
 
     def mlp(self, index: int) -> Groups:
         """A gated MLP, twice as wide in sharing layers under `use_double_wide_mlp`; experts beside it if enabled."""

@@ -12,8 +12,8 @@ from ..errors import InputError
 from .architecture import Architecture
 from .config_fields import ConfigFields
 from .latent import DeepseekV4, latent_cache
-from .layer_cache import AttentionCache, CachePart, LatentCache, LayerCache, LayerCaches, StateCache
-from .linear import delta_net_state
+from .layer_cache import AttentionCache, CachePart, LatentCache, LayerCache, LayerCaches
+from .linear import DELTA_NET_KERNEL, linear_state
 from .weights import ModelWeights
 
 
@@ -110,26 +110,18 @@ def _msa(fields: ConfigFields) -> LayerCaches:
 def _linear(fields: ConfigFields) -> LayerCaches:
     """Full layers, and linear ones with a fixed state: conv inputs in 2 bytes, recurrent matrices in 4."""
     full, linear = fields.integers("full_attention_layers", "linear_attention_layers")
-    return _counted(fields, [(full, (_attention(fields),)), (linear, (delta_net_state(fields),))])
+    return _counted(
+        fields, [(full, (_attention(fields),)), (linear, (linear_state(fields, "linear_", DELTA_NET_KERNEL),))]
+    )
 
 
 def _kda(fields: ConfigFields) -> LayerCaches:
     """Latents on full layers; a fixed state on the others, with the bytes per element that the fields give."""
-    full, linear, key_heads, key_size, value_heads, value_size, kernel = fields.integers(
-        "full_attention_layers",
-        "kda_layers",
-        "kda_num_key_heads",
-        "kda_key_head_dim",
-        "kda_num_value_heads",
-        "kda_value_head_dim",
+    full, linear = fields.integers("full_attention_layers", "kda_layers")
+    state = linear_state(
+        fields,
+        "kda_",
         "kda_conv_kernel_size",
-    )
-    state = StateCache(
-        conv_kernel_size=kernel,
-        num_key_heads=key_heads,
-        key_head_dim=key_size,
-        num_value_heads=value_heads,
-        value_head_dim=value_size,
         conv_dtype=_dtype_of_bytes(fields, "kda_conv_state_bytes_per_element", "bf16"),
         recurrent_dtype=_dtype_of_bytes(fields, "kda_recurrent_state_bytes_per_element", "fp32"),
     )
@@ -138,7 +130,7 @@ def _kda(fields: ConfigFields) -> LayerCaches:
 
 def _dtype_of_bytes(fields: ConfigFields, name: str, default: str) -> str:
     dtypes = {1: "int8", 2: "bf16", 4: "fp32"}
-    size = fields.optional_integer(name)
+    size = fields.integer_or(name, None)
     if size is None:
         return default
     if size not in dtypes:

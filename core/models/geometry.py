@@ -10,6 +10,8 @@ An unknown architecture is an error, and so is a missing field, by its name: not
 """
 
 import functools
+import itertools
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +26,7 @@ from .architecture import Architecture, architectures
 from .catalog import builtin_configs, catalogue_name, unknown_model
 from .config_fields import ConfigFields
 from .described import Described, described_caches
-from .layer_cache import LayerCache, LayerCaches, SequenceBytes, StateCache, layer_specs, sequence_bytes
+from .layer_cache import CachePart, LayerCache, LayerCaches, SequenceBytes, StateCache
 from .weights import ModelWeights
 
 BUILTIN_ARCHITECTURES = (dense, latent, linear, moe)  # their classes register themselves when they are imported
@@ -121,18 +123,33 @@ class ModelGeometry:
 
     def layer_specs(self, block_size: int, kv_cache_dtype: str) -> Mapping[str, KVCacheSpec]:
         """The whole model's caches as pages of `block_size` tokens, by layer name; divide them by TP afterwards."""
-        return layer_specs(self.layers, block_size, self.cache_format(kv_cache_dtype))
+        storage = self.cache_format(kv_cache_dtype)
+        specs: dict[str, KVCacheSpec] = {}
+        for index, caches in enumerate(self.layers):
+            for cache in caches:
+                name = f"layers.{index}.{'indexer' if cache.part is CachePart.INDEXER else cache.label}"
+                if name in specs:
+                    name = f"{name}.{cache.__class__.__name__}"
+                specs[name] = cache.spec(block_size, storage)
+        return specs
 
     def sequence_bytes(self, num_tokens: int, kv_cache_dtype: str) -> SequenceBytes:
-        """The least that one sequence of `num_tokens` tokens occupies, TP 1 (golden/model_kv_bytes.jsonl)."""
-        return sequence_bytes(self.layers, num_tokens, self.cache_format(kv_cache_dtype))
+        """The least that one sequence of `num_tokens` tokens occupies, TP 1 (golden/model_kv_bytes.jsonl).
+
+        Raises:
+            InputError: fewer than 0 tokens.
+        """
+        if num_tokens < 0:
+            raise InputError(f"a sequence of {num_tokens} tokens; give 0 or more")
+        storage = self.cache_format(kv_cache_dtype)
+        by_part = dict.fromkeys(CachePart, 0)
+        for cache in itertools.chain.from_iterable(self.layers):
+            by_part[cache.part] += cache.floor_bytes(num_tokens, storage)
+        return SequenceBytes(by_part[CachePart.KV], by_part[CachePart.INDEXER], by_part[CachePart.STATE])
 
     def bytes_per_token_formula(self, kv_cache_dtype: str) -> tuple[str, ...]:
         """One line for each kind of layer: how many there are, and what one of them stores per token."""
-        counts: dict[LayerCache, int] = {}
-        for caches in self.layers:
-            for cache in caches:
-                counts[cache] = counts.get(cache, 0) + 1
+        counts = Counter(itertools.chain.from_iterable(self.layers))
         storage = self.cache_format(kv_cache_dtype)
         return tuple(
             f"{count} layers x {cache.token_bytes_formula(storage)}{_extent(cache)}" for cache, count in counts.items()

@@ -21,7 +21,6 @@ class MLA(Architecture):
     """A latent in every layer; dense layers first, the others route to experts."""
 
     def caches(self) -> LayerCaches:
-        """One latent a layer."""
         return ((latent_cache(self.fields),),) * self.num_layers
 
     def attention(self, index: int) -> Groups:
@@ -32,7 +31,7 @@ class MLA(Architecture):
         )
         kind = WeightKind.ATTENTION
         query_width = num_heads * (nope + rope)
-        q_lora_rank = fields.optional_integer("q_lora_rank")
+        q_lora_rank = fields.integer_or("q_lora_rank", None)
         if q_lora_rank is None:
             queries: Groups = (column("q_proj", kind, hidden_size, query_width),)
         else:
@@ -52,7 +51,6 @@ class MLA(Architecture):
         )
 
     def mlp(self, index: int) -> Groups:
-        """A gated MLP or experts."""
         hidden_size, dense_size = self.fields.integers("hidden_size", "intermediate_size")
         return self.expert_groups() if self.routes()[index] else gated_mlp(hidden_size, dense_size)
 
@@ -87,13 +85,11 @@ class SparseMLA(MLA):
         return tuple(max(index - offset + 1, 0) % frequency == 0 for index in range(count))
 
     def caches(self) -> LayerCaches:
-        """A latent in every layer, and keys in those with an indexer."""
         latent = latent_cache(self.fields)
         indexer = LatentCache(part=CachePart.INDEXER, head_size=self.fields.integer("index_head_dim"))
         return tuple((latent, indexer) if own else (latent,) for own in self.has_indexer)
 
     def attention(self, index: int) -> Groups:
-        """The latent's projections, and the indexer where there is one."""
         if not self.has_indexer[index]:
             return super().attention(index)
         hidden_size, q_lora_rank, index_heads, index_size = self.fields.integers(

@@ -6,13 +6,12 @@ is the least that one sequence occupies. Kinds and formulas: golden/model_kv_byt
 
 import abc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, ClassVar
 
 import attrs
 
-from ..errors import InputError
 from ..planner.cache_dtype import BITS_PER_ELEMENT, CacheFormat
 from ..planner.parallel import tensor_parallel_spec
 from ..planner.specs import (
@@ -37,18 +36,12 @@ class CachePart(StrEnum):
 
 @attrs.frozen(kw_only=True)
 class LayerCache(abc.ABC):
-    """One cache of one layer.
+    """One cache of one layer."""
 
-    Attributes:
-        part: the part of a sequence's bytes that it is counted in.
-        fixed_dtype: the dtype that the model fixes whatever the cache dtype; None: the cache dtype.
-        label: what the layer's name in `layer_specs` ends with.
-    """
+    label: ClassVar[str] = "attn"  # what the layer's name in `layer_specs` ends with
 
-    label: ClassVar[str] = "attn"
-
-    part: CachePart = CachePart.KV
-    fixed_dtype: str | None = None
+    part: CachePart = CachePart.KV  # the part of a sequence's bytes that it is counted in
+    fixed_dtype: str | None = None  # the dtype that the model fixes whatever the cache dtype; None: the cache dtype
 
     def format(self, cache_format: CacheFormat) -> CacheFormat:
         """The storage format of this cache in a deployment with `cache_format`."""
@@ -249,33 +242,6 @@ class SequenceBytes:
 
 
 LayerCaches = Sequence[Sequence[LayerCache]]
-
-
-def sequence_bytes(layers: LayerCaches, num_tokens: int, cache_format: CacheFormat) -> SequenceBytes:
-    """The least for one sequence of `num_tokens` tokens, over all layers (golden/model_kv_bytes.jsonl).
-
-    Raises:
-        InputError: fewer than 0 tokens.
-    """
-    if num_tokens < 0:
-        raise InputError(f"a sequence of {num_tokens} tokens; give 0 or more")
-    by_part = dict.fromkeys(CachePart, 0)
-    for caches in layers:
-        for cache in caches:
-            by_part[cache.part] += cache.floor_bytes(num_tokens, cache_format)
-    return SequenceBytes(by_part[CachePart.KV], by_part[CachePart.INDEXER], by_part[CachePart.STATE])
-
-
-def layer_specs(layers: LayerCaches, block_size: int, cache_format: CacheFormat) -> Mapping[str, KVCacheSpec]:
-    """The caches of all layers as pages, by name, in the order of the layers; without layers that store nothing."""
-    specs: dict[str, KVCacheSpec] = {}
-    for index, caches in enumerate(layers):
-        for cache in caches:
-            name = f"layers.{index}.{'indexer' if cache.part is CachePart.INDEXER else cache.label}"
-            if name in specs:
-                name = f"{name}.{cache.__class__.__name__}"
-            specs[name] = cache.spec(block_size, cache_format)
-    return specs
 
 
 def state_aligned_block_size(

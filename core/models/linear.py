@@ -1,7 +1,7 @@
 """Linear attention beside full attention: Qwen 3 Next, 3.5 and later (gated delta nets), Kimi Linear and K3 (KDA)."""
 
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..errors import InputError
 from .architecture import Architecture, architectures
@@ -10,23 +10,15 @@ from .latent import MLA, latent_cache
 from .layer_cache import AttentionCache, LayerCaches, StateCache
 from .weights import Groups, ModelWeights, WeightKind, column, experts, gated_mlp, row, vector, whole
 
+DELTA_NET_KERNEL = "linear_conv_kernel_dim"
 
-def delta_net_state(fields: ConfigFields) -> StateCache:
-    """The state of a gated delta net."""
-    key_heads, key_size, value_heads, value_size, kernel = fields.integers(
-        "linear_num_key_heads",
-        "linear_key_head_dim",
-        "linear_num_value_heads",
-        "linear_value_head_dim",
-        "linear_conv_kernel_dim",
-    )
-    return StateCache(
-        conv_kernel_size=kernel,
-        num_key_heads=key_heads,
-        key_head_dim=key_size,
-        num_value_heads=value_heads,
-        value_head_dim=value_size,
-    )
+
+def linear_state(fields: ConfigFields, prefix: str, kernel_field: str, **dtypes: str) -> StateCache:
+    """The state of a gated delta net (`linear_` fields) or of KDA; `dtypes` are those of its two arrays."""
+    names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")
+    *sizes, kernel = fields.integers(*(prefix + name for name in names), kernel_field)
+    shape: dict[str, Any] = {**dict(zip(names, sizes, strict=True)), **dtypes}
+    return StateCache(conv_kernel_size=kernel, **shape)
 
 
 @architectures.register(
@@ -40,6 +32,7 @@ class Qwen35(Architecture):
     """Every fourth layer is full, the others are gated delta nets; experts, where there are any, in every layer."""
 
     class_defaults: ClassVar = {"head_dim": 256}
+    qk_norm = "head"
 
     @functools.cached_property
     def is_linear(self) -> tuple[bool, ...]:
@@ -49,9 +42,8 @@ class Qwen35(Architecture):
         return tuple(kind == "linear_attention" for kind in types)
 
     def caches(self) -> LayerCaches:
-        """Keys and values, or a state."""
         full = AttentionCache(num_kv_heads=self.heads.num_kv_heads, head_size=self.heads.head_size)
-        state = delta_net_state(self.fields)
+        state = linear_state(self.fields, "linear_", DELTA_NET_KERNEL)
         return tuple((state,) if is_linear else (full,) for is_linear in self.is_linear)
 
     def attention(self, index: int) -> Groups:
@@ -59,8 +51,8 @@ class Qwen35(Architecture):
         kind, hidden_size, heads = WeightKind.ATTENTION, self.hidden_size, self.heads
         if not self.is_linear[index]:
             gate = column("output gate", kind, hidden_size, heads.num_heads * heads.head_size)
-            return (*self.projections(qk_norm=2 * heads.head_size), gate)
-        state = delta_net_state(self.fields)
+            return (*super().attention(index), gate)
+        state = linear_state(self.fields, "linear_", DELTA_NET_KERNEL)
         value_width = state.num_value_heads * state.value_head_dim
         return (
             column("in_proj_qkvz", kind, hidden_size, state.conv_channels + value_width),
@@ -71,7 +63,6 @@ class Qwen35(Architecture):
         )
 
     def mlp(self, index: int) -> Groups:
-        """A gated MLP, or experts with a shared one behind a gate."""
         fields, hidden_size = self.fields, self.hidden_size
         if not fields.has("num_experts") and not fields.has("num_local_experts"):
             return gated_mlp(hidden_size, fields.integer("intermediate_size"))
@@ -124,7 +115,6 @@ class KimiLinear(MLA):
         )
 
     def caches(self) -> LayerCaches:
-        """A latent or a state."""
         latent, state = latent_cache(self.fields), self.state
         return tuple((latent,) if is_full else (state,) for is_full in self.is_full)
 

@@ -9,7 +9,7 @@ import attrs
 from ..errors import InputError
 from .architecture import Architecture, architectures
 from .layer_cache import AttentionCache, CachePart, LatentCache, LayerCache, LayerCaches
-from .weights import AttentionShape, Groups, WeightKind, experts, gated_mlp, vector, whole
+from .weights import Groups, Heads, WeightKind, attention_projections, experts, gated_mlp, vector, whole
 
 
 @architectures.register("MixtralForCausalLM")
@@ -17,7 +17,6 @@ class Mixtral(Architecture):
     """Full attention; every layer routes to experts."""
 
     def mlp(self, index: int) -> Groups:
-        """The experts."""
         sizes = ("hidden_size", "intermediate_size", "num_local_experts", "num_experts_per_tok")
         return experts(*self.fields.integers(*sizes))
 
@@ -27,23 +26,17 @@ class MiniMaxM2(Mixtral):
     """Query and key norms over all heads together."""
 
     class_defaults: ClassVar = {"head_dim": 128}
-
-    def attention(self, index: int) -> Groups:
-        """Projections and both norms."""
-        heads = self.heads
-        return self.projections(qk_norm=(heads.num_heads + heads.num_kv_heads) * heads.head_size)
+    qk_norm = "heads"
 
 
 @architectures.register("Qwen3MoeForCausalLM")
 class Qwen3Moe(Architecture):
     """Norms on each head's queries and keys; `mlp_only_layers`, `decoder_sparse_step` choose dense layers."""
 
-    def attention(self, index: int) -> Groups:
-        """Projections and both norms."""
-        return self.biased_projections(qk_norm=2 * self.heads.head_size)
+    biases = "attention_bias"
+    qk_norm = "head"
 
     def mlp(self, index: int) -> Groups:
-        """A gated MLP or experts."""
         fields = self.fields
         hidden_size, dense_size, expert_size, visited = fields.integers(
             "hidden_size", "intermediate_size", "moe_intermediate_size", "num_experts_per_tok"
@@ -60,18 +53,15 @@ class GptOss(Architecture):
     """Every second layer slides; attention sinks; biases on every projection, on the router and on every expert."""
 
     class_defaults: ClassVar = {"head_dim": 64}
+    biases = "all"
 
     def layer_types(self) -> Sequence[str]:
-        """As listed, else sliding and full layers in turn."""
         return self.listed_or(lambda index: "full_attention" if index % 2 else "sliding_attention")
 
     def attention(self, index: int) -> Groups:
-        """Projections with biases, and one sink a head."""
-        sinks = vector("attention sinks", self.heads.num_heads)
-        return (*self.projections(qkv_bias=True, output_bias=True), sinks)
+        return (*super().attention(index), vector("attention sinks", self.heads.num_heads))
 
     def mlp(self, index: int) -> Groups:
-        """Experts, and the biases of the router and of both matrices of each expert."""
         hidden_size, expert_size, num_experts = self.fields.integers(
             "hidden_size", "intermediate_size", "num_local_experts"
         )
@@ -108,26 +98,23 @@ class MiMo(Architecture):
         )
 
     def caches(self) -> LayerCaches:
-        """One cache a layer, of one of the two kinds."""
         full, sliding = self.full_cache(), self.sliding_cache()
         return tuple((sliding,) if slides else (full,) for slides in self.slides)
 
     def attention(self, index: int) -> Groups:
-        """Projections; sliding layers also have one sink a head."""
         slides, num_heads = self.slides[index], self.heads.num_heads
         cache = self.sliding_cache() if slides else self.full_cache()
         heads = self.fields.integer_or("swa_num_attention_heads", num_heads) if slides else num_heads
-        shape = AttentionShape(
-            hidden_size=self.hidden_size,
+        shape = Heads(
             num_heads=heads,
             num_kv_heads=cache.num_kv_heads,
             head_size=cache.head_size,
             head_size_v=cache.head_size_v,
         )
-        return (*shape.groups(), vector("attention sinks", heads)) if slides else shape.groups()
+        projections = attention_projections(self.hidden_size, shape)
+        return (*projections, vector("attention sinks", heads)) if slides else projections
 
     def mlp(self, index: int) -> Groups:
-        """A gated MLP or experts."""
         hidden_size, dense_size, expert_size, num_experts, visited = self.fields.integers(
             "hidden_size", "intermediate_size", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"
         )
@@ -139,6 +126,8 @@ class MiMo(Architecture):
 @architectures.register("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCausalLM")
 class MiniMaxM3(Architecture):
     """Ordinary keys and values, and on sparse layers an indexer's keys, in bf16 whatever the cache dtype."""
+
+    qk_norm = "head"
 
     @functools.cached_property
     def has_indexer(self) -> tuple[bool, ...]:
@@ -162,15 +151,13 @@ class MiniMaxM3(Architecture):
         return self.fields.integer("index_n_heads"), self.fields.integer("index_head_dim")
 
     def caches(self) -> LayerCaches:
-        """Keys and values everywhere, the indexer's keys where there is one."""
         kv = AttentionCache(num_kv_heads=self.heads.num_kv_heads, head_size=self.heads.head_size)
         indexer = LatentCache(part=CachePart.INDEXER, head_size=self.indexer_shape[1], fixed_dtype="bf16")
         dense_layer: tuple[LayerCache, ...] = (kv,)
         return tuple((kv, indexer) if sparse else dense_layer for sparse in self.has_indexer)
 
     def attention(self, index: int) -> Groups:
-        """Projections with norms on each head's queries and keys, and the indexer."""
-        projections = self.projections(qk_norm=2 * self.heads.head_size)
+        projections = super().attention(index)
         if not self.has_indexer[index]:
             return projections
         index_heads, index_size = self.indexer_shape
@@ -181,7 +168,6 @@ class MiniMaxM3(Architecture):
         )
 
     def mlp(self, index: int) -> Groups:
-        """A gated MLP, or routed experts and a shared one."""
         hidden_size, expert_size, num_experts, visited, dense_size, shared_size = self.fields.integers(
             "hidden_size",
             "intermediate_size",
@@ -213,9 +199,8 @@ class Llama4(Architecture):
         return self.listed_or(lambda index: "chunked_attention" if (index + 1) % interval else "full_attention")
 
     def caches(self) -> LayerCaches:
-        """One cache a layer, of a chunk or of everything."""
         full = AttentionCache(num_kv_heads=self.heads.num_kv_heads, head_size=self.heads.head_size)
-        chunked = attrs.evolve(full, attention_chunk_size=self.fields.optional_integer("attention_chunk_size"))
+        chunked = attrs.evolve(full, attention_chunk_size=self.fields.integer_or("attention_chunk_size", None))
         return tuple((chunked,) if kind == "chunked_attention" else (full,) for kind in self.layer_types())
 
     def mlp(self, index: int) -> Groups:

@@ -37,23 +37,15 @@ class Sharding(StrEnum):
 
 @attrs.frozen(kw_only=True)
 class WeightGroup:
-    """Parameters of one matrix (or of a few that are alike).
+    """Parameters of one matrix (or of a few that are alike)."""
 
-    Attributes:
-        name: the matrix.
-        parameters: number of parameters in the whole group.
-        kind: decides whether a scheme quantises it.
-        sharding: how ranks share it.
-        num_kv_heads: KV heads of a `KV_HEADS` group.
-        width: activation elements per token: the output of a column-parallel matrix, the input of a row-parallel one.
-            Divided like the parameters. For experts: of those that one token visits.
-    """
-
-    name: str
-    parameters: int
-    kind: WeightKind
-    sharding: Sharding = Sharding.SPLIT
-    num_kv_heads: int | None = None
+    name: str  # the matrix
+    parameters: int  # number of parameters in the whole group
+    kind: WeightKind  # decides whether a scheme quantises it
+    sharding: Sharding = Sharding.SPLIT  # how ranks share it
+    num_kv_heads: int | None = None  # KV heads of a `KV_HEADS` group
+    # Activation elements per token: the output of a column-parallel matrix, the input of a row-parallel one. Divided
+    # like the parameters. For experts: of those that one token visits.
     width: int = 0
 
     def on_rank(self, tensor_parallel_size: int) -> int:
@@ -81,19 +73,12 @@ Groups = tuple[WeightGroup, ...]
 
 @attrs.frozen(kw_only=True)
 class ModelWeights:
-    """All parameters of a model, in the order of its layers.
+    """All parameters of a model, in the order of its layers."""
 
-    Attributes:
-        embeddings: on the first pipeline stage.
-        layers: on the stage of the layer.
-        head: final norm and output matrix, on the last stage.
-        tied: whether the output matrix is the input embedding; a last stage that is not the first holds a copy.
-    """
-
-    embeddings: Groups
-    layers: tuple[Groups, ...]
-    head: Groups
-    tied: bool
+    embeddings: Groups  # on the first pipeline stage
+    layers: tuple[Groups, ...]  # on the stage of the layer
+    head: Groups  # final norm and output matrix, on the last stage
+    tied: bool  # whether the output matrix is the input embedding; a last stage that is not the first holds a copy
 
     @property
     def all_groups(self) -> Iterable[WeightGroup]:
@@ -157,40 +142,41 @@ def kv_column(name: str, size_in: int, num_kv_heads: int, head_size: int) -> Wei
 
 
 @attrs.frozen(kw_only=True)
-class AttentionShape:
-    """A layer's attention with separate queries, keys and values.
+class Heads:
+    """Query heads, KV heads, and the sizes of a key and a value vector."""
 
-    Attributes:
-        qk_norm: parameters of query and key norms.
-        shared_kv: whether it reads another layer's keys and values and projects none.
-        value_is_key: whether the key projection also gives the values.
-    """
-
-    hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_size: int
     head_size_v: int
-    qkv_bias: bool = False
-    output_bias: bool = False
-    qk_norm: int = 0
-    shared_kv: bool = False
-    value_is_key: bool = False
 
-    def groups(self) -> Groups:
-        """Projections, biases and norms."""
-        kind = WeightKind.ATTENTION
-        query_width = self.num_heads * self.head_size
-        groups = [column("q_proj", kind, self.hidden_size, query_width)]
-        if not self.shared_kv:
-            groups.append(kv_column("k_proj", self.hidden_size, self.num_kv_heads, self.head_size))
-            if not self.value_is_key:
-                groups.append(kv_column("v_proj", self.hidden_size, self.num_kv_heads, self.head_size_v))
-        groups.append(row("o_proj", kind, self.num_heads * self.head_size_v, self.hidden_size))
-        bias = (query_width + self.num_kv_heads * (self.head_size + self.head_size_v)) if self.qkv_bias else 0
-        bias += self.hidden_size if self.output_bias else 0
-        extra = bias + self.qk_norm
-        return (*groups, vector("attention biases and norms", extra)) if extra else tuple(groups)
+
+def attention_projections(
+    hidden_size: int,
+    heads: Heads,
+    *,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    qk_norm: int = 0,
+    shared_kv: bool = False,
+    value_is_key: bool = False,
+) -> Groups:
+    """Projections, biases and norms of an attention with separate queries, keys and values.
+
+    `qk_norm` counts parameters of query and key norms. With `shared_kv` it reads another layer's keys and values and
+    projects none; with `value_is_key` the key projection also gives the values.
+    """
+    kind = WeightKind.ATTENTION
+    query_width = heads.num_heads * heads.head_size
+    groups = [column("q_proj", kind, hidden_size, query_width)]
+    if not shared_kv:
+        groups.append(kv_column("k_proj", hidden_size, heads.num_kv_heads, heads.head_size))
+        if not value_is_key:
+            groups.append(kv_column("v_proj", hidden_size, heads.num_kv_heads, heads.head_size_v))
+    groups.append(row("o_proj", kind, heads.num_heads * heads.head_size_v, hidden_size))
+    extra = qk_norm + (hidden_size if output_bias else 0)
+    extra += (query_width + heads.num_kv_heads * (heads.head_size + heads.head_size_v)) if qkv_bias else 0
+    return (*groups, vector("attention biases and norms", extra)) if extra else tuple(groups)
 
 
 def gated_mlp(hidden_size: int, intermediate_size: int, bias: bool = False) -> Groups:
@@ -249,25 +235,16 @@ _EXPERTS_ONLY = frozenset({WeightKind.EXPERT})
 
 @attrs.frozen(kw_only=True)
 class QuantizationScheme:
-    """Which matrices of a model are quantised, and to how many bits.
+    """Which matrices of a model are quantised, and to how many bits."""
 
-    Attributes:
-        name: name by which `quantization` selects it.
-        bits: size of one quantised weight.
-        scale_bits: bits of the scales (and zero points) per weight that shares them.
-        kinds: kinds of matrices that are quantised; embeddings, output matrix, norms and routers never are.
-        expert_bits: size of one weight of routed experts where it differs.
-        left_alone: names of matrices of these kinds that stay in the model's dtype.
-        unknown: what the checkpoint's own list leaves open, in words.
-    """
-
-    name: str
-    bits: int
-    scale_bits: Fraction = Fraction(0)
+    name: str  # name by which `quantization` selects it
+    bits: int  # size of one quantised weight
+    scale_bits: Fraction = Fraction(0)  # bits of the scales (and zero points) per weight that shares them
+    # Kinds of matrices that are quantised; embeddings, output matrix, norms and routers never are.
     kinds: frozenset[WeightKind] = _ALL_MATRICES
-    expert_bits: int | None = None
-    left_alone: frozenset[str] = frozenset()
-    unknown: tuple[str, ...] = ()
+    expert_bits: int | None = None  # size of one weight of routed experts where it differs
+    left_alone: frozenset[str] = frozenset()  # names of matrices of these kinds that stay in the model's dtype
+    unknown: tuple[str, ...] = ()  # what the checkpoint's own list leaves open, in words
 
     def bits_of(self, group: WeightGroup, model_bits: int) -> Fraction:
         """Bits of one parameter of `group`, scales included."""
@@ -388,17 +365,11 @@ def _without_ignored(scheme: QuantizationScheme, ignored: Sequence[str]) -> Quan
 
 @attrs.frozen(kw_only=True)
 class WeightBytes:
-    """Bytes of one rank's weights.
+    """Bytes of one rank's weights."""
 
-    Attributes:
-        num_bytes: bytes with everything quantised that the scheme covers.
-        unquantised_attention_bytes: additional bytes if attention stays in full precision.
-        parameters: parameters on the rank.
-    """
-
-    num_bytes: int
-    unquantised_attention_bytes: int
-    parameters: int
+    num_bytes: int  # bytes with everything quantised that the scheme covers
+    unquantised_attention_bytes: int  # additional bytes if attention stays in full precision
+    parameters: int  # parameters on the rank
 
 
 def weight_bytes(
@@ -406,11 +377,7 @@ def weight_bytes(
 ) -> WeightBytes:
     """Bytes of the weights that one rank holds.
 
-    Args:
-        groups: matrices of the rank's pipeline stage.
-        dtype: dtype of unquantised weights.
-        scheme: quantisation; None for none.
-        tensor_parallel_size: ranks that share the matrices.
+    `groups` are the matrices of the rank's pipeline stage; `dtype` is that of unquantised weights.
 
     Raises:
         InputError: KV heads that can be neither split nor replicated evenly.

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import attrs
 import typer
@@ -314,7 +314,7 @@ def _limits(server: _Server) -> "RequestLimits":
     )
 
 
-def _recording(server: _Server, flush: "FlushPolicy", sized: "SizedEngine[Any]") -> "LiveRecording | None":
+def _recording(server: _Server, flush: "FlushPolicy", sized: "SizedEngine") -> "LiveRecording | None":
     if server.log is None:
         return None
     from ...backends.serving.engine.recording import LiveRecording

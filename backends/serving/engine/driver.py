@@ -156,14 +156,8 @@ class EngineDriver:
     ) -> None:
         """Start the loop; nothing is computed yet.
 
-        Args:
-            scheduler: decides the steps.
-            backend: computes them; its runner takes its tokens from `sampler`.
-            inbox: orders of other threads.
-            now_ns: the clock, in nanoseconds.
-            recorder: records what commits do not tell.
-            observers: called after the scheduler has accounted for a step.
-            on_ended: called for each request that has ended.
+        `now_ns` is the clock. `observers` are called after the scheduler has accounted for a step, `on_ended` for each
+        request that has ended.
         """
         self.num_steps = 0
         self._scheduler = scheduler

@@ -46,17 +46,7 @@ class Generation:
         rules: TokenRules,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        """Start with the prompt; `LiveEngine.submit` makes it.
-
-        Args:
-            request: the scheduler's request.
-            live: the request of the caller.
-            keys: keys of the same prompt.
-            prompt_token_ids: int64 `[num_prompt_tokens]`.
-            seed: seed of its draws.
-            rules: token rules of its settings.
-            tokenizer: turns its output into text; None: there is none.
-        """
+        """Start with the prompt, int64 `[num_prompt_tokens]`; `LiveEngine.submit` makes it."""
         self.request = request
         self.live = live
         self.keys = keys
@@ -135,17 +125,11 @@ class Generation:
 
 @attrs.frozen
 class Output:
-    """One output token of a step.
+    """One output token of a step."""
 
-    Attributes:
-        generation: the request that it belongs to.
-        delta: the token.
-        samples: the first tokens of the generation's samples, chosen from the same logits.
-    """
-
-    generation: Generation
-    delta: TokenDelta
-    samples: "tuple[Output, ...]" = ()
+    generation: Generation  # the request that it belongs to
+    delta: TokenDelta  # the token
+    samples: "tuple[Output, ...]" = ()  # the first tokens of the generation's samples, chosen from the same logits
 
 
 class StepSampler:
@@ -154,13 +138,7 @@ class StepSampler:
     def __init__(
         self, generation_in: Callable[[int], Generation], now_ns: Callable[[], int], max_num_seqs: int
     ) -> None:
-        """Make the sampler.
-
-        Args:
-            generation_in: returns the running generation in a row.
-            now_ns: the engine's clock, in nanoseconds.
-            max_num_seqs: most requests in a step.
-        """
+        """Make the sampler; `generation_in` returns the running generation in a row, `now_ns` the engine's time."""
         self._generation_in = generation_in
         self._now_ns = now_ns
         self._max_num_seqs = max_num_seqs

@@ -41,13 +41,7 @@ _RULES: Final = (
 
 
 def live_header(allocator: AllocatorConfig, scheduler: SchedulerConfig, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the header of a live run's log.
-
-    Args:
-        allocator: the engine's allocator config.
-        scheduler: the engine's scheduler config.
-        facts: other facts about the run, as plain JSON values.
-    """
+    """Return the header of a live run's log; `facts` are others about the run, as plain JSON values."""
     return {
         "command": COMMAND,
         "allocator": {name: getattr(allocator, name) for name in _RULES},

@@ -17,19 +17,12 @@ from ..sampling.settings import SamplingSettings, TokenRules
 
 @attrs.define(kw_only=True)
 class RequestChecks:
-    """Checks prompts and settings. Consecutive settings that share their token lists are checked once.
+    """Checks prompts and settings. Consecutive settings that share their token lists are checked once."""
 
-    Attributes:
-        vocab_size: all token ids are below it.
-        eos_token_ids: tokens that end an output unless a request ignores them.
-        has_tokenizer: whether outputs have text.
-        policy: the scheduling policy.
-    """
-
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    has_tokenizer: bool
-    policy: str
+    vocab_size: int  # all token ids are below it
+    eos_token_ids: frozenset[int]  # tokens that end an output unless a request ignores them
+    has_tokenizer: bool  # whether outputs have text
+    policy: str  # the scheduling policy
     _recent: tuple[SamplingSettings, TokenRules] | None = attrs.field(init=False, default=None, repr=False)
 
     def prompt(self, prompt_token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.int64]:

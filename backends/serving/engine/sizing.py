@@ -9,14 +9,14 @@ is given. On a CPU the size must be given, since no fraction of the host's memor
 """
 
 from collections.abc import Callable
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final
 
 import attrs
 import torch
 
 from ....core.allocator.config import AllocatorConfig
 from ....core.deployment.deployment import Deployment
-from ....core.deployment.estimates import EstimateConstants, StepShape, activation_row
+from ....core.deployment.estimates import EstimateConstants, activation_row
 from ....core.deployment.plan import DeploymentPlan, plan_deployment
 from ....core.deployment.startup_log import graph_memory_line, log_lines
 from ....core.errors import InputError
@@ -35,6 +35,7 @@ from ...profiling.device import DeviceAccess, open_cuda_device
 from ...profiling.probe import DeviceProbe, HostDevice
 from ...profiling.profiler import MemoryProfiler, Reconciliation
 from ...profiling.step import StepLimits
+from ..model.loading import LoadedModel
 from ..model.profiled_model import ProfiledModel, SampledGraphs
 from ..model.runner import ModelRunner
 from ..model.served_model import length_limit, transformers_geometry
@@ -46,20 +47,8 @@ DEFAULT_UTILIZATION: Final = 0.9
 _ENGINE_RETENTION: Final = 0
 
 
-class HasModel(Protocol):
-    """The result of loading: at least the transformers model."""
-
-    @property
-    def model(self) -> Any:
-        """A causal language model on its device."""
-        ...
-
-
-Loaded = TypeVar("Loaded", bound=HasModel)
-
-
 @attrs.frozen(kw_only=True, eq=False)
-class SizedEngine(Generic[Loaded]):
+class SizedEngine:
     """Everything that `LiveEngine` needs, and an account of the memory.
 
     Attributes:
@@ -72,7 +61,7 @@ class SizedEngine(Generic[Loaded]):
     """
 
     options: EngineOptions
-    loaded: Loaded
+    loaded: LoadedModel
     runner: ModelRunner
     allocator: AllocatorConfig
     scheduler: SchedulerConfig
@@ -110,13 +99,13 @@ class SizedEngine(Generic[Loaded]):
 
 
 def size_engine(
-    load: Callable[[], Loaded],
+    load: Callable[[], LoadedModel],
     options: EngineOptions,
     *,
     device: str | torch.device,
     device_access: DeviceAccess | None = None,
     graph_capturer: GraphCapturer | None = None,
-) -> SizedEngine[Loaded]:
+) -> SizedEngine:
     """Load the model, size and allocate the pool, make the model's runner, and on a GPU capture its decode steps.
 
     Args:
@@ -149,7 +138,7 @@ def _refuse_sizes_without_graphs(options: EngineOptions) -> None:
         )
 
 
-def _size_by_count(load: Callable[[], Loaded], options: EngineOptions, device: torch.device) -> SizedEngine[Loaded]:
+def _size_by_count(load: Callable[[], LoadedModel], options: EngineOptions, device: torch.device) -> SizedEngine:
     """Size on a CPU: weights as large as their tensors, activations by their formula, and a pool of the given size."""
     if not options.is_pinned:
         raise InputError(
@@ -166,18 +155,12 @@ def _size_by_count(load: Callable[[], Loaded], options: EngineOptions, device: t
     loaded = load()
     geometry = _geometry(loaded.model, options)
     activations = activation_row(
-        geometry.weights.layers,
-        hidden_size=geometry.hidden_size,
-        vocab_size=geometry.vocab_size,
+        geometry,
+        range(geometry.num_hidden_layers),
         dtype=str(loaded.model.dtype).removeprefix("torch."),
-        shape=StepShape(
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            max_num_seqs=options.max_num_seqs,
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            enforce_eager=True,
-        ),
-        holds_head=True,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_seqs=options.max_num_seqs,
+        tensor_parallel_size=1,
         constants=EstimateConstants(),
     )
     plan = _planned(
@@ -197,12 +180,12 @@ def _size_by_count(load: Callable[[], Loaded], options: EngineOptions, device: t
 
 
 def _size_by_profile(
-    load: Callable[[], Loaded],
+    load: Callable[[], LoadedModel],
     options: EngineOptions,
     device: torch.device,
     access: DeviceAccess,
     capturer: GraphCapturer | None,
-) -> SizedEngine[Loaded]:
+) -> SizedEngine:
     """Size by the device's memory before loading, after it, at the peak of the largest step, and around graphs."""
     packages = installed_packages() if options.attention_packages else ()
     if options.attention_packages and not packages:
@@ -330,12 +313,12 @@ def _allocator(options: EngineOptions, plan: DeploymentPlan) -> AllocatorConfig:
 
 
 def _sized(
-    loaded: Loaded,
+    loaded: LoadedModel,
     runner: ModelRunner,
     options: EngineOptions,
     plan: DeploymentPlan,
     reconciliation: Reconciliation | None,
-) -> SizedEngine[Loaded]:
+) -> SizedEngine:
     return SizedEngine(
         options=options,
         loaded=loaded,

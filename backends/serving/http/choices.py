@@ -20,17 +20,11 @@ from .responses import Piece
 
 @attrs.frozen(eq=False)
 class Choice:
-    """One requested output.
+    """One requested output."""
 
-    Attributes:
-        index: index of the choice in the answer.
-        prompt: index of the prompt that it continues.
-        live: the engine's request.
-    """
-
-    index: int
-    prompt: int
-    live: LiveRequest
+    index: int  # index of the choice in the answer
+    prompt: int  # index of the prompt that it continues
+    live: LiveRequest  # the engine's request
 
 
 def submit_choices(
@@ -47,16 +41,8 @@ def submit_choices(
 ) -> list[Choice]:
     """Submit all choices of an HTTP request, or none.
 
-    Args:
-        engine: the engine.
-        answer_id: id of the answer; the engine's requests are named `ID-0`, `ID-1`, ...
-        prompts: token ids of each prompt.
-        settings: settings of each prompt; its first choice gets their seed, and each further choice the next one.
-        n: choices of each prompt.
-        priority: as in `LiveEngine.submit`.
-        cache_salt: as in `LiveEngine.submit`.
-        prompt_param: the field that the prompts came from.
-        retry_after_s: seconds after which a client may retry if the queue is full.
+    The engine's requests are named `ID-0`, `ID-1`, ... after `answer_id`. The first choice of a prompt gets the seed of
+    its settings, each further choice the next one. Priority and salt are those of `LiveEngine.submit`.
 
     Raises:
         ApiError: the engine's error, as it is sent to the client.
@@ -87,11 +73,9 @@ def cancel_all(choices: Sequence[Choice]) -> None:
 
 
 async def pieces_of(choice: Choice, on_gap: Callable[[float], None]) -> AsyncGenerator[Piece, None]:
-    """Yield the output of a choice in pieces that can be shown; the last one has the finish reason.
+    """Yield the output of a choice, as its only reader, in pieces that can be shown; the last has the finish reason.
 
-    Args:
-        choice: the choice; this is its only reader.
-        on_gap: called with the seconds between two tokens.
+    `on_gap` is called with the seconds between two tokens.
 
     Raises:
         ApiError: the engine was shut down, or failed, before the end.
@@ -209,12 +193,8 @@ def check_lengths(
 ) -> None:
     """Refuse all prompts of a request if one of them is too long, and count it as rejected.
 
-    Args:
-        lengths: the engine's limits.
-        num_prompt_tokens: tokens of each prompt.
-        max_tokens: most output tokens of each.
-        prompt_param: the field that the prompts came from.
-        max_tokens_param: the field that limits the output; None: the client gave none.
+    `prompt_param` is the field that the prompts came from, `max_tokens_param` the one that limits the output (None: the
+    client gave none).
 
     Raises:
         ApiError: 400 that names the field to change: the prompt if it is too long alone, else `max_tokens_param`.

@@ -28,9 +28,7 @@ def event(document: Mapping[str, Any]) -> bytes:
 async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, Outcome]) -> Outcome | None:
     """Return the result of `work`; cancel it and return None if the client leaves first.
 
-    Args:
-        receive: the `receive` of a request whose body was read.
-        work: computes the answer that the client waits for.
+    `receive` is that of a request whose body was read.
     """
 
     async def wait_for_disconnect() -> None:
@@ -64,14 +62,7 @@ class EventStream(Response):
         on_end: Callable[[], None],
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Make a stream of events.
-
-        Args:
-            events: yields the events, one at a time.
-            on_client_left: called if the client leaves before the last event.
-            on_end: called once at the end, in any case.
-            headers: further headers.
-        """
+        """Send `events`; call `on_client_left` if the client leaves before the last, and `on_end` once, in any case."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._events = events

@@ -15,23 +15,14 @@ ErrorType = Literal[
 
 @attrs.frozen
 class ApiError(KVLedgerError):
-    """An error answer to a client.
+    """An error answer to a client."""
 
-    Attributes:
-        status: the HTTP status.
-        message: what was given, what was expected, what to do.
-        type: OpenAI's type of the error.
-        param: the parameter of the request that is wrong.
-        code: a name that programs may test for.
-        headers: further headers, such as Retry-After.
-    """
-
-    status: int
-    message: str
-    type: ErrorType = "invalid_request_error"
-    param: str | None = None
-    code: str | None = None
-    headers: Mapping[str, str] = attrs.field(factory=dict)
+    status: int  # the HTTP status
+    message: str  # what was given, what was expected, what to do
+    type: ErrorType = "invalid_request_error"  # OpenAI's type of the error
+    param: str | None = None  # the parameter of the request that is wrong
+    code: str | None = None  # a name that programs may test for
+    headers: Mapping[str, str] = attrs.field(factory=dict)  # further headers, such as Retry-After
 
     def __str__(self) -> str:
         return self.message

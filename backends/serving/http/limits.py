@@ -21,18 +21,12 @@ API_KEY = "kvledger_api_key"
 
 @attrs.frozen
 class RequestLimits:
-    """Limits on what clients can make the server hold.
+    """Limits on what clients can make the server hold."""
 
-    Attributes:
-        max_request_bytes: size of the largest body.
-        body_timeout_s: how long a client may take to send its body.
-        max_open_requests: most requests under `/v1` whose answer is not sent yet.
-        api_keys: a client must send one of them as `Authorization: Bearer KEY`; empty: none is needed.
-    """
-
-    max_request_bytes: int
-    body_timeout_s: float
-    max_open_requests: int
+    max_request_bytes: int  # size of the largest body
+    body_timeout_s: float  # how long a client may take to send its body
+    max_open_requests: int  # most requests under `/v1` whose answer is not sent yet
+    # A client must send one of them as `Authorization: Bearer KEY`; empty: none is needed.
     api_keys: tuple[str, ...] = attrs.field(default=(), converter=tuple, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -60,11 +54,8 @@ class RequestGate:
     ) -> None:
         """Guard an application.
 
-        Args:
-            app: the guarded application.
-            limits: the limits.
-            retry_after_s: whole seconds after which a refused client may retry.
-            on_status: called with the status of every answer under `/v1`.
+        `retry_after_s` returns the whole seconds after which a refused client may retry; `on_status` is called with the
+        status of every answer under `/v1`.
         """
         self._app = app
         self._limits = limits

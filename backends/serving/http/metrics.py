@@ -44,12 +44,7 @@ class ServingMetrics:
     """
 
     def __init__(self, model_name: str, max_model_len: int) -> None:
-        """Start at 0. Call `watch` once the engine exists.
-
-        Args:
-            model_name: value of the label `model_name`.
-            max_model_len: tokens of the longest request, for the bucket boundaries of lengths.
-        """
+        """Start at 0; `max_model_len` bounds the buckets of lengths. Call `watch` once the engine exists."""
         self._engine: LiveEngine | None = None
         self._ends_s: deque[float] = deque(maxlen=NUM_ENDS)
         self._labels = {"engine": "0", "model_name": model_name}

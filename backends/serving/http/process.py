@@ -24,19 +24,12 @@ TICK_S = 0.05
 
 @attrs.frozen(kw_only=True)
 class ProcessSettings:
-    """How the process listens and ends.
+    """How the process listens and ends."""
 
-    Attributes:
-        drain_timeout_s: how long requests may continue after the first signal; then they are aborted.
-        stall_timeout_s: how long a connection may stall (`BoundedHttpProtocol`).
-        log_level: uvicorn's log level.
-        access_log: whether each request is logged.
-    """
-
-    drain_timeout_s: float
-    stall_timeout_s: float
-    log_level: str = "info"
-    access_log: bool = True
+    drain_timeout_s: float  # how long requests may continue after the first signal; then they are aborted
+    stall_timeout_s: float  # how long a connection may stall (`BoundedHttpProtocol`)
+    log_level: str = "info"  # uvicorn's log level
+    access_log: bool = True  # whether each request is logged
 
     def __attrs_post_init__(self) -> None:
         if not self.drain_timeout_s >= 0:

@@ -38,16 +38,11 @@ class EncodingTokenizer(NamingTokenizer, Protocol):
 
 @attrs.define
 class PromptEncoder:
-    """Encodes the prompts of one model in one thread; another thread may call `spell` meanwhile.
-
-    Attributes:
-        spell: returns one token's text and bytes.
-        vocab_size: all token ids are below it.
-    """
+    """Encodes the prompts of one model in one thread; another thread may call `spell` meanwhile."""
 
     _tokenizer: EncodingTokenizer
-    spell: TokenSpeller
-    vocab_size: int
+    spell: TokenSpeller  # returns one token's text and bytes
+    vocab_size: int  # all token ids are below it
 
     @classmethod
     def beside(cls, tokenizer: EncodingTokenizer, vocab_size: int) -> "PromptEncoder":

@@ -18,19 +18,12 @@ LEAST_LOGPROB = -9999.0
 
 @attrs.frozen
 class Piece:
-    """A piece of one choice's output: the text completed since the last piece.
+    """A piece of one choice's output: the text completed since the last piece."""
 
-    Attributes:
-        text: text to show.
-        deltas: its tokens, if log probabilities were requested.
-        finish_reason: the finish reason, in the last piece.
-        num_characters_before: characters of the choice's text before this piece.
-    """
-
-    text: str
-    deltas: tuple[TokenDelta, ...] = ()
-    finish_reason: str | None = None
-    num_characters_before: int = 0
+    text: str  # text to show
+    deltas: tuple[TokenDelta, ...] = ()  # its tokens, if log probabilities were requested
+    finish_reason: str | None = None  # the finish reason, in the last piece
+    num_characters_before: int = 0  # characters of the choice's text before this piece
 
 
 @attrs.frozen

@@ -40,18 +40,13 @@ Result = TypeVar("Result")
 
 @attrs.frozen(kw_only=True)
 class ServerSettings:
-    """The settings of the server.
+    """The settings of the server."""
 
-    Attributes:
-        model_names: names of the model for clients; answers use the first one.
-        limits: limits on what clients can make the server hold.
-        max_queued_requests: the engine's limit on queued requests.
-        isolates_api_keys: whether clients with different API keys never share cached prefixes, for any cache_salt.
-    """
-
+    # Names of the model for clients; answers use the first one.
     model_names: tuple[str, ...] = attrs.field(converter=tuple)
-    limits: RequestLimits
-    max_queued_requests: int
+    limits: RequestLimits  # limits on what clients can make the server hold
+    max_queued_requests: int  # the engine's limit on queued requests
+    # Whether clients with different API keys never share cached prefixes, for any cache_salt.
     isolates_api_keys: bool = True
 
     def __attrs_post_init__(self) -> None:

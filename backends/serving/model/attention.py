@@ -34,19 +34,12 @@ _WITHOUT_EFFECT = frozenset(
 
 @attrs.define(eq=False)
 class PagedBatch:
-    """The batch of one forward pass, passed through the model as the keyword `paged_batch`.
+    """The batch of one forward pass, passed through the model as the keyword `paged_batch`."""
 
-    Attributes:
-        backend: has prepared the batch's slots and tables.
-        layers: the model's layers in order.
-        num_reqs: number of requests in the batch.
-        num_layers_done: layers that have written and attended so far.
-    """
-
-    backend: CudaBackend
-    layers: Sequence[ServedLayer]
-    num_reqs: int
-    num_layers_done: int = 0
+    backend: CudaBackend  # has prepared the batch's slots and tables
+    layers: Sequence[ServedLayer]  # the model's layers in order
+    num_reqs: int  # number of requests in the batch
+    num_layers_done: int = 0  # layers that have written and attended so far
 
 
 def register_paged_attention() -> str:

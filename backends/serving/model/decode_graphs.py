@@ -54,14 +54,7 @@ class DecodeGraphs:
     def __init__(
         self, forward: DecodeForward, backend: CudaBackend, capturer: GraphCapturer, *, max_num_reqs: int
     ) -> None:
-        """Start with nothing captured.
-
-        Args:
-            forward: runs the model on a prepared batch.
-            backend: its tables must exist.
-            capturer: captures the graphs.
-            max_num_reqs: the largest size that will be captured.
-        """
+        """Start with nothing captured, for steps of up to `max_num_reqs` requests; the backend's tables must exist."""
         self.num_replays = 0
         self._forward = forward
         self._backend = backend

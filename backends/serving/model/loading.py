@@ -20,19 +20,12 @@ DTYPES: Final = {
 
 @attrs.frozen(eq=False)
 class LoadedModel:
-    """A loaded model with its tokenizer.
+    """A loaded model with its tokenizer."""
 
-    Attributes:
-        name: name of the folder or file; the default model name for clients.
-        model: a transformers causal language model, on its device.
-        tokenizer: its tokenizer, with its chat template if there is one.
-        eos_token_ids: tokens that end an output: the tokenizer's and those of the generation config.
-    """
-
-    name: str
-    model: Any
-    tokenizer: Any
-    eos_token_ids: tuple[int, ...]
+    name: str  # name of the folder or file; the default model name for clients
+    model: Any  # a transformers causal language model, on its device
+    tokenizer: Any  # its tokenizer, with its chat template if there is one
+    eos_token_ids: tuple[int, ...]  # tokens that end an output: the tokenizer's and those of the generation config
 
 
 def load_model(path: str, *, device: str, dtype: str = "auto", chat_template: str | None = None) -> LoadedModel:

@@ -36,25 +36,15 @@ _SAMPLED = SamplingSettings(max_tokens=1, top_p=0.9, top_k=50, min_p=0.01, repet
 
 @attrs.frozen(kw_only=True, eq=False)
 class ProfiledModel:
-    """A model to profile.
+    """A model to profile."""
 
-    Attributes:
-        model: a transformers causal language model.
-        geometry: its geometry.
-        limits: the largest step.
-        max_model_len: tokens of the longest request; None: no limit.
-        block_size: tokens per block.
-        kv_cache_dtype: dtype of the cache.
-        device: device of the model.
-    """
-
-    model: Any
-    geometry: ModelGeometry
-    limits: StepLimits
-    max_model_len: int | None
-    block_size: int
-    kv_cache_dtype: str
-    device: str | torch.device
+    model: Any  # a transformers causal language model
+    geometry: ModelGeometry  # its geometry
+    limits: StepLimits  # the largest step
+    max_model_len: int | None  # tokens of the longest request; None: no limit
+    block_size: int  # tokens per block
+    kv_cache_dtype: str  # dtype of the cache
+    device: str | torch.device  # device of the model
 
     def largest_step(self) -> ProfilingStep:
         """Return the step that takes the most memory, including sampling."""
@@ -103,13 +93,7 @@ class SampledGraphs:
     """Captures a model's decode steps for `MemoryProfiler.estimate_graphs`."""
 
     def __init__(self, profiled: ProfiledModel, sizes: Sequence[int], capturer: GraphCapturer) -> None:
-        """Start with nothing captured.
-
-        Args:
-            profiled: the model.
-            sizes: numbers of requests of the steps that will be captured.
-            capturer: captures the graphs.
-        """
+        """Start with nothing captured; `sizes` are the numbers of requests of the steps that will be."""
         self._profiled = profiled
         self._sizes = tuple(sizes)
         self._capturer = capturer

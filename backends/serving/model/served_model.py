@@ -29,15 +29,10 @@ _REFUSED_FIELDS = {
 
 @attrs.frozen
 class ServedLayer:
-    """One decoder layer as attention sees it.
+    """One decoder layer as attention sees it."""
 
-    Attributes:
-        name: name of its cache in the plan and in the backend.
-        window: tokens that a query sees, itself included; None: all.
-    """
-
-    name: str
-    window: int | None
+    name: str  # name of its cache in the plan and in the backend
+    window: int | None  # tokens that a query sees, itself included; None: all
 
 
 def transformers_geometry(model: Any) -> ModelGeometry:
@@ -144,17 +139,11 @@ def kv_cache_config(
 
 @attrs.frozen
 class LengthLimit:
-    """The longest request that a model can be served with.
+    """The longest request that a model can be served with."""
 
-    Attributes:
-        num_tokens: tokens of prompt and output; None: the model's config does not say.
-        reason: why it is the limit, and what to do; a clause that follows "and".
-        is_longrope: whether rotary scaling of the type `longrope` decides it.
-    """
-
-    num_tokens: int | None
-    reason: str
-    is_longrope: bool = False
+    num_tokens: int | None  # tokens of prompt and output; None: the model's config does not say
+    reason: str  # why it is the limit, and what to do; a clause that follows "and"
+    is_longrope: bool = False  # whether rotary scaling of the type `longrope` decides it
 
     def check(self, num_tokens: int, what: str) -> None:
         """Raise `InputError` if `num_tokens` exceeds the limit; `what` names it in the error."""
@@ -163,15 +152,11 @@ class LengthLimit:
 
 
 def length_limit(model: Any, max_position_embeddings: int | None) -> LengthLimit:
-    """Return the limit of a transformers model.
+    """Return the limit of a transformers model; `max_position_embeddings` is that of its config.
 
     With rotary scaling of the type `longrope` it is the original length, where the scaling starts: for longer requests,
     transformers rotates all keys of a forward pass differently, those of shorter requests too, so a request's output
     would depend on the others in its batch.
-
-    Args:
-        model: a causal language model.
-        max_position_embeddings: the limit in its config; None: it has none.
     """
     name = type(model).__name__
     text_config = model.config.get_text_config(decoder=True)

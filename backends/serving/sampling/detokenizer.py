@@ -76,15 +76,10 @@ class Detokenizer:
 
 @attrs.frozen
 class TokenSpelling:
-    """The text and bytes of one token, which need not be whole characters.
+    """The text and bytes of one token, which need not be whole characters."""
 
-    Attributes:
-        text: text that the token adds; incomplete characters are shown as replacement characters.
-        utf8: its bytes; None: the tokenizer does not tell them.
-    """
-
-    text: str
-    utf8: bytes | None
+    text: str  # text that the token adds; incomplete characters are shown as replacement characters
+    utf8: bytes | None  # its bytes; None: the tokenizer does not tell them
 
 
 class NamingTokenizer(Tokenizer, Protocol):

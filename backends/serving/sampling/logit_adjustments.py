@@ -28,12 +28,7 @@ class SeenTokens:
     """The distinct tokens that a request has seen, in order, and how often its output holds each, for penalties."""
 
     def __init__(self, prompt_token_ids: Iterable[int], max_output_tokens: int) -> None:
-        """Start with a prompt's tokens, none of which is in the output.
-
-        Args:
-            prompt_token_ids: prompt tokens that count as seen.
-            max_output_tokens: most calls of `add`.
-        """
+        """Start with the prompt's tokens, none of them in the output; `add` may be called `max_output_tokens` times."""
         distinct = list(dict.fromkeys(int(token_id) for token_id in prompt_token_ids))
         self._place_of = {token_id: place for place, token_id in enumerate(distinct)}
         self._token_ids = np.zeros(len(distinct) + max_output_tokens, dtype=np.int64)
@@ -59,21 +54,13 @@ class SeenTokens:
 
 @attrs.frozen(eq=False)
 class LogitAdjustment:
-    """The changes to one row of logits.
+    """The changes to one row of logits."""
 
-    Attributes:
-        settings: the settings with the penalties.
-        never: int64 `[num_tokens]`, tokens that are not allowed.
-        biased: int64 `[num_biased]`, tokens whose logits are biased.
-        biases: float64 `[num_biased]`.
-        seen: tokens for the penalties; None: there are no penalties.
-    """
-
-    settings: SamplingSettings
-    never: NDArray[np.int64]
-    biased: NDArray[np.int64]
-    biases: NDArray[np.float64]
-    seen: SeenTokens | None
+    settings: SamplingSettings  # the settings with the penalties
+    never: NDArray[np.int64]  # int64 `[num_tokens]`, tokens that are not allowed
+    biased: NDArray[np.int64]  # int64 `[num_biased]`, tokens whose logits are biased
+    biases: NDArray[np.float64]  # float64 `[num_biased]`
+    seen: SeenTokens | None  # tokens for the penalties; None: there are no penalties
 
     @property
     def num_entries(self) -> int:
@@ -85,13 +72,7 @@ class LogitAdjuster:
     """Makes one request's adjustment for each output. It depends on the tokens only, so preemption is harmless."""
 
     def __init__(self, settings: SamplingSettings, prompt_token_ids: NDArray[np.int64], rules: TokenRules) -> None:
-        """Start with an empty output.
-
-        Args:
-            settings: the request's settings.
-            prompt_token_ids: int64 `[num_prompt_tokens]`.
-            rules: the token rules of these settings.
-        """
+        """Start with an empty output; `prompt_token_ids`: int64 `[num_prompt_tokens]`."""
         self._settings = settings
         self._prompt_token_ids = prompt_token_ids
         self._rules = rules

@@ -21,16 +21,11 @@ _DRAW_BITS = 52
 
 @attrs.frozen
 class ChosenToken:
-    """One output token.
+    """One output token."""
 
-    Attributes:
-        token_id: the token.
-        logprob: its log probability, if requested.
-        top_logprobs: (token, log probability) of the likeliest tokens, in descending order, if requested.
-    """
-
-    token_id: int
-    logprob: float | None = None
+    token_id: int  # the token
+    logprob: float | None = None  # its log probability, if requested
+    # (token, log probability) of the likeliest tokens, in descending order, if requested.
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
@@ -69,17 +64,11 @@ class ChosenTokens:
 
 @attrs.frozen(eq=False)
 class NextToken:
-    """How to choose the token of one row of logits.
+    """How to choose the token of one row of logits."""
 
-    Attributes:
-        settings: settings of the row's request.
-        draw: the `uniform` number of its output; unused in a greedy row.
-        adjustment: changes to the row before the draw; None: none.
-    """
-
-    settings: SamplingSettings
-    draw: float
-    adjustment: LogitAdjustment | None
+    settings: SamplingSettings  # settings of the row's request
+    draw: float  # the `uniform` number of its output; unused in a greedy row
+    adjustment: LogitAdjustment | None  # changes to the row before the draw; None: none
 
 
 def choose_tokens(logits: torch.Tensor, wanted: Sequence[NextToken]) -> ChosenTokens:

@@ -183,18 +183,13 @@ class TokenRules:
     """The settings about single tokens, in the form that every step needs.
 
     They are made once for all outputs that share them, since lists may be as long as a vocabulary.
-
-    Attributes:
-        ends: tokens that end an output.
-        held_back: int64 `[num_tokens]`, the tokens of `ends` not allowed in the first `min_tokens` tokens: all or none.
-        biased: int64 `[num_biased]`, tokens whose logits are biased.
-        biases: float64 `[num_biased]`.
     """
 
-    ends: frozenset[int]
+    ends: frozenset[int]  # tokens that end an output
+    # int64 `[num_tokens]`, the tokens of `ends` not allowed in the first `min_tokens` tokens: all or none.
     held_back: NDArray[np.int64]
-    biased: NDArray[np.int64]
-    biases: NDArray[np.float64]
+    biased: NDArray[np.int64]  # int64 `[num_biased]`, tokens whose logits are biased
+    biases: NDArray[np.float64]  # float64 `[num_biased]`
 
     @classmethod
     def of(cls, settings: SamplingSettings, eos_token_ids: Collection[int] = ()) -> "TokenRules":

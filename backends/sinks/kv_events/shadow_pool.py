@@ -15,19 +15,13 @@ Address: TypeAlias = tuple[int, BlockHash]
 
 @attrs.define
 class ShadowBlock:
-    """A cached block.
+    """A cached block."""
 
-    Attributes:
-        copies: medium -> number of its blocks that carry the hash.
-        parent: the hash of the block before it; None at the start, or if the stream does not tell.
-        stored: the event that first reported the block; kept only if the pool describes itself.
-        place: the block's position in that event.
-    """
-
-    copies: dict[str, int]
-    parent: BlockHash | None
+    copies: dict[str, int]  # medium -> number of its blocks that carry the hash
+    parent: BlockHash | None  # the hash of the block before it; None at the start, or if the stream does not tell
+    # The event that first reported the block; kept only if the pool describes itself.
     stored: BlockStored | None = attrs.field(default=None, repr=False)
-    place: int = 0
+    place: int = 0  # the block's position in that event
 
 
 class ShadowPool:

@@ -26,27 +26,16 @@ class Gap:
 
 @attrs.define
 class StreamCounts:
-    """Counts of what happened to a stream.
+    """Counts of what happened to a stream."""
 
-    Attributes:
-        applied: batches applied, each once.
-        duplicates: messages that repeated another, or came after a replay had replaced them.
-        gaps: gaps found.
-        replayed: batches that a replay brought.
-        unrecoverable: batches lost for good.
-        restarts: restarts of the producer.
-        snapshots: times the whole state was replaced by a snapshot.
-        undecodable: messages that were no batch.
-    """
-
-    applied: int = 0
-    duplicates: int = 0
-    gaps: int = 0
-    replayed: int = 0
-    unrecoverable: int = 0
-    restarts: int = 0
-    snapshots: int = 0
-    undecodable: int = 0
+    applied: int = 0  # batches applied, each once
+    duplicates: int = 0  # messages that repeated another, or came after a replay had replaced them
+    gaps: int = 0  # gaps found
+    replayed: int = 0  # batches that a replay brought
+    unrecoverable: int = 0  # batches lost for good
+    restarts: int = 0  # restarts of the producer
+    snapshots: int = 0  # times the whole state was replaced by a snapshot
+    undecodable: int = 0  # messages that were no batch
 
 
 class StreamOrder:

@@ -98,14 +98,9 @@ class SnapshotFold:
 def close_segment(
     directory: Path, manifest: Manifest, next_commit: int, fold: SnapshotFold | LedgerState, open_next: bool
 ) -> tuple[Manifest, StreamWriter | None]:
-    """Turn the open segment into a closed one and open the next if `open_next`.
+    """Turn the open segment into a closed one, and open the next if `open_next`.
 
-    Args:
-        directory: directory of the log.
-        manifest: its manifest.
-        next_commit: the first commit after the segment.
-        fold: the state after the segment, or the fold that will reach it.
-        open_next: whether to open the next segment.
+    `next_commit` is the first commit after the segment, `fold` the state after it or the fold that will reach it.
 
     Returns:
         The new manifest, and the writer of the next segment.

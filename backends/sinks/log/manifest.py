@@ -36,48 +36,28 @@ def snapshot_name(number: int) -> str:
 
 @attrs.frozen
 class ClosedSegment:
-    """The manifest's entry for a closed segment.
+    """The manifest's entry for a closed segment."""
 
-    Attributes:
-        number: position in the log.
-        file: file name in the directory.
-        first_commit: the first commit that it could hold, and the first that it holds if it holds any.
-        last_commit: the last commit; `first_commit - 1` if it holds only notes.
-        num_rows: events and notes.
-        first_time_ns: the earliest time in it; None without a clock.
-        last_time_ns: the latest time in it.
-        size_bytes: size of the file.
-        crc32: CRC-32 of the file, in hexadecimal digits.
-    """
-
-    number: int
-    file: str
-    first_commit: int
-    last_commit: int
-    num_rows: int
-    first_time_ns: int | None
-    last_time_ns: int | None
-    size_bytes: int
-    crc32: str
+    number: int  # position in the log
+    file: str  # file name in the directory
+    first_commit: int  # the first commit that it could hold, and the first that it holds if it holds any
+    last_commit: int  # the last commit; `first_commit - 1` if it holds only notes
+    num_rows: int  # events and notes
+    first_time_ns: int | None  # the earliest time in it; None without a clock
+    last_time_ns: int | None  # the latest time in it
+    size_bytes: int  # size of the file
+    crc32: str  # CRC-32 of the file, in hexadecimal digits
 
 
 @attrs.frozen
 class Manifest:
-    """The description of a log: enough to know it without opening a segment. It is replaced whole, under a checksum.
+    """The description of a log: enough to know it without opening a segment. It is replaced whole, under a checksum."""
 
-    Attributes:
-        header: description of the run, as its command wrote it (plain JSON values).
-        clock: what `time_ns` counts from: "simulated" (the start of the run), "unix", or None without times.
-        closed: the closed segments, in order.
-        open_segment: number of the open segment; None once the log was closed.
-        next_commit: the first commit of the open segment, or of the segment that would come next.
-    """
-
-    header: dict[str, Any]
-    clock: str | None
-    closed: tuple[ClosedSegment, ...] = ()
-    open_segment: int | None = None
-    next_commit: int = 0
+    header: dict[str, Any]  # description of the run, as its command wrote it (plain JSON values)
+    clock: str | None  # what `time_ns` counts from: "simulated" (the start of the run), "unix", or None without times
+    closed: tuple[ClosedSegment, ...] = ()  # the closed segments, in order
+    open_segment: int | None = None  # number of the open segment; None once the log was closed
+    next_commit: int = 0  # the first commit of the open segment, or of the segment that would come next
 
     def save(self, directory: Path) -> None:
         """Replace the manifest of a directory."""

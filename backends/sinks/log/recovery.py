@@ -16,21 +16,14 @@ from .stream import StreamReader, TornTail
 
 @attrs.frozen
 class Recovery:
-    """What was found when a log was opened for writing.
+    """What was found when a log was opened for writing."""
 
-    Attributes:
-        next_commit: the commit that the log expects next; all commits before it are complete.
-        torn: the bytes after the last complete batch; `kept_as` holds them now.
-        kept_as: the file that holds them.
-        undone: files of an interrupted change that were removed; each repeated what another file holds.
-        stream_bytes: complete bytes of the open segment; None if the log has none.
-    """
-
-    next_commit: int
-    torn: TornTail | None = None
-    kept_as: str | None = None
+    next_commit: int  # the commit that the log expects next; all commits before it are complete
+    torn: TornTail | None = None  # the bytes after the last complete batch; `kept_as` holds them now
+    kept_as: str | None = None  # the file that holds them
+    # Files of an interrupted change that were removed; each repeated what another file holds.
     undone: tuple[str, ...] = ()
-    stream_bytes: int | None = None
+    stream_bytes: int | None = None  # complete bytes of the open segment; None if the log has none
 
     def describe(self) -> list[str]:
         """Return what a user should know, one sentence each; nothing if the log was closed properly."""

@@ -108,9 +108,7 @@ class StreamReader:
     def __init__(self, path: Path, next_commit: int | None = None) -> None:
         """Open the file and check its schema message.
 
-        Args:
-            path: the file.
-            next_commit: the commit that damage at the very start would affect, for the error.
+        `next_commit` is the commit that damage at the very start would affect, for the error.
 
         Raises:
             LogDamagedError: the schema message is not what was written, or of a layout that this version cannot read.

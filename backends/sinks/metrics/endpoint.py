@@ -14,21 +14,14 @@ from ....core.errors import InputError
 
 @attrs.frozen
 class Figure:
-    """One metric value.
+    """One metric value."""
 
-    Attributes:
-        name: vLLM's name if it means the same, else a name that begins with "kvledger:"; without a counter's "_total".
-        kind: the metric's type for Prometheus.
-        text: the help text, with the unit.
-        value: the value now; NaN omits the figure.
-        labels: labels that distinguish it from others with the same name.
-    """
-
+    # vLLM's name if it means the same, else a name that begins with "kvledger:"; without a counter's "_total".
     name: str
-    kind: Literal["gauge", "counter"]
-    text: str
-    value: float
-    labels: Mapping[str, str] = attrs.field(factory=dict)
+    kind: Literal["gauge", "counter"]  # the metric's type for Prometheus
+    text: str  # the help text, with the unit
+    value: float  # the value now; NaN omits the figure
+    labels: Mapping[str, str] = attrs.field(factory=dict)  # labels that distinguish it from others with the same name
 
 
 class HasFigures(Protocol):

@@ -2,9 +2,9 @@
 
 import attrs
 import pytest
+from kvledger.core.deployment.deployment import Deployment
 from kvledger.core.deployment.estimates import (
     EstimateConstants,
-    StepShape,
     activation_row,
     capture_sizes,
     encoder_row,
@@ -23,21 +23,17 @@ GIB = 1 << 30
 CONSTANTS = EstimateConstants()
 
 
-def shape(**changes: int | bool) -> StepShape:
-    settings = {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "tensor_parallel_size": 1} | changes
-    return StepShape(**settings)
+def activation(
+    geometry: ModelGeometry, num_layers: int = 32, constants: EstimateConstants = CONSTANTS, **changes: int
+) -> LedgerRow:
+    step = {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "tensor_parallel_size": 1} | changes
+    return activation_row(geometry, range(num_layers), dtype="bf16", constants=constants, **step)
 
 
-def activation(geometry: ModelGeometry, holds_head: bool = True, **changes: int) -> LedgerRow:
-    return activation_row(
-        geometry.weights.layers,
-        hidden_size=geometry.hidden_size,
-        vocab_size=geometry.vocab_size,
-        dtype="bf16",
-        shape=shape(**changes),
-        holds_head=holds_head,
-        constants=CONSTANTS,
-    )
+def deployment(**changes: int) -> Deployment:
+    memory = {"total_bytes": 80 * GIB, "free_bytes": 80 * GIB, "utilization": 0.9}
+    step = {"max_num_batched_tokens": 8192, "max_num_seqs": 256} | changes
+    return Deployment(geometry=builtin_geometry("llama-3.1-8b"), **memory, **step)
 
 
 def test_a_full_sampling_step_is_the_peak_of_a_small_model_with_a_large_vocabulary() -> None:
@@ -52,27 +48,27 @@ def test_the_sampler_of_the_first_rank_is_what_the_second_did_not_need() -> None
     # Two ranks of one server: 7.465 and 8.69 GiB were left for the cache, and the second, which did not sample, had an
     # activation peak of 0.19 GiB (vllm#13061).
     measured = 8.69 * GIB - 8_015_314_944 + 0.19 * GIB
-    row = activation(builtin_geometry("qwen2.5-14b"), tensor_parallel_size=2)
+    row = activation(builtin_geometry("qwen2.5-14b"), 48, tensor_parallel_size=2)
     assert row.low_bytes < measured < row.high_bytes
     assert abs(row.num_bytes - measured) < 0.15 * GIB
 
 
 def test_the_forward_pass_is_the_peak_of_a_wide_model_with_many_tokens() -> None:
     geometry = builtin_geometry("llama-3.1-70b")
-    row = activation(geometry, max_num_seqs=16)
+    row = activation(geometry, 80, max_num_seqs=16)
     assert row.formula.startswith("forward pass")
     assert row.num_bytes == 8192 * 2 * (3 * 8192 + 3 * 28672)
-    assert activation(geometry, max_num_seqs=16, tensor_parallel_size=4).num_bytes < row.num_bytes
+    assert activation(geometry, 80, max_num_seqs=16, tensor_parallel_size=4).num_bytes < row.num_bytes
 
 
 def test_a_stage_without_the_output_matrix_does_not_sample() -> None:
     geometry = builtin_geometry("llama-3-8b")
-    assert activation(geometry, holds_head=False).formula.startswith("forward pass")
+    assert activation(geometry, 16).formula.startswith("forward pass")
 
 
 def test_activations_grow_with_the_tokens_of_a_step() -> None:
     geometry = builtin_geometry("llama-3.1-70b")
-    sizes = [activation(geometry, max_num_batched_tokens=tokens).num_bytes for tokens in (512, 2048, 8192, 32768)]
+    sizes = [activation(geometry, 80, max_num_batched_tokens=tokens).num_bytes for tokens in (512, 2048, 8192, 32768)]
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
 
 
@@ -121,35 +117,30 @@ def test_a_scheme_that_leaves_a_question_widens_the_range_and_says_what() -> Non
 
 
 def test_collectives_cost_memory_only_where_ranks_talk() -> None:
-    alone, two = non_torch_row(shape(), CONSTANTS), non_torch_row(shape(tensor_parallel_size=2), CONSTANTS)
+    alone, two = non_torch_row(1, CONSTANTS), non_torch_row(2, CONSTANTS)
     assert alone.num_bytes == CONSTANTS.non_torch_bytes
     assert two.num_bytes == alone.num_bytes + CONSTANTS.collective_bytes
-    assert non_torch_row(shape(pipeline_parallel_size=2), CONSTANTS).num_bytes == two.num_bytes
+    assert non_torch_row(8, CONSTANTS).num_bytes == two.num_bytes
 
 
 def test_graphs_are_captured_up_to_twice_the_requests() -> None:
     assert capture_sizes(4) == (1, 2, 4, 8)
     assert capture_sizes(256)[-1] == capture_sizes(10_000)[-1] == 512
     assert len(capture_sizes(256)) == 3 + 31 + 17
-    row = graph_row(32, shape(max_num_seqs=4), CONSTANTS)
-    assert row is not None and row.role is RowRole.GRAPHS
+    row = graph_row(32, 4, CONSTANTS)
+    assert row.role is RowRole.GRAPHS
     assert row.num_bytes == (4 + 3) * 32 * CONSTANTS.graph_bytes_per_layer
-    assert graph_row(32, shape(enforce_eager=True), CONSTANTS) is None
+    eager = deployment(max_num_seqs=4, enforce_eager=True)
+    assert "CUDA graphs" not in {row.name for row in eager.non_kv_rows(range(32))}
+    captured = attrs.evolve(eager, enforce_eager=False)
+    assert row in captured.non_kv_rows(range(32))
 
 
 def test_every_constant_can_be_overridden() -> None:
     lean = attrs.evolve(CONSTANTS, sampler_bytes_per_logit=8, non_torch_bytes=1)
-    assert non_torch_row(shape(), lean).num_bytes == 1
+    assert non_torch_row(1, lean).num_bytes == 1
     geometry = builtin_geometry("llama-3-8b")
-    row = activation_row(
-        geometry.weights.layers,
-        hidden_size=4096,
-        vocab_size=128_256,
-        dtype="bf16",
-        shape=shape(),
-        holds_head=True,
-        constants=lean,
-    )
+    row = activation(geometry, constants=lean)
     assert row.num_bytes < activation(geometry).num_bytes
 
 
@@ -177,7 +168,7 @@ def test_a_version_that_is_no_number_is_refused(version: str) -> None:
 @pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size"])
 def test_a_step_of_nothing_is_refused(name: str) -> None:
     with pytest.raises(InputError, match=f"{name} is 0"):
-        shape(**{name: 0})
+        deployment(**{name: 0})
 
 
 def test_a_profiling_step_fills_as_many_requests_as_may_run() -> None:
