@@ -180,31 +180,18 @@ class DraftTree:
 
 @attrs.define
 class SamplingReport:
-    """Totals over all requests.
+    """Totals over all requests."""
 
-    Attributes:
-        num_requests: requests that ran.
-        num_steps: decode steps of all requests.
-        num_forks: branches that began as a fork.
-        num_copied_blocks: blocks copied because a branch wrote into a shared block.
-        held_block_steps: blocks held, summed over steps.
-        unshared_block_steps: blocks that the branches would hold without sharing, summed over steps.
-        max_held_blocks: the most blocks that one request held.
-        sum_of_savings: sum of each request's own saving.
-        num_output_tokens: tokens of the results: samples, beams, or the one answer that drafts speed up.
-        num_branch_tokens: tokens that got a slot in any branch.
-    """
-
-    num_requests: int = 0
-    num_steps: int = 0
-    num_forks: int = 0
-    num_copied_blocks: int = 0
-    held_block_steps: int = 0
-    unshared_block_steps: int = 0
-    max_held_blocks: int = 0
-    sum_of_savings: float = 0.0
-    num_output_tokens: int = 0
-    num_branch_tokens: int = 0
+    num_requests: int = 0  # requests that ran
+    num_steps: int = 0  # decode steps of all requests
+    num_forks: int = 0  # branches that began as a fork
+    num_copied_blocks: int = 0  # blocks copied because a branch wrote into a shared block
+    held_block_steps: int = 0  # blocks held, summed over steps
+    unshared_block_steps: int = 0  # blocks that the branches would hold without sharing, summed over steps
+    max_held_blocks: int = 0  # the most blocks that one request held
+    sum_of_savings: float = 0.0  # sum of each request's own saving
+    num_output_tokens: int = 0  # tokens of the results: samples, beams, or the one answer that drafts speed up
+    num_branch_tokens: int = 0  # tokens that got a slot in any branch
 
     @property
     def saving(self) -> float:

@@ -31,19 +31,12 @@ class HistogramCounts:
 
 @attrs.frozen
 class Metric:
-    """One metric.
+    """One metric."""
 
-    Attributes:
-        name: vLLM's name; counters without the "_total" that the text format adds.
-        kind: metric type in the text format.
-        text: what it counts, and how that differs from a server.
-        read: returns its value now; for `request_success` a dict by reason.
-    """
-
-    name: str
-    kind: Literal["gauge", "counter", "histogram"]
-    text: str
-    read: Callable[[Scheduler, Recorder], Any]
+    name: str  # vLLM's name; counters without the "_total" that the text format adds
+    kind: Literal["gauge", "counter", "histogram"]  # metric type in the text format
+    text: str  # what it counts, and how that differs from a server
+    read: Callable[[Scheduler, Recorder], Any]  # returns its value now; for `request_success` a dict by reason
 
 
 Snapshot = dict[str, Any]

@@ -14,19 +14,9 @@ from ...core.scheduler.scheduler import Scheduler
 from ...core.scheduler.stats import SchedulerStats
 from ...core.types import DraftModel, EventSink, LatencyModel, RemoteTokens, Request
 from ..engine.distributions import LatencySketches, RunHistograms
-from ..engine.engine import NANOSECONDS, AsyncSchedulingEngine, Broadcast, RunListener, SimulatedEngine
+from ..engine.engine import NANOSECONDS, AsyncSchedulingEngine, RunListener, SimulatedEngine
 from ..engine.metrics import Recorder, RequestRecord
-from ..engine.replay import (
-    MAX_REJECTIONS_SHOWN,
-    ReplayReport,
-    preemption_figures,
-    prefix_cache_figures,
-    replay_report,
-    request_figures,
-    share,
-    throughput_figures,
-    timing_figures,
-)
+from ..engine.replay import ReplayReport, counted_figures, replay_report, request_figures, share, timing_figures
 from ..engine.vllm_metrics import take_snapshot
 from .routing import ReplicaView
 from .tiers import Tier, TieredLatency, TierSink, TierStore
@@ -36,17 +26,11 @@ MAX_SERIES_POINTS = 1024
 
 @attrs.frozen
 class EngineName:
-    """Identifies one engine of a fleet.
+    """Identifies one engine of a fleet."""
 
-    Attributes:
-        replica: the server, from 0 in its pool.
-        data_parallel_rank: the rank within the server.
-        pool: "prefill" or "decode" in a disaggregated fleet, else empty.
-    """
-
-    replica: int
-    data_parallel_rank: int = 0
-    pool: str = ""
+    replica: int  # the server, from 0 in its pool
+    data_parallel_rank: int = 0  # the rank within the server
+    pool: str = ""  # "prefill" or "decode" in a disaggregated fleet, else empty
 
     def __str__(self) -> str:
         """`prefill 1.3`; the rank is shown only if it is not the first."""
@@ -66,16 +50,7 @@ def engine_names(num_replicas: int, data_parallel_size: int, pool: str = "") -> 
 
 @attrs.frozen(kw_only=True)
 class EngineParts:
-    """The parts that every engine of a fleet is built from.
-
-    Attributes:
-        drafts_of, sinks_of, tier_sinks_of, listeners_of: called with the index of an engine.
-        on_finished: called with the record of each finished request of any engine.
-        on_finished_on: the same, called with the engine's index first.
-        histograms: whether each engine counts the histograms of vLLM's metrics.
-        tiers: behind every pool; each engine has its own.
-        tier_bytes_per_block: bytes that the copy of one block moves.
-    """
+    """The parts that every engine of a fleet is built from; functions named `..._of` take the index of an engine."""
 
     allocator: AllocatorConfig
     scheduler: SchedulerConfig
@@ -84,13 +59,13 @@ class EngineParts:
     sinks_of: Callable[[int], Iterable[EventSink]] = lambda index: ()
     tier_sinks_of: Callable[[int], Iterable[TierSink]] = lambda index: ()
     listeners_of: Callable[[int], Iterable[RunListener]] = lambda index: ()
-    on_finished: Callable[[RequestRecord], None] | None = None
-    on_finished_on: Callable[[int, RequestRecord], None] | None = None
+    on_finished: Callable[[RequestRecord], None] | None = None  # gets each finished request of any engine
+    on_finished_on: Callable[[int, RequestRecord], None] | None = None  # the same, with the engine's index first
     async_scheduling: bool = False
     macro_steps: bool = True
-    histograms: bool = False
-    tiers: tuple[Tier, ...] = ()
-    tier_bytes_per_block: float | None = None
+    histograms: bool = False  # whether each engine counts the histograms of vLLM's metrics
+    tiers: tuple[Tier, ...] = ()  # behind every pool; each engine has its own
+    tier_bytes_per_block: float | None = None  # bytes that the copy of one block moves
 
     def finished_on(self, index: int) -> Callable[[RequestRecord], None] | None:
         """The callback for each finished request of an engine, or None."""
@@ -108,16 +83,14 @@ class EngineParts:
     def assumptions(self) -> dict[str, object]:
         """The assumptions that every engine shares, without those of the latency model."""
         drafts = self.drafts_of(0)
-        tiers: dict[str, object] = {}
-        if self.tiers:
-            tiers = {
-                "tiers": [str(tier) for tier in self.tiers],
-                "tier_bytes_per_block": self.tier_bytes_per_block,
-                "tier_copies": "a step waits for what it promotes and for the write-back of what it overwrites, side "
-                "by side; copies between tiers delay nothing",
-            }
+        tiers = {
+            "tiers": [str(tier) for tier in self.tiers],
+            "tier_bytes_per_block": self.tier_bytes_per_block,
+            "tier_copies": "a step waits for what it promotes and for the write-back of what it overwrites, side by "
+            "side; copies between tiers delay nothing",
+        }
         return {
-            **tiers,
+            **(tiers if self.tiers else {}),
             "async_scheduling": self.async_scheduling,
             **(drafts.assumptions() if drafts is not None else {}),
         }
@@ -134,11 +107,6 @@ class FleetEngine:
     view: ReplicaView
     tiers: TierStore | None
 
-    @property
-    def rejections(self) -> list[str]:
-        """Messages of the first requests that it refused."""
-        return self.engine.rejections
-
 
 def start_engine(
     env: simpy.Environment,
@@ -151,7 +119,7 @@ def start_engine(
     on_ended: Callable[[Request], None],
     remote: RemoteTokens | None = None,
     keeps_blocks_of: Callable[[Request], bool] | None = None,
-    make_recorder: Callable[[Callable[[], int], int, RunHistograms | None], Recorder] | None = None,
+    make_recorder: Callable[..., Recorder] = Recorder,
 ) -> FleetEngine:
     """Build an engine and start its process.
 
@@ -165,7 +133,7 @@ def start_engine(
         on_ended: called for each request that finished on it or that it refused.
         remote: where a decode engine's tokens come from.
         keeps_blocks_of: whether a prefill engine keeps the blocks of a finished request until they are read.
-        make_recorder: makes the recorder; None: a `Recorder`.
+        make_recorder: makes the recorder, from the arguments of `Recorder`.
     """
 
     def now_ns() -> int:
@@ -173,12 +141,8 @@ def start_engine(
 
     allocator = parts.allocator
     histograms = RunHistograms(allocator.max_model_len) if parts.histograms else None
-    if make_recorder is None:
-        recorder = Recorder(now_ns, allocator.max_num_reqs, histograms, parts.finished_on(index))
-    else:
-        recorder = make_recorder(now_ns, allocator.max_num_reqs, histograms)
-    listeners = tuple(parts.listeners_of(index))
-    watcher = Broadcast(now_ns, recorder, listeners) if listeners else recorder
+    on_finished, listeners = parts.finished_on(index), parts.listeners_of(index)
+    recorder = make_recorder(now_ns, allocator.max_num_reqs, histograms, on_finished, listeners)
     tiers: TierStore | None = None
     if parts.tiers:
         tiers = TierStore(parts.tiers, allocator, parts.tier_bytes_per_block, parts.tier_sinks_of(index))
@@ -186,12 +150,12 @@ def start_engine(
     backend = SimBackend(latency, parts.drafts_of(index))
     view = ReplicaView(now_ns, round(event_delay_s * NANOSECONDS))
     stores = [] if tiers is None else [tiers]
-    ledger = KVCacheAllocator(allocator, sinks=[backend, watcher, view, *stores, *parts.sinks_of(index)])
+    ledger = KVCacheAllocator(allocator, sinks=[backend, recorder, view, *stores, *parts.sinks_of(index)])
     scheduler = Scheduler(parts.scheduler, ledger, tiers, remote, keeps_blocks_of)
     # The copies of a macro-step's evictions would all be charged to the step after it.
     macro_steps = parts.macro_steps and not (tiers is not None and tiers.takes_time)
     engine_class = AsyncSchedulingEngine if parts.async_scheduling else SimulatedEngine
-    engine = engine_class(env, scheduler, backend, watcher, macro_steps, next_reached_ns)
+    engine = engine_class(env, scheduler, backend, recorder, macro_steps, next_reached_ns)
 
     def ended(request: Request) -> None:
         if not request.num_output_tokens:  # refused; the view learns of finished requests from events
@@ -214,38 +178,32 @@ def fleet_report(
     Occupancy is the mean over engines and time, and the maximum of any engine; running and waiting requests over time
     are summed. `stats` replaces the sum of the engines' counters, for requests that two engines served.
     """
-    first = engines[0]
-    report = replay_report(
-        first.scheduler, first.recorder, first.rejections, assumptions, simulated_seconds, wall_seconds
-    )
+    first, recorders = engines[0], [engine.recorder for engine in engines]
+    rejections = [reason for engine in engines for reason in engine.engine.rejections]
+    report = replay_report(first.scheduler, first.recorder, rejections, assumptions, simulated_seconds, wall_seconds)
     stats = stats or summed_stats([engine.scheduler.stats for engine in engines])
     usable_blocks = first.scheduler.allocator.config.num_blocks - 1
-    num_steps = sum(engine.recorder.num_steps for engine in engines)
+    num_steps = sum(recorder.num_steps for recorder in recorders)
     span = simulated_seconds or 1.0
-    held_block_ns = sum(engine.recorder.held_block_ns for engine in engines)
+    held_block_ns = sum(recorder.held_block_ns for recorder in recorders)
     latencies = LatencySketches()
-    for engine in engines:
-        latencies.merge(engine.recorder.latencies)
+    for recorder in recorders:
+        latencies.merge(recorder.latencies)
+    counted = counted_figures(stats, sum(recorder.num_output_tokens for recorder in recorders), span)
+    counted["prefix_cache"].update(_tier_hits(engines, stats))
+    snapshots = [take_snapshot(engine.scheduler, engine.recorder) for engine in engines if engine.recorder.histograms]
     return attrs.evolve(
         report,
-        requests=request_figures(stats),
-        prefix_cache={**prefix_cache_figures(stats), **_tier_hits(engines, stats)},
-        preemptions=preemption_figures(stats),
+        **counted,
         kv_cache_usage={
             "mean": held_block_ns / (span * NANOSECONDS * usable_blocks * len(engines)),
-            "max": max(engine.recorder.max_held_blocks for engine in engines) / usable_blocks,
+            "max": max(recorder.max_held_blocks for recorder in recorders) / usable_blocks,
         },
         latencies=latencies.summaries(),
-        throughput=throughput_figures(stats, sum(engine.recorder.num_output_tokens for engine in engines), span),
         steps=num_steps,
-        rejections=[reason for engine in engines for reason in engine.rejections][:MAX_REJECTIONS_SHOWN],
         series=_series(engines),
         snapshot=None,
-        engine_snapshots=[
-            take_snapshot(engine.scheduler, engine.recorder)
-            for engine in engines
-            if engine.recorder.histograms is not None
-        ],
+        engine_snapshots=snapshots,
         replicas=[_engine_figures(engine, simulated_seconds) for engine in engines],
         timing=timing_figures(wall_seconds, num_steps),
     )

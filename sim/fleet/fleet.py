@@ -1,152 +1,33 @@
 """Several engines under one clock, each with its own ledger, and a router in front of them."""
 
-import time
-from collections.abc import Callable, Generator, Iterable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 import simpy
 
 from ...core.allocator.config import AllocatorConfig
-from ...core.errors import InputError
 from ...core.events import Key
 from ...core.types import Request
-from ..engine.arrivals import CLOSED_LOOP, OPEN_LOOP, SessionArrivals, decided_loop, traced_request
+from ..engine.arrivals import TraceArrivals
 from ..engine.engine import NANOSECONDS
 from ..engine.replay import ReplayReport
-from ..traces.trace import Trace, TraceRequest
+from ..traces.trace import TraceRequest
+from ..validators import at_least_one, not_negative
 from .engine import EngineName, EngineParts, engine_names, fleet_report, start_engine
 from .routing import ReplicaView, Routed, Router
-
-__all__ = ["EngineName", "EngineParts", "Fleet", "FleetShape", "replay_fleet"]
-
-
-class FleetArrivals:
-    """Sends the requests of a trace to `route`, at their recorded times or each turn after the answer before it."""
-
-    def __init__(
-        self,
-        env: simpy.Environment,
-        route: Callable[[Request, str | None], None],
-        block_size: int,
-        trace_block_size: int | None,
-    ) -> None:
-        """Prepare; nothing is read before `start`.
-
-        Args:
-            env: the fleet's clock.
-            route: called with each request and the session that it is a turn of.
-            block_size: tokens per block hash of the requests.
-            trace_block_size: tokens that an id of the trace represents; None if it has no ids.
-        """
-        self._env = env
-        self._route = route
-        self._make_request = partial(traced_request, block_size=block_size, trace_block_size=trace_block_size)
-        self._next_ns = float("inf")
-        self._session_of: dict[str, str] = {}
-        self._sessions: SessionArrivals | None = None
-        self.on_ended: Callable[[Request], None] | None = None
-        """Callback for each answered or refused request."""
-        self.last_ended_ns = 0
-
-    def start(
-        self,
-        trace: Iterable[TraceRequest],
-        closed_loop: bool | None,
-        on_progress: Callable[[int], None] | None = None,
-    ) -> None:
-        """Begin to read; the clock and the answers drive everything that follows.
-
-        Raises:
-            InputError: a closed loop is asked of a trace that links no turns.
-        """
-        on_progress = on_progress or (lambda count: None)
-        if not decided_loop(trace, closed_loop):
-            self._env.process(self._open_loop(trace, on_progress))
-            return
-        num_sent = 0
-
-        def make(row: TraceRequest, ordinal: int, arrival_s: float) -> Request:
-            nonlocal num_sent
-            request = self._make_request(row, ordinal, arrival_s)
-            if row.turn is not None:
-                self._session_of[request.request_id] = row.turn.session
-            num_sent += 1
-            on_progress(num_sent)
-            return request
-
-        unknown = not isinstance(trace, Trace) or trace.info.records_think_times
-        self._sessions = SessionArrivals(self._env, self, trace, make, waits_for_unknown_answers=unknown)
-        self._sessions.start()
-
-    def submit(self, request: Request) -> bool:
-        """A session sends its next turn."""
-        self._route(request, self._session_of.pop(request.request_id, None))
-        return True
-
-    def ended(self, request: Request) -> None:
-        """A request was answered or refused."""
-        self.last_ended_ns = int(self._env.now)
-        if self.on_ended is not None:
-            self.on_ended(request)
-
-    def next_arrival_ns(self) -> float:
-        """The earliest time of the next request. In a closed loop, any engine's step may cause one."""
-        return self._next_ns if self._sessions is None else self._env.peek()
-
-    @property
-    def is_closed_loop(self) -> bool:
-        """Whether turns wait for answers."""
-        return self._sessions is not None
-
-    def assumptions(self) -> dict[str, object]:
-        """Open or closed loop, for the report."""
-        late = 0 if self._sessions is None else self._sessions.num_late
-        return {
-            "arrivals": OPEN_LOOP if self._sessions is None else CLOSED_LOOP,
-            **({"turns_sent_late": late} if late else {}),
-        }
-
-    def _open_loop(
-        self, trace: Iterable[TraceRequest], on_progress: Callable[[int], None]
-    ) -> Generator[simpy.Event, Any, None]:
-        env = self._env
-        for ordinal, row in enumerate(trace):
-            arrival_ns = round(row.arrival_s * NANOSECONDS)
-            if arrival_ns > env.now:
-                self._next_ns = arrival_ns
-                yield env.timeout(arrival_ns - env.now)
-            request = self._make_request(row, ordinal, row.arrival_s)
-            self._route(request, None if row.turn is None else row.turn.session)
-            on_progress(ordinal + 1)
-        self._next_ns = float("inf")
-
-
-def _at_least_one(_: object, attribute: "attrs.Attribute[int]", value: int) -> None:
-    if value < 1:
-        raise InputError(f"{attribute.name} is {value}; it must be at least 1")
-
-
-def _not_negative(_: object, attribute: "attrs.Attribute[float]", value: float) -> None:
-    if not 0 <= value < float("inf"):
-        raise InputError(f"{attribute.name} is {value}; it must be a number of seconds, 0 or more")
 
 
 @attrs.frozen(kw_only=True)
 class FleetShape:
     """The number of engines, and the delay of the events that a router sees.
 
-    Attributes:
-        num_replicas: servers.
-        data_parallel_size: ranks of each server, each with its own ledger. The router sees ranks, as KV events name
-            them (`data_parallel_rank`), and sends requests to ranks.
-        event_delay_s: time from a commit of an engine until the router knows of it.
+    A replica is a server with `data_parallel_size` ranks, each with its own ledger. The router sees ranks, as KV events
+    name them (`data_parallel_rank`), and sends requests to ranks; it knows of a commit `event_delay_s` after it.
     """
 
-    num_replicas: int = attrs.field(validator=_at_least_one)
-    data_parallel_size: int = attrs.field(default=1, validator=_at_least_one)
-    event_delay_s: float = attrs.field(default=0.0, validator=_not_negative)
+    num_replicas: int = attrs.field(validator=at_least_one)
+    data_parallel_size: int = attrs.field(default=1, validator=at_least_one)
+    event_delay_s: float = attrs.field(default=0.0, validator=not_negative)
 
     @property
     def engine_names(self) -> list[EngineName]:
@@ -159,7 +40,7 @@ class Fleet:
 
     def __init__(self, shape: FleetShape, parts: EngineParts, router: Router, trace_block_size: int | None) -> None:
         self.env = simpy.Environment()
-        self.arrivals = FleetArrivals(self.env, self._route, parts.allocator.hash_block_size, trace_block_size)
+        self.arrivals = TraceArrivals(self.env, self._route, parts.allocator.hash_block_size, trace_block_size)
         self._dispatcher = Dispatcher(router, parts.allocator)
         self.engines = [
             start_engine(
@@ -180,10 +61,9 @@ class Fleet:
         trace: Iterable[TraceRequest],
         on_progress: Callable[[int], None] | None = None,
         closed_loop: bool | None = False,
-    ) -> None:
-        """Serve every request of the trace to its end."""
-        self.arrivals.start(trace, closed_loop, on_progress)
-        self.env.run()
+    ) -> float:
+        """Serve every request of the trace to its end; return the wall seconds that it took."""
+        return self.arrivals.run(trace, closed_loop, on_progress)
 
     def _route(self, request: Request, session: str | None) -> None:
         chosen = self._dispatcher.choose(request, session, self.views)
@@ -239,17 +119,14 @@ def replay_fleet(
         parts: what each engine is built from.
         router: chooses an engine for each request.
         trace_block_size: tokens that an id of the trace represents; None if it has no ids.
-        closed_loop: whether a session's next turn waits for the answer before it, or comes at its recorded time. None:
-            closed if the trace records think times.
+        closed_loop: as for `TraceArrivals.run`.
         on_progress: called with the number of requests routed so far.
 
     Raises:
         InputError: a closed loop is asked of a trace that links no turns.
     """
     fleet = Fleet(shape, parts, router, trace_block_size)
-    started = time.perf_counter()
-    fleet.run(trace, on_progress, closed_loop)
-    wall_seconds = time.perf_counter() - started
+    wall_seconds = fleet.run(trace, on_progress, closed_loop)
     assumptions = {
         "num_replicas": shape.num_replicas,
         "data_parallel_size": shape.data_parallel_size,

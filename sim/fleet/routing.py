@@ -189,19 +189,12 @@ MAX_CONVERSATIONS = 1 << 20
 
 @attrs.frozen(kw_only=True)
 class Routed:
-    """A request as a router sees it.
+    """A request as a router sees it."""
 
-    Attributes:
-        request: the request.
-        keys: hashes of the complete blocks of its prompt, in the group that the views follow.
-        block_size: tokens in such a block.
-        session: the session that it is a turn of, if the trace records it.
-    """
-
-    request: Request
-    keys: Sequence[Key]
-    block_size: int
-    session: str | None = None
+    request: Request  # the request
+    keys: Sequence[Key]  # hashes of the complete blocks of its prompt, in the group that the views follow
+    block_size: int  # tokens in such a block
+    session: str | None = None  # the session that it is a turn of, if the trace records it
 
 
 class Router(Protocol):

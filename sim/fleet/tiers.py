@@ -38,21 +38,13 @@ from ...core.types import LatencyModel, Request, StepLoad
 
 @attrs.define
 class TierCounts:
-    """Counts of one tier's blocks: `came_in == promoted + superseded + moved_on + cleared + held`.
+    """Counts of one tier's blocks: `came_in == promoted + superseded + moved_on + cleared + held`."""
 
-    Attributes:
-        came_in: written to it, from the pool or from the tier before.
-        promoted: copied back into the pool on a hit.
-        superseded: dropped because the pool computed the same content again.
-        moved_on: pushed out to the next tier, or from the last tier out of the cache.
-        cleared: dropped when the prefix cache was reset.
-    """
-
-    came_in: int = 0
-    promoted: int = 0
-    superseded: int = 0
-    moved_on: int = 0
-    cleared: int = 0
+    came_in: int = 0  # written to it, from the pool or from the tier before
+    promoted: int = 0  # copied back into the pool on a hit
+    superseded: int = 0  # dropped because the pool computed the same content again
+    moved_on: int = 0  # pushed out to the next tier, or from the last tier out of the cache
+    cleared: int = 0  # dropped when the prefix cache was reset
 
 
 class TierState:

@@ -33,19 +33,12 @@ _DIFFERENCE = 1e-6
 
 @attrs.frozen(kw_only=True)
 class MeasuredStep:
-    """One measurement.
+    """One measurement."""
 
-    Attributes:
-        latency: the deployment that was measured; only its factors change.
-        load: what the step computed (means over many steps are fine: the model is close to linear in them).
-        seconds: how long it took.
-        label: its name in reports; measurements with one label are left out together.
-    """
-
-    latency: RooflineLatency
-    load: StepLoad
-    seconds: float
-    label: str
+    latency: RooflineLatency  # the deployment that was measured; only its factors change
+    load: StepLoad  # what the step computed (means over many steps are fine: the model is close to linear in them)
+    seconds: float  # how long it took
+    label: str  # its name in reports; measurements with one label are left out together
 
     def __attrs_post_init__(self) -> None:
         if not 0 < self.seconds < math.inf:

@@ -13,40 +13,24 @@ from ...core.quantities import GIB
 
 @attrs.frozen(kw_only=True)
 class Link:
-    """The interconnect between the GPUs of one node.
+    """The interconnect between the GPUs of one node."""
 
-    Attributes:
-        name: its name.
-        bytes_per_s: per GPU, both directions together as in datasheets; one direction is half of it.
-    """
-
-    name: str
-    bytes_per_s: float
+    name: str  # its name
+    bytes_per_s: float  # per GPU, both directions together as in datasheets; one direction is half of it
 
 
 @attrs.frozen(kw_only=True)
 class Device:
-    """One accelerator.
+    """One accelerator."""
 
-    Attributes:
-        name: as `--gpu` takes it.
-        label_gb: memory on the label, in the vendor's GB.
-        total_bytes: total memory that the driver reports, or an assumption about it.
-        total_source: which of the two, and its source.
-        bandwidth_bytes_per_s: memory bandwidth (datasheet).
-        bf16_flops: dense bf16 FLOP/s (datasheet).
-        fp8_flops: dense fp8 FLOP/s (datasheet); None where the device has no fp8 units.
-        link: to the other GPUs of a node (datasheet).
-    """
-
-    name: str
-    label_gb: int
-    total_bytes: int
-    total_source: str
-    bandwidth_bytes_per_s: float
-    bf16_flops: float
-    fp8_flops: float | None
-    link: Link
+    name: str  # as `--gpu` takes it
+    label_gb: int  # memory on the label, in the vendor's GB
+    total_bytes: int  # total memory that the driver reports, or an assumption about it
+    total_source: str  # which of the two, and its source
+    bandwidth_bytes_per_s: float  # memory bandwidth (datasheet)
+    bf16_flops: float  # dense bf16 FLOP/s (datasheet)
+    fp8_flops: float | None  # dense fp8 FLOP/s (datasheet); None where the device has no fp8 units
+    link: Link  # to the other GPUs of a node (datasheet)
 
 
 _PCIE4 = Link(name="PCIe 4 x16", bytes_per_s=64e9)

@@ -32,25 +32,15 @@ from .devices import Device
 
 @attrs.frozen(kw_only=True)
 class LatencyInputs:
-    """Everything that a latency model can be made from; None: not given.
+    """Everything that a latency model can be made from; None: not given."""
 
-    Attributes:
-        base_ms: fixed time of a step, milliseconds.
-        us_per_prefill_token: microseconds per prompt token.
-        us_per_decoding_sequence: microseconds per decoding request.
-        latency_table: path of a CSV file of measured steps.
-        deployment: model, ranks and limits.
-        device: the GPU of each rank.
-        weights_dtype: a quantization scheme, a dtype, or `auto`: what the model's config says.
-    """
-
-    base_ms: float | None = None
-    us_per_prefill_token: float | None = None
-    us_per_decoding_sequence: float | None = None
-    latency_table: str | None = None
-    deployment: Deployment | None = None
-    device: Device | None = None
-    weights_dtype: str = "auto"
+    base_ms: float | None = None  # fixed time of a step, milliseconds
+    us_per_prefill_token: float | None = None  # microseconds per prompt token
+    us_per_decoding_sequence: float | None = None  # microseconds per decoding request
+    latency_table: str | None = None  # path of a CSV file of measured steps
+    deployment: Deployment | None = None  # model, ranks and limits
+    device: Device | None = None  # the GPU of each rank
+    weights_dtype: str = "auto"  # a quantization scheme, a dtype, or `auto`: what the model's config says
 
 
 # Inputs that only some models read. Giving one to another model is an error.

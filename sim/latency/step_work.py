@@ -50,23 +50,14 @@ class AttentionWork:
 
 @attrs.frozen(kw_only=True)
 class ExpertWork:
-    """Routed experts of all layers that have them, on one rank.
+    """Routed experts of all layers that have them, on one rank."""
 
-    Attributes:
-        num_layers: layers with experts.
-        num_experts: experts per layer.
-        experts_per_token: experts that a token visits per layer.
-        bytes_per_expert: bytes of one expert in every layer.
-        flops_per_visit: operations for one token in one expert of every layer.
-        in_eight_bits: whether products run on 8-bit units if the device has them.
-    """
-
-    num_layers: int
-    num_experts: int
-    experts_per_token: int
-    bytes_per_expert: float
-    flops_per_visit: float
-    in_eight_bits: bool
+    num_layers: int  # layers with experts
+    num_experts: int  # experts per layer
+    experts_per_token: int  # experts that a token visits per layer
+    bytes_per_expert: float  # bytes of one expert in every layer
+    flops_per_visit: float  # operations for one token in one expert of every layer
+    in_eight_bits: bool  # whether products run on 8-bit units if the device has them
 
     def expected_distinct(self, num_tokens: NDArray[np.int64], skew: float) -> NDArray[np.float64]:
         """Mean number of a layer's experts that `num_tokens` tokens visit at least once: float64, as `num_tokens`.
@@ -94,33 +85,19 @@ def expert_visit_probabilities(num_experts: int, experts_per_token: int, skew: f
 
 @attrs.frozen(kw_only=True)
 class StepWork:
-    """The work of a step of one model on one tensor-parallel rank.
+    """The work of a step of one model on one tensor-parallel rank."""
 
-    Attributes:
-        num_layers: decoder layers.
-        matrix_bytes: weights of all layers without experts; read once a step.
-        flops_per_token: operations of their products in the model's precision.
-        eight_bit_flops_per_token: operations of the products whose weights and activations have 8 bits.
-        head_bytes: bytes of the output matrix.
-        head_flops_per_token: operations of its product, for each sampled token.
-        attention: attention work, one entry per window.
-        experts: None for a dense model.
-        state_bytes_per_sequence: states of fixed size that a decoding sequence reads and writes.
-        all_reduce_bytes_per_token: bytes of one token's hidden vector.
-        vocab_size: logits of a sampled token.
-    """
-
-    num_layers: int
-    matrix_bytes: float
-    flops_per_token: float
-    eight_bit_flops_per_token: float
-    head_bytes: float
-    head_flops_per_token: float
-    attention: tuple[AttentionWork, ...]
-    experts: ExpertWork | None
-    state_bytes_per_sequence: float
-    all_reduce_bytes_per_token: float
-    vocab_size: int
+    num_layers: int  # decoder layers
+    matrix_bytes: float  # weights of all layers without experts; read once a step
+    flops_per_token: float  # operations of their products in the model's precision
+    eight_bit_flops_per_token: float  # operations of the products whose weights and activations have 8 bits
+    head_bytes: float  # bytes of the output matrix
+    head_flops_per_token: float  # operations of its product, for each sampled token
+    attention: tuple[AttentionWork, ...]  # attention work, one entry per window
+    experts: ExpertWork | None  # None for a dense model
+    state_bytes_per_sequence: float  # states of fixed size that a decoding sequence reads and writes
+    all_reduce_bytes_per_token: float  # bytes of one token's hidden vector
+    vocab_size: int  # logits of a sampled token
 
 
 def weights_format(geometry: ModelGeometry, weights_dtype: str) -> tuple[int, QuantizationScheme | None]:
