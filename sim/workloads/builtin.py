@@ -11,9 +11,9 @@ import attrs
 
 from ...core.registry import Registry
 from ..random_draws import Draws
-from ..traces.rows import TurnRecord
+from ..traces.rows import RowTrace, TurnRecord
 from .multi_turn import MultiTurnParameters, multi_turn_requests
-from .stream import BlockIds, SessionRequest, TurnRequest, Workload, WorkloadModel, merge_sessions, open_stream
+from .stream import BlockIds, SessionRequest, TurnRequest, WorkloadModel, merge_sessions, open_stream
 
 workloads: Registry[Callable[[], WorkloadModel]] = Registry("workload", "kvledger.workloads")
 
@@ -26,7 +26,7 @@ def open_workload(
     skip_first: int = 0,
     limit: int | None = None,
     rate_scale: float = 1.0,
-) -> Workload:
+) -> RowTrace:
     """A `Trace` by name; two with one seed are identical, in every process and on every Python version.
 
     The stream ends after `duration_s` on its own clock (unless given: the length of the trace that it resembles) or

@@ -12,7 +12,7 @@ from ..cache.prompt_blocks import PromptBlocks, read_prompt_blocks
 from ..cache.reuse import reuse_times
 from ..random_draws import Draws
 from ..traces import Trace
-from ..traces.rows import TurnRecord
+from ..traces.rows import RowTrace, TurnRecord
 from .fit import (
     BRANCHES,
     CONTINUES,
@@ -26,7 +26,7 @@ from .fit import (
     OutputLengths,
     fit_parameters,
 )
-from .stream import BlockIds, TurnRequest, Workload, WorkloadModel, open_stream
+from .stream import BlockIds, TurnRequest, WorkloadModel, open_stream
 
 # The best earlier request is searched around the drawn age: within this many requests plus this share of the age. Long
 # prompts are rare, so finding one takes a wider search.
@@ -294,7 +294,7 @@ class FittedWorkload:
             records_think_times=parameters.records_think_times and parameters.links_turns,
         )
 
-    def open(self, *, seed: int = 0, **window: Any) -> Workload:
+    def open(self, *, seed: int = 0, **window: Any) -> RowTrace:
         """A workload; options as in `open_stream`. It lasts as long as the trace unless a duration is given."""
         return open_stream(self.model(), seed=seed, **window)
 
@@ -316,7 +316,7 @@ def fit_workload(trace: Trace) -> FittedWorkload:
     return FittedWorkload(parameters, Shape.of(prompts, output_lengths, parameters.block_size is not None))
 
 
-def open_fitted(trace: Trace, *, seed: int = 0, **window: Any) -> Workload:
+def open_fitted(trace: Trace, *, seed: int = 0, **window: Any) -> RowTrace:
     """Fit to a trace, measure how close the fit is, and open a workload whose report states both."""
     fitted = fit_workload(trace)
     return open_stream(fitted.model(fitted.closeness(seed)), seed=seed, **window)

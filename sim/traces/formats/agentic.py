@@ -275,14 +275,12 @@ class Agentic(TraceFormat):
     arrivals_unless_given = TOGETHER
 
     def matches(self, lines: Sequence[bytes]) -> bool:
-        """Whether the file begins with a conversation's document."""
         head = b"\n".join(lines)
         return b'"requests"' in head and any(
             name in head for name in (b'"hash_id_scope"', b'"block_size"', b'"think_time"')
         )
 
     def block_size_in(self, lines: Sequence[bytes]) -> int | None:
-        """The block size that the first document states at its beginning."""
         found = BLOCK_SIZE.search(b"\n".join(lines))
         return int(found.group(1)) if found and int(found.group(1)) else None
 

@@ -63,20 +63,16 @@ class RequestLog(TraceFormat):
     first_line = '{"arrival_s": ..., "input_tokens": ..., "output_tokens": ..., "session": ...}'
 
     def matches(self, lines: Sequence[bytes]) -> bool:
-        """Whether any line has a field that only this format has."""
         return any(line.startswith(b"{") and field in line for line in lines for field in OWN_FIELDS)
 
     def links_turns(self, lines: Sequence[bytes]) -> bool:
-        """Whether the first lines name sessions."""
         return b'"session"' in b"\n".join(lines)
 
     def records_think_times(self, lines: Sequence[bytes]) -> bool:
-        """Whether the first lines name sessions, and how long answers or clients took."""
         head = b"\n".join(lines)
         return self.links_turns(lines) and (b'"duration_s"' in head or b'"think_time_s"' in head)
 
     def read_rows(self, source: TraceSource) -> Iterator[Row | BadRow]:
-        """Yield a row for every line."""
         return read_objects(source, FIELDS, _Parser(source).row)
 
 
