@@ -1,8 +1,8 @@
 """Latency models by name: how long an engine step takes.
 
 Any object with `step_seconds(load)` and `assumptions()` is a latency model (`core.types.LatencyModel`). A class in the
-registry also has `from_inputs`, which makes the model from what the user gave, and may name in `takes` the inputs that
-it reads:
+registry also has `from_inputs`, which makes the model from what the user gave or raises `InputError` if it needs more,
+and may name in `takes` the inputs that it reads:
 
     @latency_models.register("constant")
     class Constant:
@@ -19,7 +19,7 @@ it reads:
             return {"latency_model": "10 ms a step, whatever it computes (a guess)"}
 """
 
-from typing import Protocol
+from typing import Any
 
 import attrs
 
@@ -47,15 +47,7 @@ class LatencyInputs:
 OWN_INPUTS = ("base_ms", "us_per_prefill_token", "us_per_decoding_sequence", "latency_table")
 
 
-class LatencyFactory(Protocol):
-    """A class of latency models."""
-
-    def from_inputs(self, inputs: LatencyInputs) -> LatencyModel:
-        """Make a model. Raises `InputError` if it needs an input that is not given."""
-        ...
-
-
-latency_models: Registry[LatencyFactory] = Registry("latency model", "kvledger.latency_models")
+latency_models: Registry[type[Any]] = Registry("latency model", "kvledger.latency_models")
 
 
 def make_latency(name: str | None, inputs: LatencyInputs) -> LatencyModel:

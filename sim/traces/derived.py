@@ -90,7 +90,6 @@ class ReblockedTrace:
         )
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """The wrapped trace's requests with other ids."""
         full_only = self._trace.info.full_blocks_only
         for request in self._trace:
             ids = request.hash_ids
@@ -112,7 +111,6 @@ class ChangedTrace:
         return self._trace.info
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """The changed requests."""
         for row in self._trace:
             output_length = max(1, round(row.output_length * self._output))
             turn = None if row.turn is None else row.turn.at_rate(self._rate)
@@ -146,7 +144,6 @@ class SampledTrace:
         return info
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """The samples of one request after the other."""
         num_ids = 0
         has_ids = self._trace.info.trace_block_size is not None
         for request in self._trace:

@@ -24,25 +24,18 @@ LONGEST_PAUSE_S = 86_400
 class TurnRecord:
     """What a row says about its session.
 
-    Attributes:
-        key: later rows name this turn by it. All turns of a linear session share one key, which means the latest turn.
-        after: keys of the turns whose answers this one waits for; unknown keys are ignored.
-        session: the session's name; None: that of the turn before.
-        number: the turn's number from 1; None: one more than the turn before.
-        think_s: recorded seconds from those answers to this turn; None: derived from `answered_s` where possible.
-        keeps_own_gap: whether no think time is derived and only the time between the turns is known.
-        answered_s: recorded seconds from this turn to its answer.
-        num_waiting: how many later turns wait for this one; None where that is not known yet.
+    Later rows name this turn by its `key`. All turns of a linear session share one key, which means the latest turn.
+    `think_s` are the recorded seconds from those answers to this turn; None: derived from `answered_s` where possible.
     """
 
     key: Hashable
-    after: tuple[Hashable, ...] = ()
-    session: str | None = None
-    number: int | None = None
+    after: tuple[Hashable, ...] = ()  # keys of the turns whose answers this one waits for; unknown keys are ignored
+    session: str | None = None  # the session's name; None: that of the turn before
+    number: int | None = None  # the turn's number from 1; None: one more than the turn before
     think_s: float | None = None
-    keeps_own_gap: bool = False
-    answered_s: float | None = None
-    num_waiting: int | None = None
+    keeps_own_gap: bool = False  # whether no think time is derived and only the time between the turns is known
+    answered_s: float | None = None  # recorded seconds from this turn to its answer
+    num_waiting: int | None = None  # how many later turns wait for this one; None where that is not known yet
 
 
 # (place, timestamp in the format's unit, input_length, output_length, hash_ids or None, session or None, priority)
@@ -51,16 +44,13 @@ Row = tuple[int, int | float, int, int, tuple[int, ...] | None, TurnRecord | Non
 
 @attrs.frozen
 class BadRow:
-    """One row that cannot be used. `place` is its line (from 1); bad rows are counted by `reason`, a short fixed key.
+    """One row that cannot be used."""
 
-    `where` names the full place (file, line, entry) if the line of a single file does not identify it.
-    """
-
-    place: int
+    place: int  # its line, from 1
     field: str | None
-    reason: str
+    reason: str  # a short fixed key, by which bad rows are counted
     message: str
-    where: str | None = None
+    where: str | None = None  # the full place (file, line, entry) if the line of a single file does not identify it
 
 
 class RowError(Exception):
@@ -68,13 +58,11 @@ class RowError(Exception):
 
     def __init__(self, reason: str, message: str, field: str | None = None) -> None:
         super().__init__(message)
-        self.reason = reason
-        self.message = message
-        self.field = field
+        self._fault = field, reason, message
 
     def at(self, place: int, where: str | None = None) -> BadRow:
         """The same fault with its line."""
-        return BadRow(place, self.field, self.reason, self.message, where)
+        return BadRow(place, *self._fault, where)
 
 
 # Checks of single values.

@@ -225,7 +225,6 @@ class OutputLengths:
         return self._trace.info
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """The trace's requests."""
         for request in self._trace:
             self._lengths.append(request.output_length)
             yield request
@@ -246,7 +245,6 @@ class _Recorded(OutputLengths):
         self.answered_s = array("d")
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """The trace's requests."""
         index_of: dict[int, int] = {}
         for index, request in enumerate(super().__iter__()):
             turn = request.turn

@@ -21,25 +21,11 @@ import attrs
 
 from ....core.errors import InputError
 from ...random_draws import Draws
+from .. import rows
 from ..checks import RowChecks
 from ..format import TraceFormat, TraceSource, trace_formats
 from ..lines import read_json_values
-from ..rows import (
-    BadRow,
-    Row,
-    RowError,
-    TurnRecord,
-    as_list,
-    as_object,
-    finite_number,
-    hash_ids,
-    num_tokens,
-    optional_seconds,
-    required,
-    shown,
-    timestamp,
-    whole_number,
-)
+from ..rows import BadRow, Row, RowError, TurnRecord
 
 REQUEST_FIELDS = frozenset(("t", "type", "in", "out", "hash_ids", "think_time", "api_time"))
 SUB_CONVERSATION_FIELDS = frozenset(("t", "type", "duration_ms", "status", "requests"))
@@ -112,7 +98,7 @@ class ConversationReader:
         for index, entry in enumerate(entries):
             where = f"{path}[{index}]"
             try:
-                entry = as_object(entry)
+                entry = rows.as_object(entry)
                 if entry.get("type") == SUB_CONVERSATION:
                     items.append(self._sub_conversation(entry, where, clock, usable))
                     continue
@@ -128,23 +114,20 @@ class ConversationReader:
 
     def _request(self, entry: dict[str, object], where: str, clock: float) -> ConversationRequest:
         if entry.get("type", REQUEST_TYPES[0]) not in REQUEST_TYPES:
-            raise RowError(
-                "unknown_type",
-                f"is {shown(entry['type'])}; entries are requests ({', '.join(REQUEST_TYPES)}) or {SUB_CONVERSATION}",
-                "type",
-            )
+            known = f"requests ({', '.join(REQUEST_TYPES)}) or {SUB_CONVERSATION}"
+            raise RowError("unknown_type", f"is {rows.shown(entry['type'])}; entries are {known}", "type")
         self._unused_fields.update(entry.keys() - REQUEST_FIELDS)
         ids = entry.get("hash_ids")
         self._order += 1
         return ConversationRequest(
             where=f"{self._where}: {where}",
             order=self._order,
-            t=clock + timestamp(required(entry, "t"), "t", 1),
-            input_length=num_tokens(required(entry, "in"), "in"),
-            output_length=num_tokens(required(entry, "out"), "out"),
-            hash_ids=None if ids is None else hash_ids(ids, "hash_ids"),
-            think_time=optional_seconds(entry, "think_time"),
-            api_time=(api_time := optional_seconds(entry, "api_time")),
+            t=clock + rows.timestamp(rows.required(entry, "t"), "t", 1),
+            input_length=rows.num_tokens(rows.required(entry, "in"), "in"),
+            output_length=rows.num_tokens(rows.required(entry, "out"), "out"),
+            hash_ids=None if ids is None else rows.hash_ids(ids, "hash_ids"),
+            think_time=rows.optional_seconds(entry, "think_time"),
+            api_time=(api_time := rows.optional_seconds(entry, "api_time")),
             answered_s=api_time,
         )
 
@@ -153,9 +136,9 @@ class ConversationReader:
     ) -> "_SubConversation":
         self._unused_fields.update(entry.keys() - SUB_CONVERSATION_FIELDS)
         requests = entries_of(entry)
-        t = timestamp(required(entry, "t"), "t", 1)
+        t = rows.timestamp(rows.required(entry, "t"), "t", 1)
         duration_ms = entry.get("duration_ms")
-        end = None if duration_ms is None else clock + t + finite_number(duration_ms, "duration_ms") / 1_000
+        end = None if duration_ms is None else clock + t + rows.finite_number(duration_ms, "duration_ms") / 1_000
         # Most recordings keep one clock; a sub-conversation whose first request would precede it has its own clock.
         first = requests[0].get("t") if requests and isinstance(requests[0], dict) else None
         has_own_clock = isinstance(first, int | float) and first < t
@@ -241,7 +224,7 @@ def _set_times(request: ConversationRequest, is_plain: bool) -> None:
 
 def entries_of(document: dict[str, object]) -> list[Any]:
     """The entries of a conversation or a sub-conversation. Raises `RowError` if it has no list of them."""
-    return as_list(required(document, "requests"), "requests", "requests")
+    return rows.as_list(rows.required(document, "requests"), "requests", "requests")
 
 
 FIELDS = frozenset(("id", "block_size", "hash_id_scope", "requests"))
@@ -392,7 +375,7 @@ class _Conversations:
 
     def _read(self, document: Any, where: str) -> ReadConversation:
         info = self._source.info
-        fields = as_object(document)
+        fields = rows.as_object(document)
         info.unused_fields.update(fields.keys() - FIELDS)
         self._check_block_size(fields, where)
         scope = self._scope(fields)
@@ -416,7 +399,7 @@ class _Conversations:
             if self._source.info.trace_block_size_source == "given":
                 return
             raise RowError("missing_field", "is missing; give --trace-block-size", "block_size")
-        block_size = whole_number(fields["block_size"], "block_size", LARGEST_BLOCK_SIZE)
+        block_size = rows.whole_number(fields["block_size"], "block_size", LARGEST_BLOCK_SIZE)
         if block_size != expected:
             raise InputError(
                 f"{where}: field 'block_size' is {block_size}, but ids of this trace stand for {expected} tokens "
@@ -430,7 +413,7 @@ class _Conversations:
             self._source.info.remark("conversations do not say what their hash ids are compared with: taken as local")
             return "local"
         if scope not in SCOPES:
-            raise RowError("unknown_scope", f"is {shown(scope)}; it is local or global", "hash_id_scope")
+            raise RowError("unknown_scope", f"is {rows.shown(scope)}; it is local or global", "hash_id_scope")
         return scope
 
     def _named(self, requests: list[ConversationRequest], scope: str) -> list[NamedRequest]:
