@@ -58,11 +58,11 @@ class RowError(Exception):
 
     def __init__(self, reason: str, message: str, field: str | None = None) -> None:
         super().__init__(message)
-        self._fault = field, reason, message
+        self.reason, self.message, self.field = reason, message, field
 
     def at(self, place: int, where: str | None = None) -> BadRow:
         """The same fault with its line."""
-        return BadRow(place, *self._fault, where)
+        return BadRow(place, self.field, self.reason, self.message, where)
 
 
 # Checks of single values.
