@@ -300,8 +300,7 @@ class SessionArrivals:
         self._sought: set[int] = set()
         self._to_end: deque[Request] = deque()
         self._is_ending = False
-        self.num_late = 0
-        """Turns that were read from the trace only after they were due."""
+        self.num_late = 0  # Turns that were read from the trace only after they were due
         self.last_ns = 0
         """When the last request ended. The clock may run longer: a scheduled time to read is not cancelled."""
 

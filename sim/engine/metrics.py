@@ -134,8 +134,7 @@ class Recorder:
         self.num_output_tokens = 0
         self.busy_ns = 0
         self.max_held_blocks = 0
-        self.held_block_ns = 0
-        """Referenced blocks x nanoseconds for which they were held."""
+        self.held_block_ns = 0  # Referenced blocks x nanoseconds for which they were held
         self._held_blocks = 0
         self._held_since_ns = 0
         # Times of requests without a row: arrival only, or (arrival, first admission, first token, last token).

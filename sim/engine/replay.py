@@ -39,13 +39,11 @@ class ReplayReport:
     series: dict[str, list[float]]
     kv_transfer: dict[str, object] | None = None
     """In a disaggregated fleet: how much was copied between engines, and how long that took."""
-    replicas: list[dict[str, Any]] = attrs.field(factory=list)
-    """In a fleet: the figures of each engine."""
+    replicas: list[dict[str, Any]] = attrs.field(factory=list)  # In a fleet: the figures of each engine
     timing: dict[str, float]
     snapshot: Snapshot | None = None
     """The final state under the names of vLLM's metrics, if histograms were counted; not part of `to_json`."""
-    engine_snapshots: list[Snapshot] = attrs.field(factory=list)
-    """In a fleet: the snapshot of each engine."""
+    engine_snapshots: list[Snapshot] = attrs.field(factory=list)  # In a fleet: the snapshot of each engine
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; everything except `timing` is the same in every run."""
