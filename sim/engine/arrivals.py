@@ -11,6 +11,7 @@ import attrs
 
 from ...core.errors import InputError
 from ...core.types import Request
+from ..traces.derived import names_in_full_blocks
 from ..traces.trace import Trace, TraceRequest, Turn
 
 if TYPE_CHECKING:
@@ -81,15 +82,7 @@ class TraceKeySource:
         num_full, tail_length = divmod(self._input_length, trace_block_size)
         if block_size == trace_block_size:
             return ids[:num_full]
-        keys: list[int] = []
-        if trace_block_size % block_size == 0:
-            for hash_id in ids[:num_full]:
-                start = hash_id * trace_block_size
-                keys.extend(range(start + block_size, start + trace_block_size + 1, block_size))
-        else:
-            for end in range(block_size, num_full * trace_block_size + 1, block_size):
-                trace_block, offset = divmod(end - 1, trace_block_size)
-                keys.append(ids[trace_block] * trace_block_size + offset + 1)
+        keys = names_in_full_blocks(ids[:num_full], trace_block_size, block_size)
         # A trace that names full blocks only has no id for the tail: what ends in it is unique to its request.
         if tail_length and len(ids) > num_full:
             partial = (ids[num_full] * trace_block_size + tail_length) * trace_block_size
