@@ -35,10 +35,8 @@ RequestMaker = Callable[[TraceRequest, int, float], Request]
 class TraceKeySource:
     """Block hashes of one traced request: engine blocks of `block_size` tokens, ids of `trace_block_size` tokens.
 
-    Every id has one parent, so an id names all content up to the end of its trace block. An engine block is named by
-    the id of the trace block in which it ends and by its position in it, which works for any two block sizes. Two
-    prompts that diverge inside a trace block have different ids for it, so what they share of it is not found: at most
-    `trace_block_size - 1` tokens a request.
+    Engine blocks are named as in `ReblockedTrace`. Two prompts that diverge inside a trace block have different ids for
+    it, so what they share of it is not found: at most `trace_block_size - 1` tokens a request.
 
     * The last trace block of a prompt may be partial. Engine blocks that end in it include its length in their hash, so
       that they match the same partial block only.

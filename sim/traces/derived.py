@@ -17,10 +17,12 @@ def names_in_full_blocks(hash_ids: Sequence[int], trace_block_size: int, block_s
 
     A block is named by the id of the trace block in which it ends, and by where in it.
     """
-    if trace_block_size % block_size == 0:
-        ends = range(block_size, trace_block_size + 1, block_size)
-        return [hash_id * trace_block_size + end for hash_id in hash_ids for end in ends]
     names: list[int] = []
+    if trace_block_size % block_size == 0:
+        for hash_id in hash_ids:
+            start = hash_id * trace_block_size
+            names.extend(range(start + block_size, start + trace_block_size + 1, block_size))
+        return names
     for end in range(block_size, len(hash_ids) * trace_block_size + 1, block_size):
         trace_block, offset = divmod(end - 1, trace_block_size)
         names.append(hash_ids[trace_block] * trace_block_size + offset + 1)
@@ -35,9 +37,7 @@ def reblocked_ids(
     Returns one id per block, the last one perhaps partial; with `full_blocks_only`, one per full block that lies in
     full trace blocks. Even ids end in full trace blocks, odd ids in the partial trace block at the prompt's end.
     """
-    full_ids = hash_ids
-    if block_size != trace_block_size or not full_blocks_only:
-        full_ids = hash_ids[: input_length // trace_block_size]
+    full_ids = hash_ids[: input_length // trace_block_size]
     ids = [2 * name for name in names_in_full_blocks(full_ids, trace_block_size, block_size)]
     if full_blocks_only:
         return tuple(ids)
@@ -60,8 +60,8 @@ def _id_at_the_end(hash_ids: tuple[int, ...], input_length: int, trace_block_siz
 class ReblockedTrace:
     """A `Trace` with the ids of another trace at another block size; everything else is the same.
 
-    Every id has one parent, so an id names all content up to the end of its trace block. A block of another size is
-    named by the id of the trace block in which it ends and by where in it, which works for any two sizes:
+    Every id has one parent, so an id names all content up to the end of its trace block, and `names_in_full_blocks`
+    works for any two sizes:
 
     * smaller blocks (512 -> 16): a full trace block gives `512 / 16` of them. No known reuse is lost, but what two
       prompts share inside a trace block in which they diverge stays unknown: up to `trace_block_size - 1` tokens a

@@ -28,8 +28,8 @@ class Tokenizer:
 def open_tokenizer(name: str) -> Tokenizer:
     """A tokenizer by the path of its file or folder, or the estimate `chars:N`; raises `InputError` otherwise.
 
-    The estimate counts every N characters as a token: the right order of magnitude for English. A tokenizer.json is read
-    by the package `tokenizers`; no chat template is added.
+    The estimate counts every N characters as a token: the right order of magnitude for English. A tokenizer.json is
+    read by the package `tokenizers`; no chat template is added.
     """
     estimate = CHARACTERS_PER_TOKEN.fullmatch(name)
     if estimate:
