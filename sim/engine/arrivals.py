@@ -99,14 +99,7 @@ class TraceArrivals:
         block_size: int,
         trace_block_size: int | None,
     ) -> None:
-        """Prepare; nothing is read before `run`.
-
-        Args:
-            env: the clock, in nanoseconds.
-            send: called with each request and the session that it is a turn of.
-            block_size: tokens per block hash of the requests.
-            trace_block_size: tokens that an id of the trace represents; None if it has no ids.
-        """
+        """`send` is called with each request, whose block hashes are of `block_size` tokens, and with its session."""
         self._env = env
         self._send = send
         self._make_request = partial(traced_request, block_size=block_size, trace_block_size=trace_block_size)

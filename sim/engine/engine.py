@@ -63,17 +63,11 @@ class SimulatedEngine:
         macro_steps: bool = True,
         next_arrival_ns: Callable[[], float] | None = None,
     ) -> None:
-        """Start the engine's process.
+        """Start the engine's process, on a clock in whole nanoseconds.
 
-        Args:
-            env: the clock, in whole nanoseconds.
-            scheduler: decides the steps.
-            backend: computes and times them.
-            recorder: measures them.
-            macro_steps: whether identical decode steps are taken in one go.
-            next_arrival_ns: in a fleet, the earliest time at which a request may reach this engine or its router may
-                read its state; no macro-step extends past it, so that the router sees what has happened by then.
-                None: this engine is alone in its environment.
+        `macro_steps`: whether identical decode steps are taken in one go. `next_arrival_ns` returns, in a fleet, the
+        earliest time at which a request may reach this engine or its router may read its state; no macro-step extends
+        past it, so that the router sees what has happened by then. None: the engine is alone in its environment.
         """
         self._env = env
         self._next_arrival_ns = next_arrival_ns

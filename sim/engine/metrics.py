@@ -116,14 +116,10 @@ class Recorder:
         on_finished: Callable[[RequestRecord], None] | None = None,
         listeners: Iterable["RunListener"] = (),
     ) -> None:
-        """Watch a run.
+        """Watch a run. `now_ns` returns the time in whole nanoseconds from its start.
 
-        Args:
-            now_ns: returns the time in whole nanoseconds from the start of the run.
-            num_rows: rows of the block tables (`max_num_reqs`).
-            histograms: also count samples here, or None.
-            on_finished: called with the record of each finished request; no record is kept here.
-            listeners: receive what the recorder receives, after it.
+        `num_rows` are those of the block tables (`max_num_reqs`). Samples are counted in `histograms` too, if given.
+        `on_finished` gets the record of each finished request; no record is kept here.
         """
         self._now_ns = now_ns
         self._on_finished = on_finished

@@ -123,17 +123,11 @@ def start_engine(
 ) -> FleetEngine:
     """Build an engine and start its process.
 
-    Args:
-        env: the fleet's clock.
-        parts: what the engine is built from.
-        index: its number among all engines.
-        name: its name.
-        event_delay_s: time from a commit of the engine until the router knows of it.
-        next_reached_ns: the earliest time at which a request may reach it or its router may read its state.
-        on_ended: called for each request that finished on it or that it refused.
-        remote: where a decode engine's tokens come from.
-        keeps_blocks_of: whether a prefill engine keeps the blocks of a finished request until they are read.
-        make_recorder: makes the recorder, from the arguments of `Recorder`.
+    `index` is its number among all engines. The router knows of its commits `event_delay_s` later. `next_reached_ns`
+    returns the earliest time at which a request may reach it or its router may read its state, and `on_ended` is called
+    for each request that finished on it or that it refused. `remote` says where a decode engine's tokens come from, and
+    `keeps_blocks_of` whether a prefill engine keeps the blocks of a finished request until they are read.
+    `make_recorder` takes the arguments of `Recorder`.
     """
 
     def now_ns() -> int:

@@ -111,19 +111,8 @@ def replay_fleet(
 ) -> ReplayReport:
     """Run every request of a trace through a router and the engines behind it, until each has ended.
 
-    The figures are those of `replay`, over all engines; `report.replicas` holds those of each engine.
-
-    Args:
-        trace: rows in order of arrival; read once and not kept.
-        shape: the number of engines.
-        parts: what each engine is built from.
-        router: chooses an engine for each request.
-        trace_block_size: tokens that an id of the trace represents; None if it has no ids.
-        closed_loop: as for `TraceArrivals.run`.
-        on_progress: called with the number of requests routed so far.
-
-    Raises:
-        InputError: a closed loop is asked of a trace that links no turns.
+    The figures are those of `replay`, over all engines; `report.replicas` holds those of each engine. The trace is read
+    once and not kept. `trace_block_size`, `closed_loop` and `on_progress` are as for `replay`; the errors too.
     """
     fleet = Fleet(shape, parts, router, trace_block_size)
     wall_seconds = fleet.run(trace, on_progress, closed_loop)

@@ -81,11 +81,7 @@ class MeasuredSteps:
 
 
 def measured_steps(reader: "LogReader", skip_first: int = 0) -> MeasuredSteps:
-    """The steps of a live run.
-
-    Args:
-        reader: its log.
-        skip_first: steps to leave out at the beginning, while the device warms up.
+    """The steps of a live run, but the first `skip_first`, while the device warms up.
 
     Raises:
         InputError: it is not the log of a live run, or holds too few steps.

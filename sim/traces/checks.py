@@ -17,7 +17,7 @@ from .trace import TraceInfo
 
 
 def _sizes_that_fit(input_length: int, num_ids: int) -> tuple[float, float]:
-    """Smallest and largest size s with ceil(input_length / s) == num_ids; 20 tokens, 2 ids: 10, 19 (field report G01)."""
+    """Smallest and largest size s with ceil(input_length / s) == num_ids; 20 tokens, 2 ids: 10, 19 (report G01)."""
     if num_ids == 0:
         return 1, 0
     return -(-input_length // num_ids), math.inf if num_ids == 1 else -(-input_length // (num_ids - 1)) - 1

@@ -38,12 +38,7 @@ def need_log_libraries() -> None:
 
 
 def open_event_log(directory: str | Path) -> "LogReader":
-    """Open a log for reading.
-
-    Raises:
-        InputError: there is no such directory, or a library is missing; says what to install.
-        LogDamagedError: the log is damaged.
-    """
+    """Open a log. Raises `InputError` if it or a library is not there, and `LogDamagedError` if it is damaged."""
     need_log_libraries()
     from ...backends.sinks.log.reader import LogReader
 

@@ -254,14 +254,9 @@ class RowTrace:
         holder: str = "the trace",
         extent: str = "",
     ) -> None:
-        """Describe the trace.
-
-        Args:
-            known: the info before a pass.
-            rows: returns the rows of a new pass, in order of arrival; may add to the info that it is given.
-            units_per_second: units of the rows' times in a second.
-            holder: what holds the rows, for an error.
-            extent: words after the number of its rows, for the same error.
+        """`known` is the info before a pass. `rows` returns the rows of a new pass, in order of arrival, with times in
+        `units_per_second`; it may add to the info that it is given. An error about an empty window says that `holder`
+        holds so many requests, then `extent`.
         """
         self._known = known
         self._rows = rows

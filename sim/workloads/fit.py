@@ -165,11 +165,7 @@ class FittedParameters:
 
 
 def fit_parameters(trace: Trace) -> tuple[FittedParameters, PromptBlocks, IntArray]:
-    """Fit to a trace. Also returns its prompts and the lengths of its answers, to compare a workload with.
-
-    Raises:
-        InputError: the trace cannot be read.
-    """
+    """Fit to a trace. Also returns its prompts and the lengths of its answers, to compare a workload with."""
     recorded = _Recorded(trace)
     # A prompt without ids shares nothing, whatever the block size.
     prompts = read_prompt_blocks(recorded, NO_BLOCKS if trace.info.trace_block_size is None else None)

@@ -290,11 +290,7 @@ class FittedWorkload:
 
 
 def fit_workload(trace: Trace) -> FittedWorkload:
-    """Fit a workload to a trace in one pass, with 4 bytes of memory per block event.
-
-    Raises:
-        InputError: the trace cannot be read.
-    """
+    """Fit a workload to a trace in one pass, with 4 bytes of memory per block event."""
     parameters, prompts, output_lengths = fit_parameters(trace)
     return FittedWorkload(parameters, Shape.of(prompts, output_lengths, parameters.block_size is not None))
 

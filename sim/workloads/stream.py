@@ -24,9 +24,8 @@ def merge_sessions(
 ) -> Iterator[AnyRequest]:
     """Merge the requests of many sessions in order of arrival. Memory holds the open sessions.
 
-    Args:
-        starts: when sessions open, in seconds, not decreasing.
-        open_session: makes the generator of one session's requests from its number (from 0) and its start.
+    `starts` says when sessions open, in seconds, not decreasing; `open_session` makes the generator of one session's
+    requests from its number (from 0) and its start.
     """
     waiting: list[tuple[float, int, AnyRequest, Iterator[AnyRequest]]] = []
 
