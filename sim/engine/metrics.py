@@ -25,31 +25,18 @@ _NO_TOKEN = -1
 
 @attrs.frozen
 class RequestRecord:
-    """One finished request of a simulated run (a row of `--requests-out`); times as field report D07 defines them.
+    """One finished request of a simulated run (a row of `--requests-out`); times as field report D07 defines them."""
 
-    Attributes:
-        request_id: the place of its row in the trace.
-        arrival_s: when it was sent, seconds from the start of the run.
-        queue_time_s: from arrival to the first admission; later preemptions count in `e2e_s`.
-        ttft_s: from arrival to the first output token, queueing included.
-        tpot_s: (e2e_s - ttft_s) / (num_output_tokens - 1); None for a single token.
-        e2e_s: from arrival to the last output token.
-        num_prompt_tokens: prompt tokens, cached ones included.
-        num_output_tokens: tokens produced.
-        num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
-        num_preemptions: how often it was preempted.
-    """
-
-    request_id: str
-    arrival_s: float
-    queue_time_s: float
-    ttft_s: float
-    tpot_s: float | None
-    e2e_s: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_cached_tokens: int
-    num_preemptions: int
+    request_id: str  # the place of its row in the trace
+    arrival_s: float  # when it was sent, seconds from the start of the run
+    queue_time_s: float  # from arrival to the first admission; later preemptions count in `e2e_s`
+    ttft_s: float  # from arrival to the first output token, queueing included
+    tpot_s: float | None  # (e2e_s - ttft_s) / (num_output_tokens - 1); None for a single token
+    e2e_s: float  # from arrival to the last output token
+    num_prompt_tokens: int  # prompt tokens, cached ones included
+    num_output_tokens: int  # tokens produced
+    num_cached_tokens: int  # prompt tokens found in the prefix cache at the first admission
+    num_preemptions: int  # how often it was preempted
 
 
 class TimeSeries:

@@ -24,8 +24,16 @@ from ..engine.metrics import Recorder, RequestRecord, RequestTimes
 from ..engine.replay import ReplayReport
 from ..traces.trace import TraceRequest
 from ..validators import at_least_one, not_negative
-from .engine import EngineName, EngineParts, FleetEngine, engine_names, fleet_report, start_engine, summed_stats
-from .fleet import Dispatcher
+from .fleet import (
+    Dispatcher,
+    EngineName,
+    EngineParts,
+    FleetEngine,
+    engine_names,
+    fleet_report,
+    start_engine,
+    summed_stats,
+)
 from .links import KVLinks, TransferModel
 from .routing import Router
 

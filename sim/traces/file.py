@@ -49,27 +49,22 @@ class OpenOptions:
     def check_against(self, trace_format: TraceFormat, path: Path) -> None:
         """Raise `InputError` for an option without effect on this format, and for one that it needs."""
         title = trace_format.title
-        if self.trace_block_size is not None and not trace_format.block_size_is_settable:
-            raise InputError(
-                f"{path}: --trace-block-size {self.trace_block_size} was given, but {title} carries no hash ids for it "
-                "to apply to; leave the option out"
-            )
-        if self.timestamp_unit is not None and not trace_format.unit_is_settable:
-            raise InputError(
-                f"{path}: --timestamp-unit {self.timestamp_unit} has no effect: times of {title} are "
-                f"{trace_format.timestamp_unit}; leave the option out"
-            )
+        rate = None if self.request_rate is None else f"{self.request_rate:g}"
+        for option, value, has_effect, reason in (
+            ("trace-block-size", self.trace_block_size, trace_format.block_size_is_settable, "carries no hash ids"),
+            (
+                "timestamp-unit",
+                self.timestamp_unit,
+                trace_format.unit_is_settable,
+                f"has {trace_format.timestamp_unit}",
+            ),
+            ("tokenizer", self.tokenizer, trace_format.text_block_size is not None, "carries token counts"),
+            ("request-rate", rate, trace_format.arrivals_unless_given, "records arrivals (--rate-scale scales them)"),
+        ):
+            if value is not None and not has_effect:
+                raise InputError(f"{path}: --{option} {value} has no effect: {title} {reason}; leave it out")
         if self.tokenizer is None and trace_format.needs_tokenizer:
             raise InputError(f"{path}: {title} holds text and no token counts; {HOW_TO_NAME_ONE}")
-        if self.tokenizer is not None and trace_format.text_block_size is None:
-            raise InputError(
-                f"{path}: --tokenizer {self.tokenizer} has no effect: {title} carries token counts; leave it out"
-            )
-        if self.request_rate is not None and trace_format.arrivals_unless_given is None:
-            raise InputError(
-                f"{path}: --request-rate {self.request_rate:g} has no effect: {title} records arrivals; use "
-                "--rate-scale to make them faster or slower"
-            )
         if self.seed is not None and self.request_rate is None:
             raise InputError(
                 f"--seed {self.seed} has no effect on a trace file"
