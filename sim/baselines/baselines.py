@@ -18,20 +18,11 @@ import heapq
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import attrs
 
 from ...core.errors import DoesNotFitError, InputError
-from .placement import (
-    GrowingPlacement,
-    PagedPlacement,
-    Placement,
-    Sequence,
-    oracle_placement,
-    pow2_placement,
-    static_placement,
-)
+from .placement import GrowingPlacement, PagedPlacement, Placement, Sequence, reserved_placements
 
 MAX_SAMPLES = 256
 
@@ -232,19 +223,6 @@ class GrowthReport:
     copied_bytes: int | None
     fragmentation: Fragmentation
 
-    def as_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {
-            "num_copies": self.num_copies,
-            "copied_tokens": self.copied_tokens,
-            "copied_bytes": self.copied_bytes,
-            "fragmentation": {
-                "mean": self.fragmentation.mean,
-                "max": self.fragmentation.max,
-                "samples": [list(sample) for sample in self.fragmentation.samples],
-            },
-        }
-
 
 @attrs.frozen
 class AllocatorUsage:
@@ -275,7 +253,10 @@ class AllocatorUsage:
     def as_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
         out = attrs.asdict(self, recurse=False)
-        out["growth"] = self.growth.as_dict() if self.growth else None
+        if self.growth:
+            holes = self.growth.fragmentation
+            fragmentation = {"mean": holes.mean, "max": holes.max, "samples": [list(each) for each in holes.samples]}
+            out["growth"] = {**attrs.asdict(self.growth, recurse=False), "fragmentation": fragmentation}
         return out
 
 
@@ -303,16 +284,23 @@ def compare_allocators(
     Raises InputError for no requests, sizes below 1, a watermark outside [0, 1) or negative lengths, and
     DoesNotFitError if no allocator can serve a single request.
     """
-    setup = _Setup(num_slots, max_model_len, block_size, max_num_seqs, watermark, kv_bytes_per_token)
+    sizes = {"num_slots": num_slots, "max_model_len": max_model_len, "block_size": block_size}
+    limits = {"max_num_seqs": max_num_seqs, "kv_bytes_per_token": kv_bytes_per_token}
+    for name, value in {**sizes, **limits}.items():
+        if value is not None and value < 1:
+            raise InputError(f"{name} is {value}: it must be at least 1")
+    if not 0 <= watermark < 1:
+        raise InputError(f"watermark is {watermark}: it must be a share of the blocks, at least 0 and below 1")
     inputs, outputs = _lengths(requests)
-    placements: list[Placement] = [
-        static_placement(num_slots, max_model_len),
-        pow2_placement(num_slots, max_model_len),
-        oracle_placement(num_slots),
+    usages: list[AllocatorUsage] = []
+    for placement in (
+        *reserved_placements(num_slots, max_model_len),
         GrowingPlacement(num_slots, max_model_len),
         PagedPlacement(num_slots, block_size, watermark),
-    ]
-    usages = [_usage(zip(inputs, outputs, strict=True), placement, setup) for placement in placements]
+    ):
+        run = SaturatedRun(zip(inputs, outputs, strict=True), placement, max_model_len, max_num_seqs)
+        run.run()
+        usages.append(_usage(run, placement, num_slots, kv_bytes_per_token))
     if not any(usage.finished for usage in usages):
         shortest = min(map(sum, zip(inputs, outputs, strict=True)))
         raise DoesNotFitError(
@@ -320,26 +308,6 @@ def compare_allocators(
             f"token slots, and max_model_len is {max_model_len:,}. Give more memory or a larger max_model_len"
         )
     return usages
-
-
-def _at_least_one(_setup: object, field: "attrs.Attribute[Any]", value: int | None) -> None:
-    if value is not None and value < 1:
-        raise InputError(f"{field.name} is {value}: it must be at least 1")
-
-
-def _is_share(_setup: object, field: "attrs.Attribute[Any]", value: float) -> None:
-    if not 0 <= value < 1:
-        raise InputError(f"{field.name} is {value}: it must be a share of the blocks, at least 0 and below 1")
-
-
-@attrs.frozen
-class _Setup:
-    num_slots: int = attrs.field(validator=_at_least_one)
-    max_model_len: int = attrs.field(validator=_at_least_one)
-    block_size: int = attrs.field(validator=_at_least_one)
-    max_num_seqs: int | None = attrs.field(validator=_at_least_one)
-    watermark: float = attrs.field(validator=_is_share)
-    kv_bytes_per_token: int | None = attrs.field(validator=_at_least_one)
 
 
 def _lengths(requests: Iterable[tuple[int, int]]) -> tuple["array[int]", "array[int]"]:
@@ -354,14 +322,16 @@ def _lengths(requests: Iterable[tuple[int, int]]) -> tuple["array[int]", "array[
     return inputs, outputs
 
 
-def _usage(requests: Iterable[tuple[int, int]], placement: Placement, setup: _Setup) -> AllocatorUsage:
-    run = SaturatedRun(requests, placement, setup.max_model_len, setup.max_num_seqs)
-    run.run()
+def _usage(run: SaturatedRun, placement: Placement, num_slots: int, kv_bytes_per_token: int | None) -> AllocatorUsage:
     queue_saturated = run.saturated.iterations > 0
     shares = run.saturated if queue_saturated else run.whole
-    percent_per_slot = 100 / (setup.num_slots * shares.iterations) if shares.iterations else 0.0
+    percent_per_slot = 100 / (num_slots * shares.iterations) if shares.iterations else 0.0
     used = shares.token_slots, shares.reservation_slots, shares.internal_slots
-    unused = setup.num_slots * shares.iterations - sum(used)
+    unused = num_slots * shares.iterations - sum(used)
+    growth = None
+    if isinstance(placement, GrowingPlacement):
+        num_bytes = None if kv_bytes_per_token is None else placement.copied_tokens * kv_bytes_per_token
+        growth = GrowthReport(placement.num_copies, placement.copied_tokens, num_bytes, run.fragmentation)
     return AllocatorUsage(
         name=placement.name,
         token_pct=used[0] * percent_per_slot,
@@ -378,15 +348,5 @@ def _usage(requests: Iterable[tuple[int, int]], placement: Placement, setup: _Se
         empty=run.empty,
         iterations=shares.iterations,
         queue_saturated=queue_saturated,
-        growth=_growth_report(placement, run.fragmentation, setup.kv_bytes_per_token),
+        growth=growth,
     )
-
-
-def _growth_report(
-    placement: Placement, fragmentation: Fragmentation, kv_bytes_per_token: int | None
-) -> GrowthReport | None:
-    if not isinstance(placement, GrowingPlacement):
-        return None
-    tokens = placement.copied_tokens
-    num_bytes = None if kv_bytes_per_token is None else tokens * kv_bytes_per_token
-    return GrowthReport(placement.num_copies, tokens, num_bytes, fragmentation)

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
@@ -197,26 +197,8 @@ class Sequence:
         return self.start_tokens + iteration - self.started + 1
 
 
-class Placement(Protocol):
-    """Allocates memory for sequences; `admit` and `grow` set a sequence's `capacity`."""
-
-    name: str
-
-    def can_ever_hold(self, sequence: Sequence) -> bool:
-        """Whether the whole sequence fits into an empty memory."""
-        ...
-
-    def admit(self, sequence: Sequence, is_alone: bool) -> bool:
-        """Place a sequence and its first new token; return False without a change if it does not fit now."""
-        ...
-
-    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Make room for `num_tokens` in total; return False without a change if they do not fit now."""
-        ...
-
-    def release(self, sequence: Sequence) -> None:
-        """Free the sequence's memory."""
-        ...
+# A placement allocates memory for sequences. `admit` places a sequence and its first new token, and `grow` makes room
+# for `num_tokens` in total; both set its `capacity`, and return False without a change if it does not fit now.
 
 
 class ReservedPlacement:
@@ -246,24 +228,23 @@ class ReservedPlacement:
         self._buddy.release(sequence.place)
 
 
-def static_placement(num_slots: int, max_model_len: int) -> ReservedPlacement:
-    """Reserves the maximum length for every sequence ("Orca (Max)")."""
-    return ReservedPlacement("static", num_slots, lambda _: max_model_len)
+def reserved_placements(num_slots: int, max_model_len: int) -> list[ReservedPlacement]:
+    """The paper's three reservations for a sequence.
 
+    * static ("Orca (Max)"): the maximum length.
+    * pow2 ("Orca (Pow2)"): the prompt plus the output rounded up to a power of two, at most the maximum length.
+    * oracle ("Orca (Oracle)"): exactly what it will need, as if its length were known beforehand.
+    """
 
-def pow2_placement(num_slots: int, max_model_len: int) -> ReservedPlacement:
-    """Reserves the prompt plus the output rounded up to a power of two, at most the maximum length ("Orca (Pow2)")."""
-
-    def slots_to_reserve(sequence: Sequence) -> int:
+    def pow2(sequence: Sequence) -> int:
         rounded = 1 << (sequence.output_tokens - 1).bit_length()
         return min(sequence.start_tokens + rounded, max_model_len)
 
-    return ReservedPlacement("pow2", num_slots, slots_to_reserve)
-
-
-def oracle_placement(num_slots: int) -> ReservedPlacement:
-    """Reserves exactly what the sequence will need, as if its length were known beforehand ("Orca (Oracle)")."""
-    return ReservedPlacement("oracle", num_slots, lambda sequence: sequence.total_tokens)
+    return [
+        ReservedPlacement("static", num_slots, lambda _: max_model_len),
+        ReservedPlacement("pow2", num_slots, pow2),
+        ReservedPlacement("oracle", num_slots, lambda sequence: sequence.total_tokens),
+    ]
 
 
 class GrowingPlacement:
@@ -355,3 +336,6 @@ class PagedPlacement:
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
+
+
+Placement = ReservedPlacement | GrowingPlacement | PagedPlacement

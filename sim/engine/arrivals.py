@@ -1,14 +1,17 @@
 """How the rows of a trace become requests and reach an engine: block keys, open loop, closed loop."""
 
+import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
 from ...core.errors import InputError
 from ...core.types import Request
+from ..traces.derived import names_in_full_blocks
 from ..traces.trace import Trace, TraceRequest, Turn
 
 if TYPE_CHECKING:
@@ -32,10 +35,8 @@ RequestMaker = Callable[[TraceRequest, int, float], Request]
 class TraceKeySource:
     """Block hashes of one traced request: engine blocks of `block_size` tokens, ids of `trace_block_size` tokens.
 
-    Every id has one parent, so an id names all content up to the end of its trace block. An engine block is named by
-    the id of the trace block in which it ends and by its position in it, which works for any two block sizes. Two
-    prompts that diverge inside a trace block have different ids for it, so what they share of it is not found: at most
-    `trace_block_size - 1` tokens a request.
+    Engine blocks are named as in `ReblockedTrace`. Two prompts that diverge inside a trace block have different ids for
+    it, so what they share of it is not found: at most `trace_block_size - 1` tokens a request.
 
     * The last trace block of a prompt may be partial. Engine blocks that end in it include its length in their hash, so
       that they match the same partial block only.
@@ -79,21 +80,125 @@ class TraceKeySource:
         num_full, tail_length = divmod(self._input_length, trace_block_size)
         if block_size == trace_block_size:
             return ids[:num_full]
-        keys: list[int] = []
-        if trace_block_size % block_size == 0:
-            for hash_id in ids[:num_full]:
-                start = hash_id * trace_block_size
-                keys.extend(range(start + block_size, start + trace_block_size + 1, block_size))
-        else:
-            for end in range(block_size, num_full * trace_block_size + 1, block_size):
-                trace_block, offset = divmod(end - 1, trace_block_size)
-                keys.append(ids[trace_block] * trace_block_size + offset + 1)
+        keys = names_in_full_blocks(ids[:num_full], trace_block_size, block_size)
         # A trace that names full blocks only has no id for the tail: what ends in it is unique to its request.
         if tail_length and len(ids) > num_full:
             partial = (ids[num_full] * trace_block_size + tail_length) * trace_block_size
             ends = range((len(keys) + 1) * block_size, self._input_length + 1, block_size)
             keys.extend(-2 * (partial + end - num_full * trace_block_size) - 1 for end in ends)
         return keys
+
+
+class TraceArrivals:
+    """Sends the requests of a trace at their recorded times, or each turn after the answer before it (closed loop)."""
+
+    def __init__(
+        self,
+        env: "simpy.Environment",
+        send: Callable[[Request, str | None], object],
+        block_size: int,
+        trace_block_size: int | None,
+    ) -> None:
+        """`send` is called with each request, whose block hashes are of `block_size` tokens, and with its session."""
+        self._env = env
+        self._send = send
+        self._make_request = partial(traced_request, block_size=block_size, trace_block_size=trace_block_size)
+        self._next_ns = float("inf")
+        self._session_of: dict[str, str] = {}
+        self._sessions: SessionArrivals | None = None
+        self.on_ended: Callable[[Request], None] | None = None
+        self.last_ended_ns = 0
+
+    def run(
+        self,
+        trace: Iterable[TraceRequest],
+        closed_loop: bool | None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> float:
+        """Serve every request of the trace to its end; return the wall seconds that it took.
+
+        Args:
+            trace: in order of arrival.
+            closed_loop: whether a session's next turn waits for the answer before it, or comes at its recorded time.
+                None: closed if the trace records think times (its `info` says so), else open.
+            on_progress: called with the number of requests sent so far.
+
+        Raises:
+            InputError: a closed loop is asked of a trace that links no turns.
+        """
+        started = time.perf_counter()
+        self._start(trace, closed_loop, on_progress or (lambda count: None))
+        self._env.run()
+        return time.perf_counter() - started
+
+    def _start(
+        self, trace: Iterable[TraceRequest], closed_loop: bool | None, on_progress: Callable[[int], None]
+    ) -> None:
+        info = trace.info if isinstance(trace, Trace) else None
+        if closed_loop and info is not None and not info.links_turns:
+            raise InputError(
+                f"--closed-loop has no effect on {info.name}: it does not say which requests are turns of one session; "
+                "leave it out"
+            )
+        records_think_times = info is not None and info.records_think_times
+        if not (records_think_times if closed_loop is None else closed_loop):
+            self._env.process(self._open_loop(trace, on_progress))
+            return
+        num_sent = 0
+
+        def make(row: TraceRequest, ordinal: int, arrival_s: float) -> Request:
+            nonlocal num_sent
+            request = self._make_request(row, ordinal, arrival_s)
+            if row.turn is not None:
+                self._session_of[request.request_id] = row.turn.session
+            num_sent += 1
+            on_progress(num_sent)
+            return request
+
+        unknown = info is None or records_think_times
+        self._sessions = SessionArrivals(self._env, self, trace, make, waits_for_unknown_answers=unknown)
+        self._sessions.start()
+
+    def submit(self, request: Request) -> bool:
+        """A session sends its next turn."""
+        self._send(request, self._session_of.pop(request.request_id, None))
+        return True
+
+    def ended(self, request: Request) -> None:
+        """A request was answered or refused."""
+        self.last_ended_ns = int(self._env.now)
+        if self.on_ended is not None:
+            self.on_ended(request)
+
+    def next_arrival_ns(self) -> float:
+        """The earliest time of the next request. In a closed loop, any engine's step may cause one."""
+        return self._next_ns if self._sessions is None else self._env.peek()
+
+    @property
+    def is_closed_loop(self) -> bool:
+        """Whether turns wait for answers."""
+        return self._sessions is not None
+
+    def assumptions(self) -> dict[str, object]:
+        """Open or closed loop, for the report."""
+        late = 0 if self._sessions is None else self._sessions.num_late
+        return {
+            "arrivals": OPEN_LOOP if self._sessions is None else CLOSED_LOOP,
+            **({"turns_sent_late": late} if late else {}),
+        }
+
+    def _open_loop(
+        self, trace: Iterable[TraceRequest], on_progress: Callable[[int], None]
+    ) -> Generator["simpy.Event", Any, None]:
+        env = self._env
+        for ordinal, row in enumerate(trace):
+            arrival_ns = _nanoseconds(row.arrival_s)
+            if arrival_ns > env.now:
+                self._next_ns = arrival_ns
+                yield env.timeout(arrival_ns - env.now)
+            self._send(self._make_request(row, ordinal, row.arrival_s), None if row.turn is None else row.turn.session)
+            on_progress(ordinal + 1)
+        self._next_ns = float("inf")
 
 
 def traced_request(
@@ -111,20 +216,8 @@ def traced_request(
     )
 
 
-def decided_loop(trace: Iterable[TraceRequest], closed_loop: bool | None) -> bool:
-    """Whether to run a closed loop. Raises `InputError` if one is asked of a trace that links no turns."""
-    if not isinstance(trace, Trace):
-        return bool(closed_loop)
-    if closed_loop and not trace.info.links_turns:
-        raise InputError(
-            f"--closed-loop has no effect on {trace.info.name}: it does not say which requests are turns of one "
-            "session; leave it out"
-        )
-    return trace.info.records_think_times if closed_loop is None else closed_loop
-
-
 class SubmitTo(Protocol):
-    """Accepts requests: an engine, or the router of a fleet."""
+    """Accepts requests, and calls `on_ended` for each that was answered or refused."""
 
     on_ended: Callable[[Request], None] | None
 
@@ -133,12 +226,8 @@ class SubmitTo(Protocol):
         ...
 
 
-@attrs.frozen(eq=False)
-class _Read:
-    """A row that was read but not answered; `ordinal` is its number in the order of reading."""
-
-    row: TraceRequest
-    ordinal: int
+# A row that was read but not answered, and its number in the order of reading.
+_Read = tuple[TraceRequest, int]
 
 
 @attrs.define(eq=False)
@@ -171,14 +260,9 @@ class SessionArrivals:
         make_request: RequestMaker,
         waits_for_unknown_answers: bool = False,
     ) -> None:
-        """Read `rows` as they become due.
+        """Read `rows` as they become due; a refused request counts as answered immediately.
 
-        Args:
-            env: the clock, in nanoseconds.
-            engine: receives requests and reports when one ended; a refused request counts as answered immediately.
-            rows: in order of arrival.
-            make_request: makes the scheduler's request of a row.
-            waits_for_unknown_answers: whether the trace records think times without the times of answers.
+        `waits_for_unknown_answers`: whether the trace records think times without the times of answers.
         """
         self._env = env
         self._engine = engine
@@ -200,8 +284,7 @@ class SessionArrivals:
         self._sought: set[int] = set()
         self._to_end: deque[Request] = deque()
         self._is_ending = False
-        self.num_late = 0
-        """Turns that were read from the trace only after they were due."""
+        self.num_late = 0  # Turns that were read from the trace only after they were due
         self.last_ns = 0
         """When the last request ended. The clock may run longer: a scheduled time to read is not cancelled."""
 
@@ -220,7 +303,7 @@ class SessionArrivals:
                 return
             row = self._next
             self._next = next(self._rows, None)
-            self._take(_Read(row, self._num_read))
+            self._take((row, self._num_read))
 
     def _come_back_at(self, due_ns: int) -> None:
         if self._back_at_ns is None or due_ns < self._back_at_ns:
@@ -234,7 +317,8 @@ class SessionArrivals:
 
     def _take(self, read: _Read) -> None:
         self._num_read += 1
-        row, turn = read.row, read.row.turn
+        row, _ = read
+        turn = row.turn
         self._make_room(row.place)
         before = [] if turn is None else self._places_before(turn)
         if turn is None or not before:
@@ -289,8 +373,9 @@ class SessionArrivals:
 
     def _send(self, read: _Read) -> None:
         now = int(self._env.now)
-        request = self._make_request(read.row, read.ordinal, now / NANOSECONDS)
-        self._sent_ns[read.row.place - self._first_place] = now
+        row, ordinal = read
+        request = self._make_request(row, ordinal, now / NANOSECONDS)
+        self._sent_ns[row.place - self._first_place] = now
         self._under_way[request.request_id] = read
         self._engine.submit(request)
 
@@ -311,9 +396,10 @@ class SessionArrivals:
         if read is None:
             return
         self.last_ns = now = int(self._env.now)
-        place = read.row.place
+        row, _ = read
+        place = row.place
         self._ended_ns[place - self._first_place] = now
-        self._follow_lead(read.row, now)
+        self._follow_lead(row, now)
         for blocked in self._blocked.pop(place, ()):
             blocked.num_missing -= 1
             if not blocked.num_missing:

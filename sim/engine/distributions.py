@@ -12,14 +12,7 @@ from typing import NamedTuple
 import attrs
 import numpy as np
 
-from ...backends.sinks.metrics.boundaries import (
-    FIRST_TOKEN_MS,
-    PREEMPTIONS,
-    REQUEST_MS,
-    STEP_TOKENS,
-    TOKEN_MS,
-    token_boundaries,
-)
+from ...backends.sinks.metrics import boundaries
 from ...core.errors import InputError
 
 NANOSECONDS = 1_000_000_000
@@ -95,13 +88,8 @@ class QuantileSketch:
 
     def summary(self, unit: float = 1.0) -> dict[str, float | int | None]:
         """`mean`, `p50`, `p90`, `p99` and `max` in units of `unit`, and `count`; None without samples."""
-        figures = {
-            "mean": self.mean,
-            "p50": self.percentile(50),
-            "p90": self.percentile(90),
-            "p99": self.percentile(99),
-            "max": self.maximum if self.count else None,
-        }
+        percentiles = {f"p{percent}": self.percentile(percent) for percent in (50, 90, 99)}
+        figures = {"mean": self.mean, **percentiles, "max": self.maximum if self.count else None}
         scaled = {name: None if value is None else value / unit for name, value in figures.items()}
         return {**scaled, "count": self.count}
 
@@ -113,20 +101,14 @@ def _bucket_of(value: float) -> int:
 
 
 class Histogram:
-    """Counts whole numbers up to fixed boundaries, as a Prometheus histogram does. Counts and total are exact.
-
-    Attributes:
-        boundaries: ascending; a sample that equals a boundary counts in it ("le").
-        counts: one per boundary, and one for samples above the last. Not cumulated.
-        total: the sum of the samples.
-    """
+    """Counts whole numbers up to fixed boundaries, as a Prometheus histogram does. Counts and total are exact."""
 
     def __init__(self, boundaries: Sequence[int]) -> None:
         if list(boundaries) != sorted(set(boundaries)):
             raise InputError(f"the boundaries of a histogram must ascend, not be {list(boundaries)}")
-        self.boundaries = tuple(boundaries)
-        self.counts = [0] * (len(boundaries) + 1)
-        self.total: float = 0
+        self.boundaries = tuple(boundaries)  # a sample that equals a boundary counts in it ("le")
+        self.counts = [0] * (len(boundaries) + 1)  # one per boundary, and one for samples above; not cumulated
+        self.total: float = 0  # the sum of the samples
 
     def add(self, value: float, weight: int = 1) -> None:
         """Count one sample `weight` times."""
@@ -150,25 +132,13 @@ def _of_ms(boundaries_ms: tuple[int, ...]) -> Histogram:
 
 
 class FinishedRequest(NamedTuple):
-    """The figures of a finished request that are counted.
-
-    Attributes:
-        arrival_ns: when it was sent, from the start of the run.
-        admitted_ns: when it was first admitted.
-        first_ns: when it got its first token.
-        last_ns: when it got its last token.
-        tpot_ns: nanoseconds per output token after the first; None for a single token.
-        num_prompt_tokens: prompt tokens, cached ones included.
-        num_output_tokens: tokens produced.
-        num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
-        num_preemptions: how often it was preempted.
-    """
+    """The figures of a finished request that are counted; times from the start of the run. See `RequestRecord`."""
 
     arrival_ns: int
-    admitted_ns: int
-    first_ns: int
+    admitted_ns: int  # when it was first admitted
+    first_ns: int  # when it got its first token
     last_ns: int
-    tpot_ns: float | None
+    tpot_ns: float | None  # None for a single token
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
@@ -183,20 +153,15 @@ class RunHistograms:
 
     def __init__(self, max_model_len: int) -> None:
         """Empty histograms for requests of up to `max_model_len` tokens."""
-        self.ttft_ns = _of_ms(FIRST_TOKEN_MS)
-        self.itl_ns = _of_ms(TOKEN_MS)
-        self.tpot_ns = _of_ms(TOKEN_MS)
-        self.e2e_ns = _of_ms(REQUEST_MS)
-        self.queue_ns = _of_ms(REQUEST_MS)
-        self.prefill_ns = _of_ms(REQUEST_MS)
-        self.decode_ns = _of_ms(REQUEST_MS)
-        self.inference_ns = _of_ms(REQUEST_MS)
-        tokens = token_boundaries(max_model_len)
-        self.prompt_tokens = Histogram(tokens)
-        self.output_tokens = Histogram(tokens)
-        self.prefill_computed_tokens = Histogram(tokens)
-        self.preemptions = Histogram(PREEMPTIONS)
-        self.step_tokens = Histogram(STEP_TOKENS)
+        self.ttft_ns = _of_ms(boundaries.FIRST_TOKEN_MS)
+        self.itl_ns, self.tpot_ns = (_of_ms(boundaries.TOKEN_MS) for _ in range(2))
+        self.e2e_ns, self.queue_ns, self.prefill_ns, self.decode_ns, self.inference_ns = (
+            _of_ms(boundaries.REQUEST_MS) for _ in range(5)
+        )
+        tokens = boundaries.token_boundaries(max_model_len)
+        self.prompt_tokens, self.output_tokens, self.prefill_computed_tokens = (Histogram(tokens) for _ in range(3))
+        self.preemptions = Histogram(boundaries.PREEMPTIONS)
+        self.step_tokens = Histogram(boundaries.STEP_TOKENS)
 
     def count_finished(self, finished: Sequence[FinishedRequest]) -> None:
         """Count finished requests."""
@@ -214,66 +179,40 @@ class RunHistograms:
 
 @attrs.define
 class LatencySketches:
-    """Sketches of the latencies of a run, in nanoseconds.
+    """Sketches of the latencies of a run, in nanoseconds."""
 
-    Attributes:
-        ttft_ns: from arrival to the first token.
-        tpot_ns: per output token after the first, one sample per request.
-        itl_ns: between successive tokens of a request.
-        e2e_ns: from arrival to the last token.
-    """
-
-    ttft_ns: QuantileSketch = attrs.field(factory=QuantileSketch)
-    tpot_ns: QuantileSketch = attrs.field(factory=QuantileSketch)
-    itl_ns: QuantileSketch = attrs.field(factory=QuantileSketch)
-    e2e_ns: QuantileSketch = attrs.field(factory=QuantileSketch)
+    ttft_ns: QuantileSketch = attrs.field(factory=QuantileSketch)  # from arrival to the first token
+    tpot_ns: QuantileSketch = attrs.field(factory=QuantileSketch)  # per later output token, one sample per request
+    itl_ns: QuantileSketch = attrs.field(factory=QuantileSketch)  # between successive tokens of a request
+    e2e_ns: QuantileSketch = attrs.field(factory=QuantileSketch)  # from arrival to the last token
 
     def merge(self, other: "LatencySketches") -> None:
         """Add every sample of other sketches."""
-        self.ttft_ns.merge(other.ttft_ns)
-        self.tpot_ns.merge(other.tpot_ns)
-        self.itl_ns.merge(other.itl_ns)
-        self.e2e_ns.merge(other.e2e_ns)
+        for field in attrs.fields(LatencySketches):
+            getattr(self, field.name).merge(getattr(other, field.name))
 
     def summaries(self) -> dict[str, dict[str, float | int | None]]:
         """`ttft_s`, `tpot_s`, `itl_s` and `e2e_s`: the summary of each in seconds."""
-        return {
-            "ttft_s": self.ttft_ns.summary(NANOSECONDS),
-            "tpot_s": self.tpot_ns.summary(NANOSECONDS),
-            "itl_s": self.itl_ns.summary(NANOSECONDS),
-            "e2e_s": self.e2e_ns.summary(NANOSECONDS),
-        }
+        names = [field.name for field in attrs.fields(LatencySketches)]
+        return {name.replace("_ns", "_s"): getattr(self, name).summary(NANOSECONDS) for name in names}
 
 
 class LatencySamples:
-    """Collects samples and counts them in batches: when there are many, or when the result is read.
-
-    Attributes:
-        gaps: nanoseconds between successive tokens of a request -> how often, since they were last counted.
-        steps: tokens of an engine step -> how many steps, since they were last counted.
-    """
+    """Collects samples and counts them in batches: when there are many, or when the result is read."""
 
     def __init__(self, histograms: RunHistograms | None) -> None:
         """Count in `histograms` too, if given."""
         self._histograms = histograms
         self._sketches = LatencySketches()
-        self.gaps: defaultdict[int, int] = defaultdict(int)
-        self.steps: defaultdict[int, int] = defaultdict(int)
-        self._first_tokens: list[int] = []
-        self._finished: list[FinishedRequest] = []
-
-    def first_token(self, ttft_ns: int) -> None:
-        """A request got its first token `ttft_ns` after its arrival."""
-        self._first_tokens.append(ttft_ns)
-
-    def finished(self, request: FinishedRequest) -> None:
-        """A request ended."""
-        self._finished.append(request)
+        # Samples that are not counted yet.
+        self.gaps: defaultdict[int, int] = defaultdict(int)  # nanoseconds between tokens of a request -> how often
+        self.steps: defaultdict[int, int] = defaultdict(int)  # tokens of an engine step -> how many steps
+        self.first_tokens: list[int] = []  # nanoseconds from the arrival of a request
+        self.finished: list[FinishedRequest] = []
 
     def count_when_many(self) -> None:
         """Count the pending samples if there are many. Call it regularly to bound their number."""
-        pending = (self.gaps, self.steps, self._first_tokens, self._finished)
-        if max(map(len, pending)) >= MAX_PENDING:
+        if max(map(len, (self.gaps, self.steps, self.first_tokens, self.finished))) >= MAX_PENDING:
             self._count()
 
     @property
@@ -289,7 +228,7 @@ class LatencySamples:
         return self._sketches
 
     def _count(self) -> None:
-        gaps, steps, first_tokens, finished = self.gaps, self.steps, self._first_tokens, self._finished
+        gaps, steps, first_tokens, finished = self.gaps, self.steps, self.first_tokens, self.finished
         if not (gaps or steps or first_tokens or finished):
             return
         sketches = self._sketches

@@ -5,9 +5,9 @@ figures, to the last digit, as a run of single steps.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import simpy
 
@@ -21,22 +21,6 @@ from .metrics import Recorder
 NANOSECONDS = 1_000_000_000
 # Messages of the first rejections are kept; all are counted.
 MAX_REJECTIONS_KEPT = 5
-
-
-class EngineWatcher(Protocol):
-    """Receives the progress of a simulated engine."""
-
-    def submitted(self, request: Request) -> None:
-        """A request was accepted."""
-        ...
-
-    def scheduled(self, scheduler: Scheduler) -> None:
-        """A step starts now, or the engine begins to wait."""
-        ...
-
-    def observe(self, step: ScheduledStep, result: StepResult, outcome: StepOutcome) -> None:
-        """A step was completed now."""
-        ...
 
 
 class RunListener:
@@ -61,43 +45,8 @@ class RunListener:
         """A step was completed now."""
 
 
-class Broadcast:
-    """An `EngineWatcher` and a sink that passes everything to a recorder, then to every listener with the time."""
-
-    def __init__(self, now_ns: Callable[[], int], recorder: Recorder, listeners: Sequence[RunListener]) -> None:
-        self._now_ns = now_ns
-        self._recorder = recorder
-        self._listeners = tuple(listeners)
-        for listener in self._listeners:
-            listener.started(recorder)
-
-    def submitted(self, request: Request) -> None:
-        """Forward it."""
-        self._recorder.submitted(request)
-        for listener in self._listeners:
-            listener.submitted(self._now_ns(), request)
-
-    def apply(self, commit: Commit) -> None:
-        """Forward it."""
-        self._recorder.apply(commit)
-        for listener in self._listeners:
-            listener.apply(self._now_ns(), commit)
-
-    def scheduled(self, scheduler: Scheduler) -> None:
-        """Forward it."""
-        self._recorder.scheduled(scheduler)
-        for listener in self._listeners:
-            listener.scheduled(self._now_ns(), scheduler)
-
-    def observe(self, step: ScheduledStep, result: StepResult, outcome: StepOutcome) -> None:
-        """Forward it."""
-        self._recorder.observe(step, result, outcome)
-        for listener in self._listeners:
-            listener.observe(self._now_ns(), step, result, outcome)
-
-
 class SimulatedEngine:
-    """One engine in a SimPy environment: a process for its arrivals, a process for its steps.
+    """One engine in a SimPy environment: a process for its steps, and one for its arrivals unless others submit them.
 
     env = simpy.Environment()
     engine = SimulatedEngine(env, scheduler, backend, recorder)
@@ -110,21 +59,15 @@ class SimulatedEngine:
         env: simpy.Environment,
         scheduler: Scheduler,
         backend: Backend,
-        recorder: EngineWatcher,
+        recorder: Recorder,
         macro_steps: bool = True,
         next_arrival_ns: Callable[[], float] | None = None,
     ) -> None:
-        """Start the engine's process.
+        """Start the engine's process, on a clock in whole nanoseconds.
 
-        Args:
-            env: the clock, in whole nanoseconds.
-            scheduler: decides the steps.
-            backend: computes and times them.
-            recorder: measures them.
-            macro_steps: whether identical decode steps are taken in one go.
-            next_arrival_ns: in a fleet, the earliest time at which a request may reach this engine or its router may
-                read its state; no macro-step extends past it, so that the router sees what has happened by then.
-                None: this engine is alone in its environment.
+        `macro_steps`: whether identical decode steps are taken in one go. `next_arrival_ns` returns, in a fleet, the
+        earliest time at which a request may reach this engine or its router may read its state; no macro-step extends
+        past it, so that the router sees what has happened by then. None: the engine is alone in its environment.
         """
         self._env = env
         self._next_arrival_ns = next_arrival_ns
@@ -136,8 +79,10 @@ class SimulatedEngine:
         self._idle: simpy.Event | None = None
         self._busy_until_ns = 0
         self.rejections: list[str] = []
+        # Called for each request that was refused or has finished, before the next step is decided.
         self.on_ended: Callable[[Request], None] | None = None
-        """Callback for each request that was refused or has finished; runs before the next step is decided."""
+        # Calls to make when the running step ends, in order (asynchronous scheduling).
+        self._arrived: deque[Callable[[], object]] = deque()
         env.process(self._steps())
 
     def arrivals(self, requests: Iterable[Request]) -> Generator[simpy.Event, Any, None]:
@@ -212,13 +157,27 @@ class SimulatedEngine:
                 yield self._idle
                 self._idle = None
                 move = loop.send(None)
-            else:
-                backend.submit(move)
-                result = backend.collect()
-                duration_ns = sum(result.nanoseconds)
-                self._busy_until_ns = int(env.now) + duration_ns
+                continue
+            backend.submit(move)
+            result = backend.collect()
+            self._busy_until_ns = int(env.now) + sum(result.nanoseconds)
+            for duration_ns in self._waits(result.nanoseconds):
+                self._take_in()
                 yield env.timeout(duration_ns)
-                move = loop.send(result)
+            move = loop.send(result)
+            if self._take_in() and isinstance(move, Wait):
+                move = loop.send(None)
+
+    def _waits(self, nanoseconds: tuple[int, ...]) -> tuple[int, ...]:
+        """The times to let pass until a step, or the steps of a macro-step, have ended."""
+        return (sum(nanoseconds),)
+
+    def _take_in(self) -> bool:
+        """Make the waiting calls; return False if there are none."""
+        arrived = bool(self._arrived)
+        while self._arrived:
+            self._arrived.popleft()()
+        return arrived
 
 
 class AsyncSchedulingEngine(SimulatedEngine):
@@ -228,20 +187,6 @@ class AsyncSchedulingEngine(SimulatedEngine):
     average its first token comes after half a step, a whole step and its own step; an engine that decides between steps
     saves the whole step in the middle. An idle engine starts immediately.
     """
-
-    def __init__(
-        self,
-        env: simpy.Environment,
-        scheduler: Scheduler,
-        backend: Backend,
-        recorder: EngineWatcher,
-        macro_steps: bool = True,
-        next_arrival_ns: Callable[[], float] | None = None,
-    ) -> None:
-        """As `SimulatedEngine`."""
-        # Calls to make when the running step ends, in order.
-        self._arrived: deque[Callable[[], object]] = deque()
-        super().__init__(env, scheduler, backend, recorder, macro_steps, next_arrival_ns)
 
     def submit(self, request: Request) -> bool:
         """Hand a request over now. Returns False only if the engine is idle and refuses it."""
@@ -273,34 +218,10 @@ class AsyncSchedulingEngine(SimulatedEngine):
         """A step after an arrival is not repeated, so that the request is scheduled when it ends."""
         return 0 if self._arrived else super()._repeats(step, limit)
 
-    def _steps(self) -> Generator[simpy.Event, Any, None]:
-        env, loop, backend, recorder = self._env, self._loop, self._backend, self._recorder
-        move = next(loop)
-        while True:
-            recorder.scheduled(self._scheduler)
-            if isinstance(move, Wait):
-                self._idle = env.event()
-                yield self._idle
-                self._idle = None
-                move = loop.send(None)
-                continue
-            backend.submit(move)
-            result = backend.collect()
-            self._busy_until_ns = int(env.now) + sum(result.nanoseconds)
-            *earlier, last = result.nanoseconds
-            if earlier:
-                # Behind a blocked queue head, requests may arrive in any step of a macro-step; only those of its last
-                # step are too late for the decision that follows it.
-                yield env.timeout(sum(earlier))
-                self._take_in()
-            yield env.timeout(last)
-            move = loop.send(result)
-            if self._take_in() and isinstance(move, Wait):
-                move = loop.send(None)
+    def _waits(self, nanoseconds: tuple[int, ...]) -> tuple[int, ...]:
+        """Behind a blocked queue head, requests may arrive in any step of a macro-step.
 
-    def _take_in(self) -> bool:
-        """Make the waiting calls; return False if there are none."""
-        arrived = bool(self._arrived)
-        while self._arrived:
-            self._arrived.popleft()()
-        return arrived
+        Only those of its last step are too late for the decision that follows it.
+        """
+        *earlier, last = nanoseconds
+        return (sum(earlier), last) if earlier else (last,)

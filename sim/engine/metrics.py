@@ -1,9 +1,9 @@
 """Record latencies, occupancy and throughput of a simulated run, in constant memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from operator import mul
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -15,6 +15,9 @@ from ...core.scheduler.scheduler import Scheduler, StepOutcome
 from ...core.types import Request, ScheduledStep, StepResult, largest, smallest
 from .distributions import MAX_PENDING, NANOSECONDS, FinishedRequest, LatencySamples, LatencySketches, RunHistograms
 
+if TYPE_CHECKING:
+    from .engine import RunListener
+
 MAX_POINTS = 2048
 SERIES = ("kv_cache_usage", "num_requests_running", "num_requests_waiting")
 _NO_TOKEN = -1
@@ -22,31 +25,18 @@ _NO_TOKEN = -1
 
 @attrs.frozen
 class RequestRecord:
-    """One finished request of a simulated run (a row of `--requests-out`); times as field report D07 defines them.
+    """One finished request of a simulated run (a row of `--requests-out`); times as field report D07 defines them."""
 
-    Attributes:
-        request_id: the place of its row in the trace.
-        arrival_s: when it was sent, seconds from the start of the run.
-        queue_time_s: from arrival to the first admission; later preemptions count in `e2e_s`.
-        ttft_s: from arrival to the first output token, queueing included.
-        tpot_s: (e2e_s - ttft_s) / (num_output_tokens - 1); None for a single token.
-        e2e_s: from arrival to the last output token.
-        num_prompt_tokens: prompt tokens, cached ones included.
-        num_output_tokens: tokens produced.
-        num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
-        num_preemptions: how often it was preempted.
-    """
-
-    request_id: str
-    arrival_s: float
-    queue_time_s: float
-    ttft_s: float
-    tpot_s: float | None
-    e2e_s: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_cached_tokens: int
-    num_preemptions: int
+    request_id: str  # the place of its row in the trace
+    arrival_s: float  # when it was sent, seconds from the start of the run
+    queue_time_s: float  # from arrival to the first admission; later preemptions count in `e2e_s`
+    ttft_s: float  # from arrival to the first output token, queueing included
+    tpot_s: float | None  # (e2e_s - ttft_s) / (num_output_tokens - 1); None for a single token
+    e2e_s: float  # from arrival to the last output token
+    num_prompt_tokens: int  # prompt tokens, cached ones included
+    num_output_tokens: int  # tokens produced
+    num_cached_tokens: int  # prompt tokens found in the prefix cache at the first admission
+    num_preemptions: int  # how often it was preempted
 
 
 class TimeSeries:
@@ -97,6 +87,8 @@ class RequestTimes:
 class Recorder:
     """Measures a run from its commits (which request is in which row) and completed steps (who got a token, and when).
 
+    Everything that it hears it passes on to `listeners`, with the time.
+
     Definitions (field report D07): TTFT runs from arrival to the first token and is not reset by a preemption; ITL is
     the gap between successive tokens of a request, so n tokens give n - 1 samples and a preemption is one long gap;
     TPOT is (E2E - TTFT) / (tokens - 1) of a finished request, undefined for a single token; E2E runs from arrival to
@@ -109,24 +101,23 @@ class Recorder:
         num_rows: int,
         histograms: RunHistograms | None = None,
         on_finished: Callable[[RequestRecord], None] | None = None,
+        listeners: Iterable["RunListener"] = (),
     ) -> None:
-        """Watch a run.
+        """Watch a run. `now_ns` returns the time in whole nanoseconds from its start.
 
-        Args:
-            now_ns: returns the time in whole nanoseconds from the start of the run.
-            num_rows: rows of the block tables (`max_num_reqs`).
-            histograms: also count samples here, or None.
-            on_finished: called with the record of each finished request; no record is kept here.
+        `num_rows` are those of the block tables (`max_num_reqs`). Samples are counted in `histograms` too, if given.
+        `on_finished` gets the record of each finished request; no record is kept here.
         """
         self._now_ns = now_ns
         self._on_finished = on_finished
+        self._listeners = tuple(listeners)
         self._samples = LatencySamples(histograms)
         self.series = TimeSeries(SERIES)
         self.num_steps = 0
         self.num_output_tokens = 0
         self.busy_ns = 0
         self.max_held_blocks = 0
-        self._held_block_ns = 0
+        self.held_block_ns = 0  # Referenced blocks x nanoseconds for which they were held
         self._held_blocks = 0
         self._held_since_ns = 0
         # Times of requests without a row: arrival only, or (arrival, first admission, first token, last token).
@@ -141,6 +132,8 @@ class Recorder:
             RowsAssigned: self._rows_assigned,
             RowsReleased: self._rows_released,
         }
+        for listener in self._listeners:
+            listener.started(self)
 
     @property
     def histograms(self) -> RunHistograms | None:
@@ -154,9 +147,10 @@ class Recorder:
 
     def submitted(self, request: Request) -> None:
         """A request was accepted; its `arrival` (seconds) starts its clock unless it came from another engine."""
-        if request.request_id in self._away:
-            return
-        self._arrival_ns[request.request_id] = round(request.arrival * 1e9)
+        if request.request_id not in self._away:
+            self._arrival_ns[request.request_id] = round(request.arrival * 1e9)
+        for listener in self._listeners:
+            listener.submitted(self._now_ns(), request)
 
     def resume(self, request_id: str, times: RequestTimes) -> None:
         """A request comes from another engine: keep the times that were measured there."""
@@ -169,6 +163,8 @@ class Recorder:
             handler = handlers.get(type(event))
             if handler is not None:
                 handler(event)
+        for listener in self._listeners:
+            listener.apply(self._now_ns(), commit)
 
     def _rows_assigned(self, event: RowsAssigned) -> None:
         for request_id, row in zip(event.requests, as_ints(event.rows), strict=True):
@@ -189,13 +185,15 @@ class Recorder:
         """A step starts now, or the engine begins to wait: the blocks held now stay held until the next call."""
         now = self._now_ns()
         pool = scheduler.allocator.pool
-        self._held_block_ns += self._held_blocks * (now - self._held_since_ns)
+        self.held_block_ns += self._held_blocks * (now - self._held_since_ns)
         self._held_blocks = held = pool.num_held_blocks
         self._held_since_ns = now
         if held > self.max_held_blocks:
             self.max_held_blocks = held
         if not self.series.passes_over():
             self.series.add(now / 1e9, (pool.usage, scheduler.num_running, scheduler.num_waiting))
+        for listener in self._listeners:
+            listener.scheduled(now, scheduler)
 
     def observe(self, step: ScheduledStep, result: StepResult, outcome: StepOutcome) -> None:
         """Account for one step that is completed now."""
@@ -210,7 +208,8 @@ class Recorder:
             self._tokens_produced(rows, now - sum(later))
             if later:
                 self._repeated(rows, later, now)
-                self._held_block_ns -= _block_ns_not_yet_held(step.blocks_taken_at, durations)
+                # A macro-step's blocks were charged for the steps before the one that first uses them.
+                self.held_block_ns -= sum(map(mul, step.blocks_taken_at, accumulate(durations)))
             elif step.num_draft_tokens is not None:
                 # Accepted drafts arrive with the token before them.
                 at_once = int(outcome.produced.sum()) - len(rows)
@@ -222,15 +221,12 @@ class Recorder:
                 self._finished(row, request, now)
         if outcome.finished_requests or len(self._samples.gaps) > MAX_PENDING:
             self._samples.count_when_many()
-
-    @property
-    def held_block_ns(self) -> int:
-        """Referenced blocks x nanoseconds for which they were held."""
-        return self._held_block_ns
+        for listener in self._listeners:
+            listener.observe(now, step, result, outcome)
 
     def mean_held_blocks(self) -> float:
         """Time-weighted mean of the referenced blocks, from time 0 on."""
-        return self._held_block_ns / self._held_since_ns if self._held_since_ns else 0.0
+        return self.held_block_ns / self._held_since_ns if self._held_since_ns else 0.0
 
     def _tokens_produced(self, rows: NDArray[np.int64], now: int) -> None:
         self.num_output_tokens += len(rows)
@@ -241,7 +237,7 @@ class Recorder:
             fresh = last == _NO_TOKEN
             for row in rows[fresh].tolist():
                 self._first_in[row] = now
-                self._samples.first_token(now - self._arrival_in[row])
+                self._samples.first_tokens.append(now - self._arrival_in[row])
             last = last[~fresh]
             if not len(last):
                 return
@@ -270,36 +266,11 @@ class Recorder:
         arrival, admitted, first, _ = self._times_in(row)
         tpot = (now - first) / (request.num_output_tokens - 1) if request.num_output_tokens > 1 else None
         num_cached_tokens = request.num_cached_tokens or 0
-        self._samples.finished(
-            FinishedRequest(
-                arrival,
-                admitted,
-                first,
-                now,
-                tpot,
-                request.num_prompt_tokens,
-                request.num_output_tokens,
-                num_cached_tokens,
-                request.num_preemptions,
-            )
-        )
+        counts = request.num_prompt_tokens, request.num_output_tokens, num_cached_tokens, request.num_preemptions
+        self._samples.finished.append(FinishedRequest(arrival, admitted, first, now, tpot, *counts))
         if self._on_finished is not None:
+            queue_s, ttft_s, e2e_s = ((end - arrival) / NANOSECONDS for end in (admitted, first, now))
+            tpot_s = None if tpot is None else tpot / NANOSECONDS
             self._on_finished(
-                RequestRecord(
-                    request_id=request.request_id,
-                    arrival_s=request.arrival,
-                    queue_time_s=(admitted - arrival) / NANOSECONDS,
-                    ttft_s=(first - arrival) / NANOSECONDS,
-                    tpot_s=None if tpot is None else tpot / NANOSECONDS,
-                    e2e_s=(now - arrival) / NANOSECONDS,
-                    num_prompt_tokens=request.num_prompt_tokens,
-                    num_output_tokens=request.num_output_tokens,
-                    num_cached_tokens=num_cached_tokens,
-                    num_preemptions=request.num_preemptions,
-                )
+                RequestRecord(request.request_id, request.arrival, queue_s, ttft_s, tpot_s, e2e_s, *counts)
             )
-
-
-def _block_ns_not_yet_held(blocks_taken_at: tuple[int, ...], durations: tuple[int, ...]) -> int:
-    """Block-nanoseconds charged to a macro-step's blocks for the steps before the one that first uses them."""
-    return sum(map(mul, blocks_taken_at, accumulate(durations)))

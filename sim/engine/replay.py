@@ -1,8 +1,6 @@
 """Replay a trace on a simulated engine: allocator, scheduler and latency model under a simulated clock."""
 
-import time
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
@@ -16,17 +14,15 @@ from ...core.scheduler.config import SchedulerConfig
 from ...core.scheduler.scheduler import Scheduler
 from ...core.scheduler.stats import SchedulerStats
 from ...core.types import Backend, DraftModel, EventSink, LatencyModel
-from ..traces.trace import Trace, TraceRequest
-from .arrivals import CLOSED_LOOP, OPEN_LOOP, SessionArrivals, decided_loop, traced_request
+from ..traces.trace import TraceRequest
+from .arrivals import TraceArrivals
 from .distributions import RELATIVE_ERROR, RunHistograms
-from .engine import NANOSECONDS, AsyncSchedulingEngine, Broadcast, RunListener, SimulatedEngine
+from .engine import MAX_REJECTIONS_KEPT, NANOSECONDS, AsyncSchedulingEngine, RunListener, SimulatedEngine
 from .metrics import Recorder, RequestRecord
 from .vllm_metrics import Snapshot, take_snapshot
 
-MAX_REJECTIONS_SHOWN = 5
 
-
-@attrs.define
+@attrs.define(kw_only=True)
 class ReplayReport:
     """The figures of one replay; `to_json` returns them under the names of the command line's `--json`."""
 
@@ -41,34 +37,23 @@ class ReplayReport:
     assumptions: dict[str, object]
     rejections: list[str]
     series: dict[str, list[float]]
+    kv_transfer: dict[str, object] | None = None
+    """In a disaggregated fleet: how much was copied between engines, and how long that took."""
+    replicas: list[dict[str, Any]] = attrs.field(factory=list)  # In a fleet: the figures of each engine
     timing: dict[str, float]
     snapshot: Snapshot | None = None
     """The final state under the names of vLLM's metrics, if histograms were counted; not part of `to_json`."""
-    engine_snapshots: list[Snapshot] = attrs.field(factory=list)
-    """In a fleet: the snapshot of each engine."""
-    replicas: list[dict[str, Any]] = attrs.field(factory=list)
-    """In a fleet: the figures of each engine."""
-    kv_transfer: dict[str, object] | None = None
-    """In a disaggregated fleet: how much was copied between engines, and how long that took."""
+    engine_snapshots: list[Snapshot] = attrs.field(factory=list)  # In a fleet: the snapshot of each engine
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; everything except `timing` is the same in every run."""
-        return {
-            "requests": self.requests,
-            "prefix_cache": self.prefix_cache,
-            "preemptions": self.preemptions,
-            "kv_cache_usage": self.kv_cache_usage,
-            **self.latencies,
-            "throughput": self.throughput,
-            "simulated_seconds": self.simulated_seconds,
-            "steps": self.steps,
-            "assumptions": self.assumptions,
-            "rejections": self.rejections,
-            "series": self.series,
-            **({"kv_transfer": self.kv_transfer} if self.kv_transfer is not None else {}),
-            **({"replicas": self.replicas} if self.replicas else {}),
-            "timing": self.timing,
-        }
+        out: dict[str, Any] = {}
+        for name, value in attrs.asdict(self, recurse=False).items():
+            if name == "latencies":
+                out.update(value)
+            elif name not in ("snapshot", "engine_snapshots") and (value or name not in ("kv_transfer", "replicas")):
+                out[name] = value
+        return out
 
 
 def replay(
@@ -102,8 +87,7 @@ def replay(
         on_finished: called with the record of each finished request; no record is kept.
         on_progress: called with the number of requests submitted so far.
         drafts: how many drafts are accepted; needed with `num_speculative_tokens`.
-        closed_loop: whether a session's next turn waits for the answer before it, or comes at its recorded time. None:
-            closed if the trace records think times (its `info` says so), else open.
+        closed_loop: as for `TraceArrivals.run`.
         async_scheduling: whether each step is decided while the step before it runs.
         macro_steps: whether identical decode steps are taken at once; the figures are the same either way.
 
@@ -117,49 +101,28 @@ def replay(
         )
     if backend is not None and drafts is not None:
         raise InputError("a backend verifies its own drafts; a draft model works with a latency model only")
-    closed_loop = decided_loop(trace, closed_loop)
     env = simpy.Environment()
     histograms = RunHistograms(allocator.max_model_len)
-    recorder = Recorder(lambda: int(env.now), allocator.max_num_reqs, histograms, on_finished)
-    watcher = Broadcast(lambda: int(env.now), recorder, tuple(listeners)) if listeners else recorder
+    recorder = Recorder(lambda: int(env.now), allocator.max_num_reqs, histograms, on_finished, listeners)
     if backend is None:
         backend = SimBackend(latency, drafts)
-    ledger = KVCacheAllocator(allocator, sinks=[backend, watcher, *sinks])
+    ledger = KVCacheAllocator(allocator, sinks=[backend, recorder, *sinks])
     batcher = Scheduler(scheduler, ledger)
     engine_class = AsyncSchedulingEngine if async_scheduling else SimulatedEngine
-    engine = engine_class(env, batcher, backend, watcher, macro_steps)
-    rows = _counted(trace, on_progress) if on_progress else trace
-    make_request = partial(traced_request, block_size=allocator.hash_block_size, trace_block_size=trace_block_size)
-    started = time.perf_counter()
-    arrivals: SessionArrivals | None = None
-    if closed_loop:
-        arrivals = SessionArrivals(
-            env,
-            engine,
-            rows,
-            make_request,
-            waits_for_unknown_answers=not isinstance(trace, Trace) or trace.info.records_think_times,
-        )
-        arrivals.start()
-    else:
-        env.process(engine.arrivals(make_request(row, number, row.arrival_s) for number, row in enumerate(rows)))
-    env.run()
-    wall_seconds = time.perf_counter() - started
-    ended_ns = env.now if arrivals is None else arrivals.last_ns
+    engine = engine_class(env, batcher, backend, recorder, macro_steps)
+    arrivals = TraceArrivals(
+        env, lambda request, _: engine.submit(request), allocator.hash_block_size, trace_block_size
+    )
+    engine.on_ended = arrivals.ended
+    wall_seconds = arrivals.run(trace, closed_loop, on_progress)
     assumptions = {
         "async_scheduling": async_scheduling,
-        "arrivals": OPEN_LOOP if arrivals is None else CLOSED_LOOP,
-        **({"turns_sent_late": arrivals.num_late} if arrivals is not None and arrivals.num_late else {}),
+        **arrivals.assumptions(),
         **(latency.assumptions() if latency is not None else {"backend": type(backend).__name__}),
         **(drafts.assumptions() if drafts is not None else {}),
     }
-    return replay_report(batcher, recorder, engine.rejections, assumptions, ended_ns / NANOSECONDS, wall_seconds)
-
-
-def _counted(rows: Iterable[TraceRequest], on_progress: Callable[[int], None]) -> Iterator[TraceRequest]:
-    for count, row in enumerate(rows, 1):
-        yield row
-        on_progress(count)
+    seconds = arrivals.last_ended_ns / NANOSECONDS
+    return replay_report(batcher, recorder, engine.rejections, assumptions, seconds, wall_seconds)
 
 
 def replay_report(
@@ -172,17 +135,13 @@ def replay_report(
 ) -> ReplayReport:
     """The figures of one engine after its run."""
     stats, config = scheduler.stats, scheduler.allocator.config
-    span = simulated_seconds or 1.0
     return ReplayReport(
-        requests=request_figures(stats),
-        prefix_cache=prefix_cache_figures(stats),
-        preemptions=preemption_figures(stats),
+        **counted_figures(stats, recorder.num_output_tokens, simulated_seconds or 1.0),
         kv_cache_usage={
             "mean": recorder.mean_held_blocks() / (config.num_blocks - 1),
             "max": recorder.max_held_blocks / (config.num_blocks - 1),
         },
         latencies=recorder.latencies.summaries(),
-        throughput=throughput_figures(stats, recorder.num_output_tokens, span),
         simulated_seconds=simulated_seconds,
         steps=recorder.num_steps,
         assumptions={
@@ -197,14 +156,41 @@ def replay_report(
             "percentiles": f"nearest rank, from a sketch with {RELATIVE_ERROR * 100:g} % relative error",
             "ttft": "from arrival, queueing included; model time only, no HTTP server",
         },
-        rejections=rejections[:MAX_REJECTIONS_SHOWN],
+        rejections=rejections[:MAX_REJECTIONS_KEPT],
         series=recorder.series.columns(),
         snapshot=take_snapshot(scheduler, recorder) if recorder.histograms is not None else None,
         timing=timing_figures(wall_seconds, recorder.num_steps),
     )
 
 
-# Figures of a report from the counters of one engine, or from sums over a fleet.
+def counted_figures(stats: SchedulerStats, num_output_tokens: int, seconds: float) -> dict[str, Any]:
+    """The fields of a report that come from the counters of one engine, or from their sums over a fleet."""
+    return {
+        "requests": request_figures(stats),
+        # First admissions; readmissions are counted separately (field report D04).
+        "prefix_cache": {
+            "queries_tokens": stats.prefix_queries_tokens,
+            "hits_tokens": stats.prefix_hits_tokens,
+            "hit_rate": share(stats.prefix_hits_tokens, stats.prefix_queries_tokens),
+            "readmission_queries_tokens": stats.readmission_queries_tokens,
+            "readmission_hits_tokens": stats.readmission_hits_tokens,
+            "readmission_shared_tokens": stats.readmission_shared_tokens,
+        },
+        # How often requests were preempted, and what that cost (field report D03).
+        "preemptions": {
+            "total": stats.num_preemptions,
+            "max_per_request": stats.max_preemptions_per_request,
+            "recompute_tax": share(stats.recomputed_tokens, stats.computed_tokens),
+            "recomputed_tokens": stats.recomputed_tokens,
+            "swapped_out_tokens": stats.swapped_out_tokens,
+            "swapped_in_tokens": stats.swapped_in_tokens,
+        },
+        "throughput": {
+            "requests_per_s": stats.num_finished / seconds,
+            "output_tokens_per_s": num_output_tokens / seconds,
+            "computed_tokens_per_s": stats.computed_tokens / seconds,
+        },
+    }
 
 
 def request_figures(stats: SchedulerStats) -> dict[str, int]:
@@ -214,39 +200,6 @@ def request_figures(stats: SchedulerStats) -> dict[str, int]:
         "finished": stats.num_finished,
         "rejected": stats.num_rejected,
         "aborted": stats.num_aborted,
-    }
-
-
-def prefix_cache_figures(stats: SchedulerStats) -> dict[str, float]:
-    """The hit rate of first admissions; readmissions are counted separately (field report D04)."""
-    return {
-        "queries_tokens": stats.prefix_queries_tokens,
-        "hits_tokens": stats.prefix_hits_tokens,
-        "hit_rate": share(stats.prefix_hits_tokens, stats.prefix_queries_tokens),
-        "readmission_queries_tokens": stats.readmission_queries_tokens,
-        "readmission_hits_tokens": stats.readmission_hits_tokens,
-        "readmission_shared_tokens": stats.readmission_shared_tokens,
-    }
-
-
-def preemption_figures(stats: SchedulerStats) -> dict[str, float]:
-    """How often requests were preempted, and what that cost (field report D03)."""
-    return {
-        "total": stats.num_preemptions,
-        "max_per_request": stats.max_preemptions_per_request,
-        "recompute_tax": share(stats.recomputed_tokens, stats.computed_tokens),
-        "recomputed_tokens": stats.recomputed_tokens,
-        "swapped_out_tokens": stats.swapped_out_tokens,
-        "swapped_in_tokens": stats.swapped_in_tokens,
-    }
-
-
-def throughput_figures(stats: SchedulerStats, num_output_tokens: int, seconds: float) -> dict[str, float]:
-    """Rates over the simulated time."""
-    return {
-        "requests_per_s": stats.num_finished / seconds,
-        "output_tokens_per_s": num_output_tokens / seconds,
-        "computed_tokens_per_s": stats.computed_tokens / seconds,
     }
 
 

@@ -6,7 +6,8 @@ by token until its last one, in the branches of its sampling method. The figures
 summed over all decode steps.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
 
 import attrs
 import numpy as np
@@ -49,35 +50,27 @@ class DraftAcceptance:
         return {"draft_acceptance_rate": self._rate, "draft_seed": self._seed}
 
 
-@attrs.frozen
-class Forks:
-    """Changes of branches between two decode steps. A branch is known by its place, a number.
-
-    `ends` are places of branches that are freed first; `forks` are (parent, child) places in order, where the child is
-    new or takes the place of a branch that ended.
-    """
-
-    ends: tuple[int, ...] = ()
-    forks: tuple[tuple[int, int], ...] = ()
-
+# Changes of branches between two decode steps. A branch is known by its place, a number: the places of branches that
+# are freed first, and (parent, child) places, where the child is new or takes the place of a branch that ended.
+Forks = tuple[Sequence[int], Sequence[tuple[int, int]]]
 
 # How a request is decoded by several branches at a time. `num_branches` counts the most branches, the first included;
 # `steps` yields the forks before each of the `output_length` steps, each of which adds a token to every branch.
 
 
-def _width(name: str):
-    def check(_: object, __: object, value: int) -> None:
-        if not 2 <= value <= MOST_BRANCHES:
-            raise InputError(f"{name} is {value}; it must be from 2 to {MOST_BRANCHES}")
-
-    return check
+def _check_width(name: str, value: int) -> None:
+    if not 2 <= value <= MOST_BRANCHES:
+        raise InputError(f"{name} is {value}; it must be from 2 to {MOST_BRANCHES}")
 
 
 @attrs.frozen
 class ParallelSampling:
     """`n` samples of one prompt (the API's `n`), which fork once."""
 
-    n: int = attrs.field(validator=_width("--n"))
+    n: int
+
+    def __attrs_post_init__(self) -> None:
+        _check_width("--n", self.n)
 
     @property
     def num_branches(self) -> int:
@@ -86,9 +79,9 @@ class ParallelSampling:
 
     def steps(self, output_length: int, draws: Draws) -> Iterator[Forks]:
         """One fork of every sample after the prefill."""
-        yield Forks(forks=tuple((0, child) for child in range(1, self.n)))
+        yield (), [(0, child) for child in range(1, self.n)]
         for _ in range(output_length - 1):
-            yield Forks()
+            yield (), ()
 
     def as_dict(self) -> dict[str, object]:
         """Its parameters."""
@@ -103,10 +96,11 @@ class BeamSearch:
     frequency depends on model and prompt and is not known here: `replaced` is an assumption, and the report states it.
     """
 
-    beam_width: int = attrs.field(validator=_width("--beam-width"))
+    beam_width: int
     replaced: float = 0.1
 
     def __attrs_post_init__(self) -> None:
+        _check_width("--beam-width", self.beam_width)
         if not 0 <= self.replaced <= 1:
             raise InputError(f"--beam-replaced is {self.replaced}; a chance is from 0 to 1")
 
@@ -117,17 +111,13 @@ class BeamSearch:
 
     def steps(self, output_length: int, draws: Draws) -> Iterator[Forks]:
         """A fork of every beam after the prefill, then replacements."""
-        width = self.beam_width
-        yield Forks(forks=tuple((0, child) for child in range(1, width)))
+        yield (), [(0, child) for child in range(1, self.beam_width)]
         for _ in range(output_length - 1):
-            yield self._replacements(draws)
-
-    def _replacements(self, draws: Draws) -> Forks:
-        ends = tuple(place for place in range(self.beam_width) if draws.happens(self.replaced))
-        kept = [place for place in range(self.beam_width) if place not in ends]
-        if not kept:  # the best beam always stays
-            kept, ends = [ends[0]], ends[1:]
-        return Forks(ends, tuple((kept[int(draws.uniform() * len(kept))], place) for place in ends))
+            ends = [place for place in range(self.beam_width) if draws.happens(self.replaced)]
+            kept = [place for place in range(self.beam_width) if place not in ends]
+            if not kept:  # the best beam always stays
+                kept, ends = [ends[0]], ends[1:]
+            yield ends, [(kept[int(draws.uniform() * len(kept))], place) for place in ends]
 
     def as_dict(self) -> dict[str, object]:
         """Its parameters."""
@@ -154,22 +144,14 @@ class DraftTree:
             raise InputError(f"--draft-acceptance-rate is {self.acceptance}; a chance is from 0 to 1")
 
     @property
-    def depth(self) -> int:
-        """Drafts on a path."""
-        return len(self.branching)
-
-    @property
     def num_branches(self) -> int:
         """Paths from the root to a leaf."""
-        paths = 1
-        for children in self.branching:
-            paths *= children
-        return paths
+        return prod(self.branching)
 
     def accepted(self, draws: Draws) -> int:
-        """Drafts of the best path that are accepted in one step, 0 to `depth`."""
+        """Drafts of the best path that are accepted in one step, 0 to the depth of the tree."""
         count = 0
-        while count < self.depth and draws.happens(self.acceptance):
+        while count < len(self.branching) and draws.happens(self.acceptance):
             count += 1
         return count
 
@@ -180,31 +162,18 @@ class DraftTree:
 
 @attrs.define
 class SamplingReport:
-    """Totals over all requests.
-
-    Attributes:
-        num_requests: requests that ran.
-        num_steps: decode steps of all requests.
-        num_forks: branches that began as a fork.
-        num_copied_blocks: blocks copied because a branch wrote into a shared block.
-        held_block_steps: blocks held, summed over steps.
-        unshared_block_steps: blocks that the branches would hold without sharing, summed over steps.
-        max_held_blocks: the most blocks that one request held.
-        sum_of_savings: sum of each request's own saving.
-        num_output_tokens: tokens of the results: samples, beams, or the one answer that drafts speed up.
-        num_branch_tokens: tokens that got a slot in any branch.
-    """
+    """Totals over all requests."""
 
     num_requests: int = 0
-    num_steps: int = 0
-    num_forks: int = 0
-    num_copied_blocks: int = 0
-    held_block_steps: int = 0
-    unshared_block_steps: int = 0
-    max_held_blocks: int = 0
-    sum_of_savings: float = 0.0
-    num_output_tokens: int = 0
-    num_branch_tokens: int = 0
+    num_steps: int = 0  # decode steps of all requests
+    num_forks: int = 0  # branches that began as a fork
+    num_copied_blocks: int = 0  # blocks copied because a branch wrote into a shared block
+    held_block_steps: int = 0  # blocks held, summed over steps
+    unshared_block_steps: int = 0  # blocks that the branches would hold without sharing, summed over steps
+    max_held_blocks: int = 0  # the most blocks that one request held
+    sum_of_savings: float = 0.0  # sum of each request's own saving
+    num_output_tokens: int = 0  # tokens of the results: samples, beams, or the one answer that drafts speed up
+    num_branch_tokens: int = 0  # tokens that got a slot in any branch
 
     @property
     def saving(self) -> float:
@@ -233,15 +202,8 @@ def run_sampling(
 ) -> SamplingReport:
     """Run every request alone through a real allocator, with its forks and copies on write.
 
-    Args:
-        requests: only their lengths are used: prompts of different requests share nothing here.
-        sampling: the branches of each request.
-        block_size: tokens per block.
-        seed: of the random draws.
-        on_progress: called with the number of finished requests.
-
-    Raises:
-        InputError: the block size is below 1.
+    Only the lengths of requests are used: prompts of different requests share nothing here. `on_progress` is called
+    with the number of finished requests. Raises `InputError` for a block size below 1 token.
     """
     if block_size < 1:
         raise InputError(f"--block-size is {block_size}; it must be 1 token or more")
@@ -271,7 +233,7 @@ class _OneRequest:
         self._sampling = sampling
         self._block_size = block_size
         self._report = report
-        depth = sampling.depth if isinstance(sampling, DraftTree) else 0
+        depth = len(sampling.branching) if isinstance(sampling, DraftTree) else 0
         longest = self._prompt + self._output + depth + 1
         num_branches = sampling.num_branches + 1
         config = AllocatorConfig(
@@ -301,17 +263,13 @@ class _OneRequest:
         if isinstance(self._sampling, DraftTree):
             self._verify_trees(self._sampling, draws)
         else:
-            for forks in self._sampling.steps(self._output, draws):
-                self._fork(forks)
+            for ends, forks in self._sampling.steps(self._output, draws):
+                for place in ends:
+                    self._allocator.free(self._branches.pop(place), FreeReason.ABORTED)
+                self._branches.update([(place, self._forked(self._branches[parent])) for parent, place in forks])
                 self._append()
                 self._account()
             self._report.num_output_tokens += self._output * len(self._branches)
-
-    def _fork(self, forks: Forks) -> None:
-        for place in forks.ends:
-            self._allocator.free(self._branches.pop(place), FreeReason.ABORTED)
-        made = [(place, self._forked(self._branches[parent])) for parent, place in forks.forks]
-        self._branches.update(made)
 
     def _verify_trees(self, tree: DraftTree, draws: Draws) -> None:
         """Until the answer is complete: grow the tree depth by depth, then keep the accepted part of one path."""

@@ -31,19 +31,12 @@ class HistogramCounts:
 
 @attrs.frozen
 class Metric:
-    """One metric.
+    """One metric."""
 
-    Attributes:
-        name: vLLM's name; counters without the "_total" that the text format adds.
-        kind: metric type in the text format.
-        text: what it counts, and how that differs from a server.
-        read: returns its value now; for `request_success` a dict by reason.
-    """
-
-    name: str
-    kind: Literal["gauge", "counter", "histogram"]
-    text: str
-    read: Callable[[Scheduler, Recorder], Any]
+    name: str  # vLLM's name; counters without the "_total" that the text format adds
+    kind: Literal["gauge", "counter", "histogram"]  # metric type in the text format
+    text: str  # what it counts, and how that differs from a server
+    read: Callable[[Scheduler, Recorder], Any]  # returns its value now; for `request_success` a dict by reason
 
 
 Snapshot = dict[str, Any]
@@ -94,125 +87,97 @@ def _counts(histogram: Histogram, unit: int) -> HistogramCounts:
     return HistogramCounts(tuple(buckets), histogram.total / unit)
 
 
-def _gauge(name: str, text: str, read: Callable[[Scheduler], float]) -> Metric:
-    return Metric(name, "gauge", text, lambda scheduler, _recorder: read(scheduler))
-
-
-def _counter(name: str, text: str, read: Callable[[Scheduler, Recorder], float]) -> Metric:
-    return Metric(name, "counter", text, read)
-
-
-def _seconds(name: str, text: str, read: Callable[[RunHistograms], Histogram]) -> Metric:
-    return Metric(name, "histogram", text, lambda _, recorder: _counts(read(_histograms(recorder)), NANOSECONDS))
-
-
-def _numbers(name: str, text: str, read: Callable[[RunHistograms], Histogram]) -> Metric:
-    return Metric(name, "histogram", text, lambda _, recorder: _counts(read(_histograms(recorder)), 1))
-
-
-def _success(scheduler: Scheduler, _recorder: Recorder) -> dict[str, int]:
-    stats = scheduler.stats
-    return {"stop": 0, "length": stats.num_finished, "abort": stats.num_aborted}
-
-
-METRICS: tuple[Metric, ...] = (
-    _gauge("vllm:num_requests_running", "Requests that hold blocks.", lambda s: s.num_running),
-    _gauge("vllm:num_requests_waiting", "Requests that wait for blocks or a place.", lambda s: s.num_waiting),
-    _gauge(
-        "vllm:kv_cache_usage_perc",
+# Name, kind, and text of each metric, and how to read it from (scheduler, recorder).
+_COUNTS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[Scheduler, Recorder], Any]], ...] = (
+    ("num_requests_running", "gauge", "Requests that hold blocks.", lambda s, _: s.num_running),
+    ("num_requests_waiting", "gauge", "Requests that wait for blocks or a place.", lambda s, _: s.num_waiting),
+    (
+        "kv_cache_usage_perc",
+        "gauge",
         "Referenced blocks as a share of the usable ones, 0 to 1.",
-        lambda s: s.allocator.pool.usage,
+        lambda s, _: s.allocator.pool.usage,
     ),
-    _counter(
-        "vllm:prefix_cache_queries",
+    (
+        "prefix_cache_queries",
+        "counter",
         "Tokens looked up in the prefix cache at first admissions; readmissions are not counted.",
         lambda s, _: s.stats.prefix_queries_tokens,
     ),
-    _counter(
-        "vllm:prefix_cache_hits",
+    (
+        "prefix_cache_hits",
+        "counter",
         "Tokens found in the prefix cache at first admissions.",
         lambda s, _: s.stats.prefix_hits_tokens,
     ),
-    _counter("vllm:num_preemptions", "Times that a request lost its blocks.", lambda s, _: s.stats.num_preemptions),
-    _counter(
-        "vllm:prompt_tokens",
+    ("num_preemptions", "counter", "Times that a request lost its blocks.", lambda s, _: s.stats.num_preemptions),
+    (
+        "prompt_tokens",
+        "counter",
         "Prompt tokens, cached ones included, of finished requests (a server counts them at the first token).",
         lambda _, r: _histograms(r).prompt_tokens.total,
     ),
-    _counter("vllm:generation_tokens", "Output tokens produced.", lambda _, r: r.num_output_tokens),
-    _counter("vllm:spec_decode_num_draft_tokens", "Drafts verified.", lambda s, _: s.stats.num_draft_tokens),
-    _counter(
-        "vllm:spec_decode_num_accepted_tokens",
+    ("generation_tokens", "counter", "Output tokens produced.", lambda _, r: r.num_output_tokens),
+    ("spec_decode_num_draft_tokens", "counter", "Drafts verified.", lambda s, _: s.stats.num_draft_tokens),
+    (
+        "spec_decode_num_accepted_tokens",
+        "counter",
         "Drafts that became output.",
         lambda s, _: s.stats.num_accepted_tokens,
     ),
-    Metric(
-        "vllm:request_success",
+    (
+        "request_success",
         "counter",
         "Requests that ended, by reason; a simulated one ends at its recorded length.",
-        _success,
+        lambda s, _: {"stop": 0, "length": s.stats.num_finished, "abort": s.stats.num_aborted},
     ),
-    _numbers(
-        "vllm:iteration_tokens_total", "Tokens computed in an engine step; exact counts.", lambda h: h.step_tokens
+)
+
+# Name and text of each histogram, and the field of `RunHistograms` that counts it; nanoseconds become seconds.
+_HISTOGRAMS = (
+    ("iteration_tokens_total", "step_tokens", "Tokens computed in an engine step"),
+    (
+        "time_to_first_token_seconds",
+        "ttft_ns",
+        "From arrival to the first token, queueing included; model time only",
     ),
-    _seconds(
-        "vllm:time_to_first_token_seconds",
-        "From arrival to the first token, queueing included; model time only; exact counts.",
-        lambda h: h.ttft_ns,
+    ("inter_token_latency_seconds", "itl_ns", "Gap between successive tokens of a request"),
+    (
+        "request_time_per_output_token_seconds",
+        "tpot_ns",
+        "(E2E - TTFT) / (tokens - 1) of a finished request of two tokens or more",
     ),
-    _seconds(
-        "vllm:inter_token_latency_seconds",
-        "Gap between successive tokens of a request; exact counts.",
-        lambda h: h.itl_ns,
+    ("e2e_request_latency_seconds", "e2e_ns", "From arrival to the last token"),
+    ("request_queue_time_seconds", "queue_ns", "From arrival to the first admission"),
+    ("request_prefill_time_seconds", "prefill_ns", "From the first admission to the first token"),
+    ("request_decode_time_seconds", "decode_ns", "From the first token to the last"),
+    ("request_inference_time_seconds", "inference_ns", "From the first admission to the last token"),
+    ("request_prompt_tokens", "prompt_tokens", "Prompt tokens of a request"),
+    ("request_generation_tokens", "output_tokens", "Output tokens of a request"),
+    (
+        "request_max_num_generation_tokens",
+        "output_tokens",
+        "The most output tokens of a request's sequences, of which it has one",
     ),
-    _seconds(
-        "vllm:request_time_per_output_token_seconds",
-        "(E2E - TTFT) / (tokens - 1) of a finished request of two tokens or more; exact counts.",
-        lambda h: h.tpot_ns,
+    ("request_params_max_tokens", "output_tokens", "What a request may produce at most: its recorded length"),
+    (
+        "request_prefill_kv_computed_tokens",
+        "prefill_computed_tokens",
+        "Prompt tokens of a request that its first admission did not find in the cache",
     ),
-    _seconds(
-        "vllm:e2e_request_latency_seconds",
-        "From arrival to the last token; exact counts.",
-        lambda h: h.e2e_ns,
-    ),
-    _seconds(
-        "vllm:request_queue_time_seconds",
-        "From arrival to the first admission; exact counts.",
-        lambda h: h.queue_ns,
-    ),
-    _seconds(
-        "vllm:request_prefill_time_seconds",
-        "From the first admission to the first token; exact counts.",
-        lambda h: h.prefill_ns,
-    ),
-    _seconds(
-        "vllm:request_decode_time_seconds",
-        "From the first token to the last; exact counts.",
-        lambda h: h.decode_ns,
-    ),
-    _seconds(
-        "vllm:request_inference_time_seconds",
-        "From the first admission to the last token; exact counts.",
-        lambda h: h.inference_ns,
-    ),
-    _numbers("vllm:request_prompt_tokens", "Prompt tokens of a request; exact counts.", lambda h: h.prompt_tokens),
-    _numbers("vllm:request_generation_tokens", "Output tokens of a request; exact counts.", lambda h: h.output_tokens),
-    _numbers(
-        "vllm:request_max_num_generation_tokens",
-        "The most output tokens of a request's sequences, of which it has one; exact counts.",
-        lambda h: h.output_tokens,
-    ),
-    _numbers(
-        "vllm:request_params_max_tokens",
-        "What a request may produce at most: its recorded length; exact counts.",
-        lambda h: h.output_tokens,
-    ),
-    _numbers(
-        "vllm:request_prefill_kv_computed_tokens",
-        "Prompt tokens of a request that its first admission did not find in the cache; exact counts.",
-        lambda h: h.prefill_computed_tokens,
-    ),
-    _numbers(
-        "vllm:request_num_preemptions", "Preemptions of a finished request; exact counts.", lambda h: h.preemptions
-    ),
+    ("request_num_preemptions", "preemptions", "Preemptions of a finished request"),
+)
+
+
+def _histogram(name: str, field: str, text: str) -> Metric:
+    unit = NANOSECONDS if field.endswith("_ns") else 1
+
+    def read(_: Scheduler, recorder: Recorder) -> HistogramCounts:
+        return _counts(getattr(_histograms(recorder), field), unit)
+
+    return Metric(f"vllm:{name}", "histogram", f"{text}; exact counts.", read)
+
+
+METRICS = (
+    *(Metric(f"vllm:{name}", kind, text, read) for name, kind, text, read in _COUNTS),
+    *(_histogram(*row) for row in _HISTOGRAMS),
 )

@@ -6,7 +6,6 @@ its blocks until the copy has ended, as vLLM's NIXL connector does, which pulls.
 after a time limit; there is none here.) Blocks that the decode engine finds in its own prefix cache are not copied.
 """
 
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -15,16 +14,26 @@ import numpy as np
 import simpy
 from numpy.typing import NDArray
 
-from ...core.errors import DoesNotFitError, InputError
+from ...core.errors import DoesNotFitError
 from ...core.events import Commit, RowsReleased
 from ...core.types import Request
+from ..engine.arrivals import TraceArrivals
 from ..engine.distributions import QuantileSketch, RunHistograms
-from ..engine.engine import MAX_REJECTIONS_KEPT, NANOSECONDS
+from ..engine.engine import MAX_REJECTIONS_KEPT, NANOSECONDS, RunListener
 from ..engine.metrics import Recorder, RequestRecord, RequestTimes
 from ..engine.replay import ReplayReport
 from ..traces.trace import TraceRequest
-from .engine import EngineName, EngineParts, FleetEngine, engine_names, fleet_report, start_engine, summed_stats
-from .fleet import Dispatcher, FleetArrivals, FleetShape
+from ..validators import at_least_one, not_negative
+from .fleet import (
+    Dispatcher,
+    EngineName,
+    EngineParts,
+    FleetEngine,
+    engine_names,
+    fleet_report,
+    start_engine,
+    summed_stats,
+)
 from .links import KVLinks, TransferModel
 from .routing import Router
 
@@ -42,23 +51,18 @@ class PrefillRecorder(Recorder):
         num_rows: int,
         histograms: RunHistograms | None,
         on_finished: Callable[[RequestRecord], None] | None,
+        listeners: Iterable[RunListener],
         *,
         goes_on: Callable[[Request], bool],
         hand_over: Callable[[Request, RequestTimes], None],
         counts_tokens: bool,
     ) -> None:
-        """Watch a run.
+        """Watch a run as `Recorder`.
 
-        Args:
-            now_ns: returns the time.
-            num_rows: rows of the block tables.
-            histograms: also count samples here, or None.
-            on_finished: called with the record of each request that ends here.
-            goes_on: whether a request that has its token continues elsewhere.
-            hand_over: called with such a request and its times.
-            counts_tokens: whether the client gets the token.
+        `goes_on` says whether a request that has its token continues elsewhere, `hand_over` is called with such a
+        request and its times, and `counts_tokens` says whether the client gets the token.
         """
-        super().__init__(now_ns, num_rows, histograms, on_finished)
+        super().__init__(now_ns, num_rows, histograms, on_finished, listeners)
         self._goes_on = goes_on
         self._hand_over = hand_over
         self._counts_tokens = counts_tokens
@@ -88,31 +92,19 @@ class PrefillRecorder(Recorder):
 
 @attrs.frozen(kw_only=True)
 class DisaggregatedShape:
-    """The number of engines in each pool, and who produces the first token.
+    """The number of engines in each pool, and who produces the first token; otherwise as `FleetShape`.
 
-    Attributes:
-        num_prefill_replicas: servers that compute prompts.
-        num_decode_replicas: servers that produce the other tokens.
-        data_parallel_size: ranks of each server, each with its own ledger and links.
-        event_delay_s: time from a commit of an engine until the routers know of it.
-        first_token_from: "prefill": the prefill engine's token is the client's first, and the decode engine continues
-            with the second; "decode": the client gets tokens from the decode engine only, which computes the prompt's
-            last token again for the first one (vLLM's NIXL connector behind its example proxy).
+    Every rank of a server has its own ledger and links. With `first_token_from` "prefill", the prefill engine's token
+    is the client's first, and the decode engine continues with the second; with "decode", the client gets tokens from
+    the decode engine only, which computes the prompt's last token again for the first one (vLLM's NIXL connector behind
+    its example proxy).
     """
 
-    num_prefill_replicas: int
-    num_decode_replicas: int
-    data_parallel_size: int = 1
-    event_delay_s: float = 0.0
+    num_prefill_replicas: int = attrs.field(validator=at_least_one)
+    num_decode_replicas: int = attrs.field(validator=at_least_one)
+    data_parallel_size: int = attrs.field(default=1, validator=at_least_one)
+    event_delay_s: float = attrs.field(default=0.0, validator=not_negative)
     first_token_from: str = attrs.field(default="prefill", validator=attrs.validators.in_(FIRST_TOKENS))
-
-    def __attrs_post_init__(self) -> None:
-        for name in ("num_prefill_replicas", "num_decode_replicas"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        FleetShape(  # checks the two
-            num_replicas=1, data_parallel_size=self.data_parallel_size, event_delay_s=self.event_delay_s
-        )
 
     @property
     def engine_names(self) -> list[EngineName]:
@@ -168,7 +160,7 @@ class DisaggregatedFleet:
     ) -> None:
         self.shape = shape
         self.env = simpy.Environment()
-        self.arrivals = FleetArrivals(self.env, self._route, parts.allocator.hash_block_size, trace_block_size)
+        self.arrivals = TraceArrivals(self.env, self._route, parts.allocator.hash_block_size, trace_block_size)
         self.links = KVLinks(self.env, transfer)
         self.transfer_ns = QuantileSketch()
         self.wait_ns = QuantileSketch()
@@ -196,17 +188,15 @@ class DisaggregatedFleet:
         trace: Iterable[TraceRequest],
         on_progress: Callable[[int], None] | None = None,
         closed_loop: bool | None = False,
-    ) -> None:
-        """Serve every request of the trace to its end."""
-        self.arrivals.start(trace, closed_loop, on_progress)
-        self.env.run()
+    ) -> float:
+        """Serve every request of the trace to its end; return the wall seconds that it took."""
+        return self.arrivals.run(trace, closed_loop, on_progress)
 
     # -- engines -----------------------------------------------------------------------------------------------------
 
     def _start_prefill(self, index: int, name: EngineName) -> FleetEngine:
         make_recorder = partial(
             PrefillRecorder,
-            on_finished=self._parts.finished_on(index),
             goes_on=self._is_handed_over,
             hand_over=self._prefilled,
             counts_tokens=self.shape.first_token_from == "prefill",
@@ -337,12 +327,11 @@ class DisaggregatedFleet:
 
     def _decoded(self, on_finished: Callable[[RequestRecord], None] | None, record: RequestRecord) -> None:
         """Report the whole request: cached tokens are those found before its prompt was computed, not copied."""
-        if on_finished is None:
-            return
-        prefill = self._handovers[record.request_id].prefill
-        num_preemptions = record.num_preemptions + prefill.num_preemptions
-        cached = prefill.num_cached_tokens or 0
-        on_finished(attrs.evolve(record, num_cached_tokens=cached, num_preemptions=num_preemptions))
+        if on_finished is not None:
+            prefill = self._handovers[record.request_id].prefill
+            num_preemptions = record.num_preemptions + prefill.num_preemptions
+            cached = prefill.num_cached_tokens or 0
+            on_finished(attrs.evolve(record, num_cached_tokens=cached, num_preemptions=num_preemptions))
 
 
 def replay_disaggregated(
@@ -364,19 +353,8 @@ def replay_disaggregated(
     `prefix_cache` counts the prefill engines' lookups; `kv_transfer` counts what was copied, and what was found on the
     decode engines instead.
 
-    Args:
-        trace: rows in order of arrival; read once and not kept.
-        shape: the number of engines in each pool.
-        parts: what each engine is built from; only prefill engines have tiers.
-        transfer: the links.
-        prefill_router: chooses a prefill engine at each arrival.
-        decode_router: chooses a decode engine when a prompt has been computed.
-        trace_block_size: tokens that an id of the trace represents; None if it has no ids.
-        closed_loop: as for `replay_fleet`.
-        on_progress: called with the number of requests routed so far.
-
-    Raises:
-        InputError: a closed loop is asked of a trace that links no turns.
+    Arguments and errors are those of `replay_fleet`. `prefill_router` chooses a prefill engine at each arrival, and
+    `decode_router` a decode engine when a prompt has been computed. Only prefill engines have the tiers of `parts`.
     """
     fleet = DisaggregatedFleet(
         shape,
@@ -386,9 +364,7 @@ def replay_disaggregated(
         decode_router=decode_router,
         trace_block_size=trace_block_size,
     )
-    started = time.perf_counter()
-    fleet.run(trace, on_progress, closed_loop)
-    wall_seconds = time.perf_counter() - started
+    wall_seconds = fleet.run(trace, on_progress, closed_loop)
     decode_routing = {f"decode_{name}": value for name, value in decode_router.assumptions().items()}
     assumptions = {
         "num_prefill_replicas": shape.num_prefill_replicas,

@@ -1,152 +1,180 @@
-"""Several engines under one clock, each with its own ledger, and a router in front of them."""
+"""Several engines under one clock, each with its own ledger, a router in front of them, and their figures."""
 
-import time
-from collections.abc import Callable, Generator, Iterable, Sequence
-from functools import partial
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 import simpy
 
+from ...backends.sim_backend import SimBackend
+from ...core.allocator.allocator import KVCacheAllocator
 from ...core.allocator.config import AllocatorConfig
-from ...core.errors import InputError
 from ...core.events import Key
-from ...core.types import Request
-from ..engine.arrivals import CLOSED_LOOP, OPEN_LOOP, SessionArrivals, decided_loop, traced_request
-from ..engine.engine import NANOSECONDS
-from ..engine.replay import ReplayReport
-from ..traces.trace import Trace, TraceRequest
-from .engine import EngineName, EngineParts, engine_names, fleet_report, start_engine
+from ...core.scheduler.config import SchedulerConfig
+from ...core.scheduler.scheduler import Scheduler
+from ...core.scheduler.stats import SchedulerStats
+from ...core.types import DraftModel, EventSink, LatencyModel, RemoteTokens, Request
+from ..engine.arrivals import TraceArrivals
+from ..engine.distributions import LatencySketches, RunHistograms
+from ..engine.engine import NANOSECONDS, AsyncSchedulingEngine, RunListener, SimulatedEngine
+from ..engine.metrics import Recorder, RequestRecord
+from ..engine.replay import ReplayReport, counted_figures, replay_report, request_figures, share, timing_figures
+from ..engine.vllm_metrics import take_snapshot
+from ..traces.trace import TraceRequest
+from ..validators import at_least_one, not_negative
 from .routing import ReplicaView, Routed, Router
+from .tiers import Tier, TieredLatency, TierSink, TierStore
 
-__all__ = ["EngineName", "EngineParts", "Fleet", "FleetShape", "replay_fleet"]
+MAX_SERIES_POINTS = 1024
 
 
-class FleetArrivals:
-    """Sends the requests of a trace to `route`, at their recorded times or each turn after the answer before it."""
+@attrs.frozen
+class EngineName:
+    """Identifies one engine of a fleet."""
 
-    def __init__(
-        self,
-        env: simpy.Environment,
-        route: Callable[[Request, str | None], None],
-        block_size: int,
-        trace_block_size: int | None,
-    ) -> None:
-        """Prepare; nothing is read before `start`.
+    replica: int  # the server, from 0 in its pool
+    data_parallel_rank: int = 0  # the rank within the server
+    pool: str = ""  # "prefill" or "decode" in a disaggregated fleet, else empty
 
-        Args:
-            env: the fleet's clock.
-            route: called with each request and the session that it is a turn of.
-            block_size: tokens per block hash of the requests.
-            trace_block_size: tokens that an id of the trace represents; None if it has no ids.
-        """
-        self._env = env
-        self._route = route
-        self._make_request = partial(traced_request, block_size=block_size, trace_block_size=trace_block_size)
-        self._next_ns = float("inf")
-        self._session_of: dict[str, str] = {}
-        self._sessions: SessionArrivals | None = None
-        self.on_ended: Callable[[Request], None] | None = None
-        """Callback for each answered or refused request."""
-        self.last_ended_ns = 0
+    def __str__(self) -> str:
+        """`prefill 1.3`; the rank is shown only if it is not the first."""
+        number = f"{self.replica}.{self.data_parallel_rank}" if self.data_parallel_rank else f"{self.replica}"
+        return f"{self.pool} {number}" if self.pool else number
 
-    def start(
-        self,
-        trace: Iterable[TraceRequest],
-        closed_loop: bool | None,
-        on_progress: Callable[[int], None] | None = None,
-    ) -> None:
-        """Begin to read; the clock and the answers drive everything that follows.
+    def labels(self) -> dict[str, str]:
+        """The labels of a Prometheus server that scrapes all servers: the rank is vLLM's label `engine`."""
+        return {"engine": str(self.data_parallel_rank), "instance": f"{self.pool or 'replica'}-{self.replica}"}
 
-        Raises:
-            InputError: a closed loop is asked of a trace that links no turns.
-        """
-        on_progress = on_progress or (lambda count: None)
-        if not decided_loop(trace, closed_loop):
-            self._env.process(self._open_loop(trace, on_progress))
-            return
-        num_sent = 0
 
-        def make(row: TraceRequest, ordinal: int, arrival_s: float) -> Request:
-            nonlocal num_sent
-            request = self._make_request(row, ordinal, arrival_s)
-            if row.turn is not None:
-                self._session_of[request.request_id] = row.turn.session
-            num_sent += 1
-            on_progress(num_sent)
-            return request
+def engine_names(num_replicas: int, data_parallel_size: int, pool: str = "") -> list[EngineName]:
+    """The names of every rank of every server, in order."""
+    ranks = range(data_parallel_size)
+    return [EngineName(replica, rank, pool) for replica in range(num_replicas) for rank in ranks]
 
-        unknown = not isinstance(trace, Trace) or trace.info.records_think_times
-        self._sessions = SessionArrivals(self._env, self, trace, make, waits_for_unknown_answers=unknown)
-        self._sessions.start()
 
-    def submit(self, request: Request) -> bool:
-        """A session sends its next turn."""
-        self._route(request, self._session_of.pop(request.request_id, None))
-        return True
+@attrs.frozen(kw_only=True)
+class EngineParts:
+    """The parts that every engine of a fleet is built from; functions named `..._of` take the index of an engine."""
 
-    def ended(self, request: Request) -> None:
-        """A request was answered or refused."""
-        self.last_ended_ns = int(self._env.now)
-        if self.on_ended is not None:
-            self.on_ended(request)
+    allocator: AllocatorConfig
+    scheduler: SchedulerConfig
+    latency: LatencyModel
+    drafts_of: Callable[[int], DraftModel | None] = lambda index: None
+    sinks_of: Callable[[int], Iterable[EventSink]] = lambda index: ()
+    tier_sinks_of: Callable[[int], Iterable[TierSink]] = lambda index: ()
+    listeners_of: Callable[[int], Iterable[RunListener]] = lambda index: ()
+    on_finished: Callable[[RequestRecord], None] | None = None  # gets each finished request of any engine
+    on_finished_on: Callable[[int, RequestRecord], None] | None = None  # the same, with the engine's index first
+    async_scheduling: bool = False
+    macro_steps: bool = True
+    histograms: bool = False  # whether each engine counts the histograms of vLLM's metrics
+    tiers: tuple[Tier, ...] = ()  # behind every pool; each engine has its own
+    tier_bytes_per_block: float | None = None  # bytes that the copy of one block moves
 
-    def next_arrival_ns(self) -> float:
-        """The earliest time of the next request. In a closed loop, any engine's step may cause one."""
-        return self._next_ns if self._sessions is None else self._env.peek()
+    def finished_on(self, index: int) -> Callable[[RequestRecord], None] | None:
+        """The callback for each finished request of an engine, or None."""
+        on_finished, on_finished_on = self.on_finished, self.on_finished_on
+        if on_finished_on is None:
+            return on_finished
 
-    @property
-    def is_closed_loop(self) -> bool:
-        """Whether turns wait for answers."""
-        return self._sessions is not None
+        def call_both(record: RequestRecord) -> None:
+            if on_finished is not None:
+                on_finished(record)
+            on_finished_on(index, record)
+
+        return call_both
 
     def assumptions(self) -> dict[str, object]:
-        """Open or closed loop, for the report."""
-        late = 0 if self._sessions is None else self._sessions.num_late
+        """The assumptions that every engine shares, without those of the latency model."""
+        drafts = self.drafts_of(0)
+        tiers = {
+            "tiers": [str(tier) for tier in self.tiers],
+            "tier_bytes_per_block": self.tier_bytes_per_block,
+            "tier_copies": "a step waits for what it promotes and for the write-back of what it overwrites, side by "
+            "side; copies between tiers delay nothing",
+        }
         return {
-            "arrivals": OPEN_LOOP if self._sessions is None else CLOSED_LOOP,
-            **({"turns_sent_late": late} if late else {}),
+            **(tiers if self.tiers else {}),
+            "async_scheduling": self.async_scheduling,
+            **(drafts.assumptions() if drafts is not None else {}),
         }
 
-    def _open_loop(
-        self, trace: Iterable[TraceRequest], on_progress: Callable[[int], None]
-    ) -> Generator[simpy.Event, Any, None]:
-        env = self._env
-        for ordinal, row in enumerate(trace):
-            arrival_ns = round(row.arrival_s * NANOSECONDS)
-            if arrival_ns > env.now:
-                self._next_ns = arrival_ns
-                yield env.timeout(arrival_ns - env.now)
-            request = self._make_request(row, ordinal, row.arrival_s)
-            self._route(request, None if row.turn is None else row.turn.session)
-            on_progress(ordinal + 1)
-        self._next_ns = float("inf")
+
+@attrs.frozen(eq=False)
+class FleetEngine:
+    """One engine of a fleet and its parts."""
+
+    name: EngineName
+    engine: SimulatedEngine
+    scheduler: Scheduler
+    recorder: Recorder
+    view: ReplicaView
+    tiers: TierStore | None
 
 
-def _at_least_one(_: object, attribute: "attrs.Attribute[int]", value: int) -> None:
-    if value < 1:
-        raise InputError(f"{attribute.name} is {value}; it must be at least 1")
+def start_engine(
+    env: simpy.Environment,
+    parts: EngineParts,
+    index: int,
+    name: EngineName,
+    *,
+    event_delay_s: float,
+    next_reached_ns: Callable[[], float],
+    on_ended: Callable[[Request], None],
+    remote: RemoteTokens | None = None,
+    keeps_blocks_of: Callable[[Request], bool] | None = None,
+    make_recorder: Callable[..., Recorder] = Recorder,
+) -> FleetEngine:
+    """Build an engine and start its process.
 
+    `index` is its number among all engines. The router knows of its commits `event_delay_s` later. `next_reached_ns`
+    returns the earliest time at which a request may reach it or its router may read its state, and `on_ended` is called
+    for each request that finished on it or that it refused. `remote` says where a decode engine's tokens come from, and
+    `keeps_blocks_of` whether a prefill engine keeps the blocks of a finished request until they are read.
+    `make_recorder` takes the arguments of `Recorder`.
+    """
 
-def _not_negative(_: object, attribute: "attrs.Attribute[float]", value: float) -> None:
-    if not 0 <= value < float("inf"):
-        raise InputError(f"{attribute.name} is {value}; it must be a number of seconds, 0 or more")
+    def now_ns() -> int:
+        return int(env.now)
+
+    allocator = parts.allocator
+    histograms = RunHistograms(allocator.max_model_len) if parts.histograms else None
+    on_finished, listeners = parts.finished_on(index), parts.listeners_of(index)
+    recorder = make_recorder(now_ns, allocator.max_num_reqs, histograms, on_finished, listeners)
+    tiers: TierStore | None = None
+    if parts.tiers:
+        tiers = TierStore(parts.tiers, allocator, parts.tier_bytes_per_block, parts.tier_sinks_of(index))
+    latency = parts.latency if tiers is None else TieredLatency(parts.latency, tiers)
+    backend = SimBackend(latency, parts.drafts_of(index))
+    view = ReplicaView(now_ns, round(event_delay_s * NANOSECONDS))
+    stores = [] if tiers is None else [tiers]
+    ledger = KVCacheAllocator(allocator, sinks=[backend, recorder, view, *stores, *parts.sinks_of(index)])
+    scheduler = Scheduler(parts.scheduler, ledger, tiers, remote, keeps_blocks_of)
+    # The copies of a macro-step's evictions would all be charged to the step after it.
+    macro_steps = parts.macro_steps and not (tiers is not None and tiers.takes_time)
+    engine_class = AsyncSchedulingEngine if parts.async_scheduling else SimulatedEngine
+    engine = engine_class(env, scheduler, backend, recorder, macro_steps, next_reached_ns)
+
+    def ended(request: Request) -> None:
+        if not request.num_output_tokens:  # refused; the view learns of finished requests from events
+            view.refused(request.request_id)
+        on_ended(request)
+
+    engine.on_ended = ended
+    return FleetEngine(name, engine, scheduler, recorder, view, tiers)
 
 
 @attrs.frozen(kw_only=True)
 class FleetShape:
     """The number of engines, and the delay of the events that a router sees.
 
-    Attributes:
-        num_replicas: servers.
-        data_parallel_size: ranks of each server, each with its own ledger. The router sees ranks, as KV events name
-            them (`data_parallel_rank`), and sends requests to ranks.
-        event_delay_s: time from a commit of an engine until the router knows of it.
+    A replica is a server with `data_parallel_size` ranks, each with its own ledger. The router sees ranks, as KV events
+    name them (`data_parallel_rank`), and sends requests to ranks; it knows of a commit `event_delay_s` after it.
     """
 
-    num_replicas: int = attrs.field(validator=_at_least_one)
-    data_parallel_size: int = attrs.field(default=1, validator=_at_least_one)
-    event_delay_s: float = attrs.field(default=0.0, validator=_not_negative)
+    num_replicas: int = attrs.field(validator=at_least_one)
+    data_parallel_size: int = attrs.field(default=1, validator=at_least_one)
+    event_delay_s: float = attrs.field(default=0.0, validator=not_negative)
 
     @property
     def engine_names(self) -> list[EngineName]:
@@ -159,7 +187,7 @@ class Fleet:
 
     def __init__(self, shape: FleetShape, parts: EngineParts, router: Router, trace_block_size: int | None) -> None:
         self.env = simpy.Environment()
-        self.arrivals = FleetArrivals(self.env, self._route, parts.allocator.hash_block_size, trace_block_size)
+        self.arrivals = TraceArrivals(self.env, self._route, parts.allocator.hash_block_size, trace_block_size)
         self._dispatcher = Dispatcher(router, parts.allocator)
         self.engines = [
             start_engine(
@@ -180,10 +208,9 @@ class Fleet:
         trace: Iterable[TraceRequest],
         on_progress: Callable[[int], None] | None = None,
         closed_loop: bool | None = False,
-    ) -> None:
-        """Serve every request of the trace to its end."""
-        self.arrivals.start(trace, closed_loop, on_progress)
-        self.env.run()
+    ) -> float:
+        """Serve every request of the trace to its end; return the wall seconds that it took."""
+        return self.arrivals.run(trace, closed_loop, on_progress)
 
     def _route(self, request: Request, session: str | None) -> None:
         chosen = self._dispatcher.choose(request, session, self.views)
@@ -231,25 +258,11 @@ def replay_fleet(
 ) -> ReplayReport:
     """Run every request of a trace through a router and the engines behind it, until each has ended.
 
-    The figures are those of `replay`, over all engines; `report.replicas` holds those of each engine.
-
-    Args:
-        trace: rows in order of arrival; read once and not kept.
-        shape: the number of engines.
-        parts: what each engine is built from.
-        router: chooses an engine for each request.
-        trace_block_size: tokens that an id of the trace represents; None if it has no ids.
-        closed_loop: whether a session's next turn waits for the answer before it, or comes at its recorded time. None:
-            closed if the trace records think times.
-        on_progress: called with the number of requests routed so far.
-
-    Raises:
-        InputError: a closed loop is asked of a trace that links no turns.
+    The figures are those of `replay`, over all engines; `report.replicas` holds those of each engine. The trace is read
+    once and not kept. `trace_block_size`, `closed_loop` and `on_progress` are as for `replay`; the errors too.
     """
     fleet = Fleet(shape, parts, router, trace_block_size)
-    started = time.perf_counter()
-    fleet.run(trace, on_progress, closed_loop)
-    wall_seconds = time.perf_counter() - started
+    wall_seconds = fleet.run(trace, on_progress, closed_loop)
     assumptions = {
         "num_replicas": shape.num_replicas,
         "data_parallel_size": shape.data_parallel_size,
@@ -260,3 +273,112 @@ def replay_fleet(
         **parts.latency.assumptions(),
     }
     return fleet_report(fleet.engines, assumptions, fleet.arrivals.last_ended_ns / NANOSECONDS, wall_seconds)
+
+
+def fleet_report(
+    engines: Sequence[FleetEngine],
+    assumptions: dict[str, object],
+    simulated_seconds: float,
+    wall_seconds: float,
+    stats: SchedulerStats | None = None,
+) -> ReplayReport:
+    """Sums, merged distributions and means over engines; `replicas` holds the figures of each engine.
+
+    Occupancy is the mean over engines and time, and the maximum of any engine; running and waiting requests over time
+    are summed. `stats` replaces the sum of the engines' counters, for requests that two engines served.
+    """
+    first, recorders = engines[0], [engine.recorder for engine in engines]
+    rejections = [reason for engine in engines for reason in engine.engine.rejections]
+    report = replay_report(first.scheduler, first.recorder, rejections, assumptions, simulated_seconds, wall_seconds)
+    stats = stats or summed_stats([engine.scheduler.stats for engine in engines])
+    usable_blocks = first.scheduler.allocator.config.num_blocks - 1
+    num_steps = sum(recorder.num_steps for recorder in recorders)
+    span = simulated_seconds or 1.0
+    held_block_ns = sum(recorder.held_block_ns for recorder in recorders)
+    latencies = LatencySketches()
+    for recorder in recorders:
+        latencies.merge(recorder.latencies)
+    counted = counted_figures(stats, sum(recorder.num_output_tokens for recorder in recorders), span)
+    counted["prefix_cache"].update(_tier_hits(engines, stats))
+    snapshots = [take_snapshot(engine.scheduler, engine.recorder) for engine in engines if engine.recorder.histograms]
+    return attrs.evolve(
+        report,
+        **counted,
+        kv_cache_usage={
+            "mean": held_block_ns / (span * NANOSECONDS * usable_blocks * len(engines)),
+            "max": max(recorder.max_held_blocks for recorder in recorders) / usable_blocks,
+        },
+        latencies=latencies.summaries(),
+        steps=num_steps,
+        series=_series(engines),
+        snapshot=None,
+        engine_snapshots=snapshots,
+        replicas=[_engine_figures(engine, simulated_seconds) for engine in engines],
+        timing=timing_figures(wall_seconds, num_steps),
+    )
+
+
+def _engine_figures(engine: FleetEngine, simulated_seconds: float) -> dict[str, object]:
+    """The figures of one engine that differ between engines."""
+    stats, recorder, name = engine.scheduler.stats, engine.recorder, engine.name
+    usable_blocks = engine.scheduler.allocator.config.num_blocks - 1
+    span_ns = (simulated_seconds or 1.0) * NANOSECONDS
+    latencies = recorder.latencies
+    return {
+        **({"pool": name.pool} if name.pool else {}),
+        "replica": name.replica,
+        "data_parallel_rank": name.data_parallel_rank,
+        "requests": request_figures(stats),
+        "prefix_cache_hit_rate": share(stats.prefix_hits_tokens, stats.prefix_queries_tokens),
+        "queries_tokens": stats.prefix_queries_tokens,
+        "hits_tokens": stats.prefix_hits_tokens,
+        "preemptions": stats.num_preemptions,
+        "kv_cache_usage": {
+            "mean": recorder.held_block_ns / (span_ns * usable_blocks),
+            "max": recorder.max_held_blocks / usable_blocks,
+        },
+        "busy_share": recorder.busy_ns / span_ns,
+        "output_tokens": recorder.num_output_tokens,
+        "steps": recorder.num_steps,
+        "ttft_s": latencies.ttft_ns.summary(NANOSECONDS),
+        "tpot_s": latencies.tpot_ns.summary(NANOSECONDS),
+        **({} if engine.tiers is None else {"tiers": engine.tiers.figures()}),
+    }
+
+
+def _tier_hits(engines: Sequence[FleetEngine], stats: SchedulerStats) -> dict[str, float]:
+    """The hits in tiers behind the pools; empty without tiers."""
+    if all(engine.tiers is None for engine in engines):
+        return {}
+    found = stats.prefix_hits_tokens + stats.external_hits_tokens
+    return {
+        "external_hits_tokens": stats.external_hits_tokens,
+        "hit_rate_with_tiers": share(found, stats.prefix_queries_tokens),
+    }
+
+
+def summed_stats(parts: Sequence[SchedulerStats]) -> SchedulerStats:
+    """Sum the counters of several engines; the most preemptions of one request are a maximum."""
+    total = {field.name: sum(getattr(stats, field.name) for stats in parts) for field in attrs.fields(SchedulerStats)}
+    total["max_preemptions_per_request"] = max(stats.max_preemptions_per_request for stats in parts)
+    return SchedulerStats(**total)
+
+
+def _series(engines: Sequence[FleetEngine]) -> dict[str, list[float]]:
+    """Mean usage, and sums of running and waiting requests, at up to 1,024 of the times that engines sampled."""
+    columns = [engine.recorder.series.columns() for engine in engines]
+    names = [name for name in columns[0] if name != "time_s"]
+    times = sorted({time for engine in columns for time in engine["time_s"]})
+    stride = -(-len(times) // MAX_SERIES_POINTS) or 1
+    times = times[::stride]
+    out: dict[str, list[float]] = {"time_s": times}
+    for name in names:
+        sums = [sum(_at(engine["time_s"], engine[name], time) for engine in columns) for time in times]
+        out[name] = [value / len(engines) for value in sums] if name == "kv_cache_usage" else sums
+    return out
+
+
+def _at(times: Sequence[float], values: Sequence[float], time: float) -> float:
+    """The value of a step function at a time; 0 before its first sample."""
+    place = bisect_right(times, time)
+    return values[place - 1] if place else 0.0

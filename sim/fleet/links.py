@@ -7,37 +7,27 @@ import attrs
 import simpy
 
 from ...core.errors import InputError
+from ..validators import must_be, not_negative
 
 NANOSECONDS = 1_000_000_000
 SHARINGS = ("fair", "fifo")
-
-
-def _speed(_: object, attribute: "attrs.Attribute[float]", value: float) -> None:
-    if not value > 0:
-        raise InputError(f"{attribute.name} is {value}; a link must copy more than 0 bytes a second (inf: no time)")
-
-
-def _delay(_: object, attribute: "attrs.Attribute[float]", value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise InputError(f"{attribute.name} is {value}; it must be a number of seconds, 0 or more")
 
 
 @attrs.frozen(kw_only=True)
 class TransferModel:
     """How long a copy from one engine to another takes.
 
-    Attributes:
-        bytes_per_s: bandwidth of each engine's link, out of a prefill engine and into a decode engine; infinite: copies
-            take no time.
-        latency_s: time before the first byte of each transfer moves.
-        sharing: how the transfers of one link share it: "fair" (max-min fair: no transfer gets more while another gets
-            less than it could use) or "fifo" (the transfer that began first gets all that its two links have left).
-        bytes_per_block: bytes that a block's copy moves over one GPU's link (every rank of a replica copies its shard
-            over its own link, side by side).
+    `bytes_per_s` is the bandwidth of each engine's link, out of a prefill engine and into a decode engine; infinite:
+    copies take no time. `latency_s` passes before the first byte of a transfer moves. The transfers of one link share
+    it: "fair" (max-min fair: no transfer gets more while another gets less than it could use) or "fifo" (the transfer
+    that began first gets all that its two links have left). `bytes_per_block` move over one GPU's link: every rank of a
+    replica copies its shard over its own link, side by side.
     """
 
-    bytes_per_s: float = attrs.field(validator=_speed)
-    latency_s: float = attrs.field(default=0.0, validator=_delay)
+    bytes_per_s: float = attrs.field(
+        validator=must_be("more than 0 bytes a second (inf: no time)", lambda value: value > 0)
+    )
+    latency_s: float = attrs.field(default=0.0, validator=not_negative)
     sharing: str = attrs.field(default="fair", validator=attrs.validators.in_(SHARINGS))
     bytes_per_block: float | None = None
 
@@ -47,12 +37,10 @@ class TransferModel:
 
     def assumptions(self) -> dict[str, object]:
         """The model's parameters, for the report."""
-        finite = math.isfinite(self.bytes_per_s)
         shared = "shared max-min fair" if self.sharing == "fair" else "first come, first served"
+        speed = f"{self.bytes_per_s / 1e9:g} GB/s out of and into each engine, {shared}"
         return {
-            "kv_transfer": f"{self.bytes_per_s / 1e9:g} GB/s out of and into each engine, {shared}"
-            if finite
-            else "no time but latency",
+            "kv_transfer": speed if math.isfinite(self.bytes_per_s) else "no time but latency",
             "kv_transfer_latency_s": self.latency_s,
             "kv_transfer_bytes_per_block": self.bytes_per_block,
         }
@@ -92,8 +80,7 @@ class KVLinks:
 
     def earliest_end_ns(self) -> float:
         """The earliest time at which a copy ends; infinite without copies."""
-        joining = min(self._joining.values(), default=math.inf)
-        return min(joining, self._next_end_ns)
+        return min(self._next_end_ns, *self._joining.values(), math.inf)
 
     def _join(self, copy: _Copy) -> None:
         del self._joining[copy]

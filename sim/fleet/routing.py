@@ -21,24 +21,9 @@ from typing import Protocol
 import attrs
 import numpy as np
 
+from ...core import events
 from ...core.errors import InputError
-from ...core.events import (
-    BlockCopied,
-    BlocksAllocated,
-    BlocksCached,
-    BlocksFreed,
-    BlocksUncached,
-    CacheReset,
-    Commit,
-    Event,
-    FreeReason,
-    Key,
-    PoolCreated,
-    RowsAssigned,
-    RowsReleased,
-    TokensPlaced,
-    as_ints,
-)
+from ...core.events import Commit, Event, Key, PoolCreated, RowsAssigned, RowsReleased, TokensPlaced, as_ints
 from ...core.registry import Registry
 from ...core.types import Request
 
@@ -54,8 +39,7 @@ class ReplicaView:
     """
 
     def __init__(self, now_ns: Callable[[], int], delay_ns: int = 0) -> None:
-        self._now_ns = now_ns
-        self._delay_ns = delay_ns
+        self._now_ns, self._delay_ns = now_ns, delay_ns
         self._on_the_way: deque[tuple[int, Commit]] = deque()
         self._group = 0
         self._one_group = True
@@ -116,8 +100,8 @@ class ReplicaView:
         for event in commit.events:
             if isinstance(event, TokensPlaced):
                 self._tokens_placed(event)
-            elif isinstance(event, BlocksFreed):
-                was_preempted = event.reason is FreeReason.PREEMPTED
+            elif isinstance(event, events.BlocksFreed):
+                was_preempted = event.reason is events.FreeReason.PREEMPTED
             elif isinstance(event, RowsAssigned | RowsReleased):
                 self._rows_changed(event, was_preempted)
             elif isinstance(event, PoolCreated):
@@ -153,34 +137,28 @@ class ReplicaView:
             self._computed[row] = 0
 
     def _keys_changed(self, event: Event) -> None:
-        if type(event) is BlocksCached:
+        if type(event) is events.BlocksCached:
             if event.group == self._group:
                 for key in event.keys:
-                    self._key_came(key)
-        elif type(event) is BlocksAllocated:
+                    self.blocks_with_key[key] = self.blocks_with_key.get(key, 0) + 1
+        elif type(event) is events.BlocksAllocated:
             self._keys_went(event.lost_keys, event.lost_groups)
-        elif type(event) is BlocksUncached:
+        elif type(event) is events.BlocksUncached:
             self._keys_went(event.keys, as_ints(event.groups))
-        elif type(event) is BlockCopied:
+        elif type(event) is events.BlockCopied:
             self._keys_went((event.lost_key,), (event.lost_group,))
-        elif type(event) is CacheReset:
+        elif type(event) is events.CacheReset:
             self.blocks_with_key.clear()
 
     def _keys_went(self, keys: Sequence[Key | None], groups: Sequence[int]) -> None:
         """`groups` may be empty if there is only one group."""
         for place, key in enumerate(keys):
             if key is not None and (self._one_group or groups[place] == self._group):
-                self._key_went(key)
-
-    def _key_came(self, key: Key) -> None:
-        self.blocks_with_key[key] = self.blocks_with_key.get(key, 0) + 1
-
-    def _key_went(self, key: Key) -> None:
-        left = self.blocks_with_key[key] - 1
-        if left:
-            self.blocks_with_key[key] = left
-        else:
-            del self.blocks_with_key[key]
+                left = self.blocks_with_key[key] - 1
+                if left:
+                    self.blocks_with_key[key] = left
+                else:
+                    del self.blocks_with_key[key]
 
 
 # Conversations that are remembered; the one that was silent longest is dropped first.
@@ -189,19 +167,12 @@ MAX_CONVERSATIONS = 1 << 20
 
 @attrs.frozen(kw_only=True)
 class Routed:
-    """A request as a router sees it.
-
-    Attributes:
-        request: the request.
-        keys: hashes of the complete blocks of its prompt, in the group that the views follow.
-        block_size: tokens in such a block.
-        session: the session that it is a turn of, if the trace records it.
-    """
+    """A request as a router sees it."""
 
     request: Request
-    keys: Sequence[Key]
-    block_size: int
-    session: str | None = None
+    keys: Sequence[Key]  # hashes of the complete blocks of its prompt, in the group that the views follow
+    block_size: int  # tokens in such a block
+    session: str | None = None  # the session that it is a turn of, if the trace records it
 
 
 class Router(Protocol):
@@ -220,14 +191,10 @@ routers: Registry[Callable[..., Router]] = Registry("router", "kvledger.routers"
 
 
 def make_router(name: str, load_weight: float | None = None) -> Router:
-    """A router by name.
+    """A router by its name in `routers`.
 
-    Args:
-        name: a name in `routers`.
-        load_weight: weight of the load, for routers with `takes_load_weight` only; None: the router's default.
-
-    Raises:
-        InputError: an unknown name, or a weight that has no effect.
+    `load_weight` is for routers with `takes_load_weight` only; None: the router's default. Raises `InputError` for an
+    unknown name, or a weight that has no effect.
     """
     make = routers.get(name)
     if load_weight is None:

@@ -14,64 +14,41 @@ from typing import Protocol
 
 import attrs
 
+from ...core import events
 from ...core.allocator.config import AllocatorConfig
 from ...core.cache_kinds import FullAttention
 from ...core.errors import CorruptLedgerError, InputError
-from ...core.events import (
-    POOL,
-    BlockCopied,
-    BlocksAllocated,
-    BlocksCached,
-    BlocksMoved,
-    BlocksUncached,
-    CacheReset,
-    Commit,
-    Key,
-    MoveReason,
-    RowsAssigned,
-    TierCommit,
-    TierEvent,
-    TiersCreated,
-)
+from ...core.events import POOL, BlocksMoved, Commit, Key, MoveReason, TierCommit, TierEvent, TiersCreated
 from ...core.types import LatencyModel, Request, StepLoad
 
 
 @attrs.define
 class TierCounts:
-    """Counts of one tier's blocks: `came_in == promoted + superseded + moved_on + cleared + held`.
+    """Counts of one tier's blocks: `came_in == promoted + superseded + moved_on + cleared + held`."""
 
-    Attributes:
-        came_in: written to it, from the pool or from the tier before.
-        promoted: copied back into the pool on a hit.
-        superseded: dropped because the pool computed the same content again.
-        moved_on: pushed out to the next tier, or from the last tier out of the cache.
-        cleared: dropped when the prefix cache was reset.
-    """
+    came_in: int = 0  # written to it, from the pool or from the tier before
+    promoted: int = 0  # copied back into the pool on a hit
+    superseded: int = 0  # dropped because the pool computed the same content again
+    moved_on: int = 0  # pushed out to the next tier, or from the last tier out of the cache
+    cleared: int = 0  # dropped when the prefix cache was reset
 
-    came_in: int = 0
-    promoted: int = 0
-    superseded: int = 0
-    moved_on: int = 0
-    cleared: int = 0
+
+# Counts by reason to leave a tier; other reasons are `moved_on`.
+_COUNTED_AS = {each: each.name.lower() for each in (MoveReason.PROMOTED, MoveReason.SUPERSEDED, MoveReason.CLEARED)}
 
 
 class TierState:
     """The block hashes that each tier keeps, in the order in which it drops them: the fold of the tiers' events.
 
     Live operation and replay both use this one path.
-
-    Attributes:
-        created: names and sizes.
-        kept: the hashes of each tier; the first one is dropped first.
-        counts: the counts of each tier.
-        next_sequence: sequence number of the next commit.
     """
 
     def __init__(self, created: TiersCreated) -> None:
-        self.created = created
+        self.created = created  # names and sizes
+        # The hashes of each tier; the first one is dropped first.
         self.kept: list[OrderedDict[Key, None]] = [OrderedDict() for _ in created.names]
         self.counts = [TierCounts() for _ in created.names]
-        self.next_sequence = 0
+        self.next_sequence = 0  # of the next commit
 
     @classmethod
     def replay(cls, commits: Iterable[TierCommit]) -> "TierState":
@@ -119,14 +96,8 @@ class TierState:
             if key not in kept:
                 raise CorruptLedgerError(f"{event.reason}: the {self.created.names[tier]} tier does not keep {key!r}")
             del kept[key]
-        if event.reason is MoveReason.PROMOTED:
-            counts.promoted += number
-        elif event.reason is MoveReason.SUPERSEDED:
-            counts.superseded += number
-        elif event.reason is MoveReason.CLEARED:
-            counts.cleared += number
-        else:
-            counts.moved_on += number
+        field = _COUNTED_AS.get(event.reason, "moved_on")
+        setattr(counts, field, getattr(counts, field) + number)
 
     def tier_of(self, key: Key) -> int | None:
         """The tier that keeps a block hash, from 1; None if no tier does."""
@@ -143,17 +114,11 @@ class TierState:
 
 @attrs.frozen(kw_only=True)
 class Tier:
-    """A store for evicted blocks.
+    """A store for evicted blocks."""
 
-    Attributes:
-        name: for example `host` or `ssd`.
-        num_blocks: blocks that it keeps.
-        bytes_per_s: bandwidth of copies to and from the GPU, in each direction; infinite: copies take no time.
-    """
-
-    name: str
-    num_blocks: int
-    bytes_per_s: float = math.inf
+    name: str  # for example `host` or `ssd`
+    num_blocks: int  # blocks that it keeps
+    bytes_per_s: float = math.inf  # of copies to and from the GPU, in each direction; infinite: they take no time
 
     def __attrs_post_init__(self) -> None:
         if self.num_blocks < 1:
@@ -196,14 +161,10 @@ class TierStore:
     ) -> None:
         """Start empty.
 
-        Args:
-            tiers: from the nearest to the farthest.
-            config: the pool's configuration: one full-attention group, prefix caching on.
-            bytes_per_block: bytes that one block's copy moves over a GPU's link; needed for a finite bandwidth.
-            sinks: receive every tier commit once, in order.
-
-        Raises:
-            InputError: groups that cannot be copied in block by block, no tier, or no bytes for a finite bandwidth.
+        `tiers` go from the nearest to the farthest. `config` is the pool's: one full-attention group, prefix caching
+        on. `bytes_per_block` are those that one block's copy moves over a GPU's link; a finite bandwidth needs them.
+        Raises `InputError` for groups that cannot be copied in block by block, no tier, or no bytes where they are
+        needed.
         """
         if len(config.groups) != 1 or not isinstance(config.groups[0], FullAttention) or not config.enable_caching:
             raise InputError(
@@ -218,7 +179,7 @@ class TierStore:
         self.tiers = tuple(tiers)
         self._bytes_per_block = bytes_per_block or 0.0
         self._block_size = config.groups[0].block_size
-        self._blocks_with_key: dict[Key, int] = {}
+        self.blocks_with_key: dict[Key, int] = {}  # the pool's block hashes according to the events
         self._asked: dict[str, frozenset[Key]] = {}
         self._read_blocks = [0] * len(tiers)
         self._written_blocks = 0
@@ -240,29 +201,11 @@ class TierStore:
         start, stop = num_hit_tokens // self._block_size, (request.num_tokens - 1) // self._block_size
         found: list[Key] = []
         for key in request.keys.keys(start, stop) if stop > start else ():
-            if self.tier_of(key) is None:
+            if self.state.tier_of(key) is None:
                 break
             found.append(key)
         self._asked = {request.request_id: frozenset(found)} if found else {}
         return len(found) * self._block_size
-
-    def tier_of(self, key: Key) -> int | None:
-        """The tier that keeps a block hash, from 1; None if no tier does."""
-        return self.state.tier_of(key)
-
-    def kept(self, tier: int) -> frozenset[Key]:
-        """The block hashes of a tier, numbered from 1."""
-        return frozenset(self.state.kept[tier - 1])
-
-    @property
-    def num_hit_blocks(self) -> int:
-        """Blocks promoted from any tier."""
-        return sum(counts.promoted for counts in self.state.counts)
-
-    @property
-    def keys_in_pool(self) -> frozenset[Key]:
-        """The block hashes of the pool's blocks, according to the events."""
-        return frozenset(self._blocks_with_key)
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -271,20 +214,20 @@ class TierStore:
         promised: frozenset[Key] = frozenset()
         lost: list[Key] = []
         for event in commit.events:
-            if isinstance(event, RowsAssigned):
+            if isinstance(event, events.RowsAssigned):
                 for request_id in event.requests:
                     promised |= self._asked.pop(request_id, frozenset())
-            elif isinstance(event, BlocksCached):
+            elif isinstance(event, events.BlocksCached):
                 self._keys_came(event.keys, promised)
-            elif isinstance(event, BlocksAllocated):
+            elif isinstance(event, events.BlocksAllocated):
                 lost += self._gone(event.lost_keys)
-            elif isinstance(event, BlockCopied):
+            elif isinstance(event, events.BlockCopied):
                 lost += self._gone((event.lost_key,))
-            elif isinstance(event, BlocksUncached):
+            elif isinstance(event, events.BlocksUncached):
                 self._gone(event.keys)  # uncached on purpose: these must not be found again
-            elif isinstance(event, CacheReset):
+            elif isinstance(event, events.CacheReset):
                 self._clear()
-        self._write_back([key for key in dict.fromkeys(lost) if key not in self._blocks_with_key])
+        self._write_back([key for key in dict.fromkeys(lost) if key not in self.blocks_with_key])
         if self._events:
             self._commit(commit.sequence)
 
@@ -292,9 +235,9 @@ class TierStore:
         """The pool caches these now: copies of a hit, or content that was computed again."""
         moves: dict[tuple[int, MoveReason], list[Key]] = {}
         for key in keys:
-            self._blocks_with_key[key] = self._blocks_with_key.get(key, 0) + 1
+            self.blocks_with_key[key] = self.blocks_with_key.get(key, 0) + 1
             tier = self.state.tier_of(key)
-            if tier is not None and self._blocks_with_key[key] == 1:
+            if tier is not None and self.blocks_with_key[key] == 1:
                 reason = MoveReason.PROMOTED if key in promised else MoveReason.SUPERSEDED
                 moves.setdefault((tier, reason), []).append(key)
         for (tier, reason), moved in moves.items():
@@ -308,11 +251,11 @@ class TierStore:
         for key in keys:
             if key is None:
                 continue
-            left = self._blocks_with_key[key] - 1
+            left = self.blocks_with_key[key] - 1
             if left:
-                self._blocks_with_key[key] = left
+                self.blocks_with_key[key] = left
             else:
-                del self._blocks_with_key[key]
+                del self.blocks_with_key[key]
                 out.append(key)
         return out
 
@@ -331,7 +274,7 @@ class TierStore:
             self._emit(BlocksMoved(MoveReason.OVERFLOWED, tuple(islice(kept, surplus)), index, target))
 
     def _clear(self) -> None:
-        self._blocks_with_key.clear()
+        self.blocks_with_key.clear()
         for index, kept in enumerate(self.state.kept, 1):
             if kept:
                 self._emit(BlocksMoved(MoveReason.CLEARED, tuple(kept), index, None))

@@ -33,19 +33,12 @@ _DIFFERENCE = 1e-6
 
 @attrs.frozen(kw_only=True)
 class MeasuredStep:
-    """One measurement.
+    """One measurement."""
 
-    Attributes:
-        latency: the deployment that was measured; only its factors change.
-        load: what the step computed (means over many steps are fine: the model is close to linear in them).
-        seconds: how long it took.
-        label: its name in reports; measurements with one label are left out together.
-    """
-
-    latency: RooflineLatency
-    load: StepLoad
-    seconds: float
-    label: str
+    latency: RooflineLatency  # the deployment that was measured; only its factors change
+    load: StepLoad  # what the step computed (means over many steps are fine: the model is close to linear in them)
+    seconds: float  # how long it took
+    label: str  # its name in reports; measurements with one label are left out together
 
     def __attrs_post_init__(self) -> None:
         if not 0 < self.seconds < math.inf:
@@ -58,20 +51,13 @@ class MeasuredStep:
 
 @attrs.frozen(kw_only=True)
 class Calibration:
-    """The fitted factors and their errors.
+    """The fitted factors and their errors."""
 
-    Attributes:
-        factors: the result; its `source` says how it was fitted.
-        free: names of the factors that were fitted.
-        labels: labels of the measured steps, in order.
-        errors_before, errors_after: relative errors of the start and of the result, in the same order.
-    """
-
-    factors: DeviceFactors
-    free: tuple[str, ...]
-    labels: tuple[str, ...]
-    errors_before: tuple[float, ...]
-    errors_after: tuple[float, ...]
+    factors: DeviceFactors  # the result; its `source` says how it was fitted
+    free: tuple[str, ...]  # names of the factors that were fitted
+    labels: tuple[str, ...]  # labels of the measured steps, in order
+    errors_before: tuple[float, ...]  # relative errors of the start, in the same order
+    errors_after: tuple[float, ...]  # relative errors of the result
 
     @property
     def mape_before(self) -> float:
@@ -85,16 +71,16 @@ class Calibration:
 
     def to_json(self) -> dict[str, object]:
         """Plain values: factors, errors of each step, and their means."""
-        steps = zip(self.labels, self.errors_before, self.errors_after, strict=True)
+        steps = [
+            {"label": label, "error_before_pct": before * 100, "error_pct": after * 100}
+            for label, before, after in zip(self.labels, self.errors_before, self.errors_after, strict=True)
+        ]
         return {
             "free": list(self.free),
             "factors": self.factors.assumptions(),
             "mape_before_pct": self.mape_before,
             "mape_pct": self.mape,
-            "steps": [
-                {"label": label, "error_before_pct": before * 100, "error_pct": after * 100}
-                for label, before, after in steps
-            ],
+            "steps": steps,
         }
 
 
@@ -129,10 +115,10 @@ def fit_factors(
         InputError: no steps, several GPU types, a factor that is unknown or starts at 0, or numbers out of range.
     """
     _check(steps, free, measurement_error, spread)
-    scales = [_Scale.of(name, start) for name in free]
+    starts = [_start(name, start) for name in free]
 
     def factors_at(moves: NDArray[np.float64]) -> DeviceFactors:
-        values = {scale.name: scale.value(move) for scale, move in zip(scales, moves.tolist(), strict=True)}
+        values = {name: _moved(name, *each) for name, *each in zip(free, starts, moves.tolist(), strict=True)}
         return attrs.evolve(start, **values)
 
     def residuals(moves: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -140,7 +126,7 @@ def fit_factors(
         errors = [step.relative_error(factors) / measurement_error for step in steps]
         return np.concatenate([np.array(errors), moves / spread])
 
-    factors = factors_at(_least_squares(residuals, len(scales)))
+    factors = factors_at(_least_squares(residuals, len(starts)))
     labels = tuple(step.label for step in steps)
     source = f"fitted to {len(steps)} measured steps ({', '.join(dict.fromkeys(labels))}); start: {start.source}"
     return Calibration(
@@ -162,24 +148,18 @@ def leave_one_out(
         yield label, factors, tuple(step.relative_error(factors) for step in left_out)
 
 
-@attrs.frozen
-class _Scale:
-    """A factor on an unbounded scale: logarithm of a cost, log-odds of an efficiency; a move of 0 is the start."""
+def _start(name: str, factors: DeviceFactors) -> float:
+    value = getattr(factors, name)
+    if not value or (name.endswith("_efficiency") and value >= 1):
+        raise InputError(f"factor {name} starts at {value}, from where it cannot move; start elsewhere")
+    return value
 
-    name: str
-    start: float
 
-    @classmethod
-    def of(cls, name: str, start: DeviceFactors) -> "_Scale":
-        value = getattr(start, name)
-        if not value or (name.endswith("_efficiency") and value >= 1):
-            raise InputError(f"factor {name} starts at {value}, from where it cannot move; start elsewhere")
-        return cls(name, value)
-
-    def value(self, move: float) -> float:
-        if not self.name.endswith("_efficiency"):
-            return self.start * math.exp(move)
-        return 1 / (1 + (1 / self.start - 1) * math.exp(-move))
+def _moved(name: str, start: float, move: float) -> float:
+    """A factor after a move on an unbounded scale: the logarithm of a cost, or the log-odds of an efficiency."""
+    if not name.endswith("_efficiency"):
+        return start * math.exp(move)
+    return 1 / (1 + (1 / start - 1) * math.exp(-move))
 
 
 def _check(steps: Sequence[MeasuredStep], free: Sequence[str], measurement_error: float, spread: float) -> None:

@@ -9,44 +9,29 @@ import attrs
 
 from ...core.errors import InputError
 from ...core.quantities import GIB
+from ..validators import not_negative, share
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Link:
-    """The interconnect between the GPUs of one node.
-
-    Attributes:
-        name: its name.
-        bytes_per_s: per GPU, both directions together as in datasheets; one direction is half of it.
-    """
+    """The interconnect between the GPUs of one node."""
 
     name: str
-    bytes_per_s: float
+    bytes_per_s: float  # per GPU, both directions together as in datasheets; one direction is half of it
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Device:
-    """One accelerator.
+    """One accelerator."""
 
-    Attributes:
-        name: as `--gpu` takes it.
-        label_gb: memory on the label, in the vendor's GB.
-        total_bytes: total memory that the driver reports, or an assumption about it.
-        total_source: which of the two, and its source.
-        bandwidth_bytes_per_s: memory bandwidth (datasheet).
-        bf16_flops: dense bf16 FLOP/s (datasheet).
-        fp8_flops: dense fp8 FLOP/s (datasheet); None where the device has no fp8 units.
-        link: to the other GPUs of a node (datasheet).
-    """
-
-    name: str
-    label_gb: int
-    total_bytes: int
-    total_source: str
-    bandwidth_bytes_per_s: float
-    bf16_flops: float
-    fp8_flops: float | None
-    link: Link
+    name: str  # as `--gpu` takes it
+    label_gb: int  # memory on the label, in the vendor's GB
+    total_bytes: int  # total memory that the driver reports, or an assumption about it
+    total_source: str  # which of the two, and its source
+    bandwidth_bytes_per_s: float  # memory bandwidth (datasheet)
+    bf16_flops: float  # dense bf16 FLOP/s (datasheet)
+    fp8_flops: float | None  # dense fp8 FLOP/s (datasheet); None where the device has no fp8 units
+    link: Link  # to the other GPUs of a node (datasheet)
 
 
 _PCIE4 = Link(name="PCIe 4 x16", bytes_per_s=64e9)
@@ -56,51 +41,34 @@ _NVLINK5 = Link(name="NVLink 5", bytes_per_s=1800e9)
 _INFINITY = Link(name="Infinity Fabric", bytes_per_s=896e9)
 
 
-def _assumed_total(label_gb: int, share: float, why: str) -> tuple[int, str]:
-    return int(label_gb * GIB * share), f"assumed: {share:.1%} of {label_gb} GiB ({why})"
+def _assumed_total(label_gb: int, reported: float, why: str) -> tuple[int, str]:
+    return int(label_gb * GIB * reported), f"assumed: {reported:.1%} of {label_gb} GiB ({why})"
 
 
 _HBM = "stacked memory keeps error correction beside the data; the driver holds back about a percent"
 _GDDR = "error correction takes a sixteenth of graphics memory, and the driver some more"
 
 
-def _device(
-    name: str,
-    label_gb: int,
-    total: tuple[int, str],
-    terabytes_per_s: float,
-    bf16_teraflops: float,
-    fp8_teraflops: float | None,
-    link: Link,
-) -> Device:
-    return Device(
-        name=name,
-        label_gb=label_gb,
-        total_bytes=total[0],
-        total_source=total[1],
-        bandwidth_bytes_per_s=terabytes_per_s * 1e12,
-        bf16_flops=bf16_teraflops * 1e12,
-        fp8_flops=None if fp8_teraflops is None else fp8_teraflops * 1e12,
-        link=link,
-    )
-
-
 def devices() -> dict[str, Device]:
     """Every preset by its name."""
     h100_total = (85_031_714_816, "read on one H100 80GB (79.19 GiB); 79.65 GiB was read on another")
     h200_total = (150_110_011_392, "read on an H200 (139.80 GiB)")
+    # name, GB on the label, (total memory, its source), TB/s, bf16 and fp8 TFLOP/s, link
     presets = (
-        _device("A10", 24, _assumed_total(24, 0.925, _GDDR), 0.60, 125, None, _PCIE4),
-        _device("L4", 24, _assumed_total(24, 0.925, _GDDR), 0.30, 121, 242, _PCIE4),
-        _device("L40S", 48, _assumed_total(48, 0.925, _GDDR), 0.864, 362, 733, _PCIE4),
-        _device("A100-40GB", 40, _assumed_total(40, 0.99, _HBM), 1.555, 312, None, _NVLINK3),
-        _device("A100-80GB", 80, _assumed_total(80, 0.99, _HBM), 2.039, 312, None, _NVLINK3),
-        _device("H100", 80, h100_total, 3.35, 989, 1979, _NVLINK4),
-        _device("H200", 141, h200_total, 4.8, 989, 1979, _NVLINK4),
-        _device("B200", 180, _assumed_total(180, 0.99, _HBM), 8.0, 2250, 4500, _NVLINK5),
-        _device("MI300X", 192, _assumed_total(192, 0.99, _HBM), 5.3, 1307, 2615, _INFINITY),
+        ("A10", 24, _assumed_total(24, 0.925, _GDDR), 0.60, 125, None, _PCIE4),
+        ("L4", 24, _assumed_total(24, 0.925, _GDDR), 0.30, 121, 242, _PCIE4),
+        ("L40S", 48, _assumed_total(48, 0.925, _GDDR), 0.864, 362, 733, _PCIE4),
+        ("A100-40GB", 40, _assumed_total(40, 0.99, _HBM), 1.555, 312, None, _NVLINK3),
+        ("A100-80GB", 80, _assumed_total(80, 0.99, _HBM), 2.039, 312, None, _NVLINK3),
+        ("H100", 80, h100_total, 3.35, 989, 1979, _NVLINK4),
+        ("H200", 141, h200_total, 4.8, 989, 1979, _NVLINK4),
+        ("B200", 180, _assumed_total(180, 0.99, _HBM), 8.0, 2250, 4500, _NVLINK5),
+        ("MI300X", 192, _assumed_total(192, 0.99, _HBM), 5.3, 1307, 2615, _INFINITY),
     )
-    return {device.name: device for device in presets}
+    return {
+        name: Device(name, label_gb, *total, bandwidth * 1e12, bf16 * 1e12, None if fp8 is None else fp8 * 1e12, link)
+        for name, label_gb, total, bandwidth, bf16, fp8, link in presets
+    }
 
 
 _ALIASES = {"A100": "A100-80GB", "A100-SXM4-80GB": "A100-80GB", "A100-SXM4-40GB": "A100-40GB", "H100-80GB": "H100"}
@@ -122,16 +90,6 @@ def find_device(name: str) -> Device:
             f"--gpu {name!r} is no preset; known are {', '.join(devices())}. For any other device give --total-memory"
         )
     return device
-
-
-def _share(_: object, attribute: "attrs.Attribute[float]", value: float) -> None:
-    if not 0 < value <= 1:
-        raise InputError(f"{attribute.name} is {value}; it must be above 0 and at most 1")
-
-
-def _not_negative(_: object, attribute: "attrs.Attribute[float]", value: float) -> None:
-    if not 0 <= value < float("inf"):
-        raise InputError(f"{attribute.name} is {value}; it must be a number, 0 or more")
 
 
 @attrs.frozen(kw_only=True)
@@ -156,18 +114,18 @@ class DeviceFactors:
         source: where the figures come from.
     """
 
-    compute_efficiency: float = attrs.field(validator=_share)
-    saturation_tokens: float = attrs.field(validator=_not_negative)
-    weights_bandwidth_efficiency: float = attrs.field(validator=_share)
-    kv_bandwidth_efficiency: float = attrs.field(validator=_share)
-    link_efficiency: float = attrs.field(validator=_share)
-    layer_s: float = attrs.field(validator=_not_negative)
-    expert_layer_s: float = attrs.field(validator=_not_negative)
-    all_reduce_s: float = attrs.field(validator=_not_negative)
-    uncaptured_layer_s: float = attrs.field(validator=_not_negative)
-    step_s: float = attrs.field(validator=_not_negative)
-    sampler_s_per_logit: float = attrs.field(validator=_not_negative)
-    expert_skew: float = attrs.field(validator=_not_negative)
+    compute_efficiency: float = attrs.field(validator=share)
+    saturation_tokens: float = attrs.field(validator=not_negative)
+    weights_bandwidth_efficiency: float = attrs.field(validator=share)
+    kv_bandwidth_efficiency: float = attrs.field(validator=share)
+    link_efficiency: float = attrs.field(validator=share)
+    layer_s: float = attrs.field(validator=not_negative)
+    expert_layer_s: float = attrs.field(validator=not_negative)
+    all_reduce_s: float = attrs.field(validator=not_negative)
+    uncaptured_layer_s: float = attrs.field(validator=not_negative)
+    step_s: float = attrs.field(validator=not_negative)
+    sampler_s_per_logit: float = attrs.field(validator=not_negative)
+    expert_skew: float = attrs.field(validator=not_negative)
     source: str
 
     def assumptions(self) -> dict[str, object]:
@@ -212,13 +170,18 @@ def expected_factors() -> DeviceFactors:
     )
 
 
-def h100_factors() -> DeviceFactors:
-    """`expected_factors` fitted to the mean decode steps of seven measured servers, then rounded.
+_ALL_REDUCE_S = {"PCIe 4 x16": 25e-6, "Infinity Fabric": 12e-6}
+"""Expected without NVLink: a collective goes through host memory, or over another fabric."""
 
-    The steps have 6 to 33 decoding sequences and no prompts, so they say nothing about `compute_efficiency`,
-    `saturation_tokens`, `link_efficiency`, `uncaptured_layer_s` and `expert_skew`, which stay as expected.
+
+def device_factors(device: Device) -> DeviceFactors:
+    """The factors of a GPU type: those of the H100, with a longer all-reduce on other links.
+
+    The H100's are `expected_factors` fitted to the mean decode steps of seven measured servers, then rounded. The steps
+    have 6 to 33 decoding sequences and no prompts, so they say nothing about `compute_efficiency`, `saturation_tokens`,
+    `link_efficiency`, `uncaptured_layer_s` and `expert_skew`, which stay as expected.
     """
-    return attrs.evolve(
+    h100 = attrs.evolve(
         expected_factors(),
         weights_bandwidth_efficiency=0.83,
         kv_bandwidth_efficiency=0.824,
@@ -233,15 +196,6 @@ def h100_factors() -> DeviceFactors:
             " measured"
         ),
     )
-
-
-_ALL_REDUCE_S = {"PCIe 4 x16": 25e-6, "Infinity Fabric": 12e-6}
-"""Expected without NVLink: a collective goes through host memory, or over another fabric."""
-
-
-def device_factors(device: Device) -> DeviceFactors:
-    """The factors of a GPU type: those of the H100, with a longer all-reduce on other links."""
-    h100 = h100_factors()
     if device.name == "H100":
         return h100
     all_reduce_s = _ALL_REDUCE_S.get(device.link.name, h100.all_reduce_s)

@@ -36,15 +36,10 @@ _LEAST_SHARE = 0.01
 
 @attrs.frozen(eq=False)
 class MeasuredSteps:
-    """Measured steps, in the order in which they ran.
+    """Measured steps, in the order in which they ran."""
 
-    Attributes:
-        loads: int64 `[num_steps, 6]`, the figures of `StepLoad` in its order.
-        seconds: float64 `[num_steps]`, how long each took.
-    """
-
-    loads: NDArray[np.int64]
-    seconds: NDArray[np.float64]
+    loads: NDArray[np.int64]  # int64 `[num_steps, 6]`, the figures of `StepLoad` in its order
+    seconds: NDArray[np.float64]  # float64 `[num_steps]`, how long each took
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -86,11 +81,7 @@ class MeasuredSteps:
 
 
 def measured_steps(reader: "LogReader", skip_first: int = 0) -> MeasuredSteps:
-    """The steps of a live run.
-
-    Args:
-        reader: its log.
-        skip_first: steps to leave out at the beginning, while the device warms up.
+    """The steps of a live run, but the first `skip_first`, while the device warms up.
 
     Raises:
         InputError: it is not the log of a live run, or holds too few steps.
@@ -121,17 +112,11 @@ def measured_steps(reader: "LogReader", skip_first: int = 0) -> MeasuredSteps:
 
 @attrs.frozen
 class FittedLatency:
-    """`sum(cost * figure)` seconds a step; no cost is negative.
+    """`sum(cost * figure)` seconds a step; no cost is negative."""
 
-    Attributes:
-        costs: seconds per unit of a figure of `StepLoad`, of `BASE` and of `PREFILL_STEP`, by name.
-        num_steps: measured steps that the costs were fitted to.
-        untold: terms that the steps do not determine; they cost nothing here.
-    """
-
-    costs: dict[str, float]
-    num_steps: int
-    untold: tuple[str, ...] = ()
+    costs: dict[str, float]  # seconds per unit of a figure of `StepLoad`, of `BASE` and of `PREFILL_STEP`, by name
+    num_steps: int  # measured steps that the costs were fitted to
+    untold: tuple[str, ...] = ()  # terms that the steps do not determine; they cost nothing here
 
     def step_seconds(self, load: StepLoad) -> float:
         """Seconds that the step takes."""

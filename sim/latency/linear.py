@@ -6,12 +6,8 @@ import attrs
 
 from ...core.errors import InputError
 from ...core.types import LatencyModel, StepLoad
+from ..validators import above_zero, not_negative
 from .models import LatencyInputs, latency_models
-
-
-def _not_negative(_: object, attribute: "attrs.Attribute[float]", value: float) -> None:
-    if not 0 <= value < float("inf"):
-        raise InputError(f"{attribute.name} must be a number of seconds, 0 or more, not {value}")
 
 
 @latency_models.register("linear")
@@ -26,9 +22,9 @@ class LinearLatency:
     ignores_context: ClassVar[bool] = True
     takes: ClassVar[tuple[str, ...]] = ("base_ms", "us_per_prefill_token", "us_per_decoding_sequence")
 
-    base_s: float = attrs.field(default=5e-3, validator=_not_negative)
-    prefill_token_s: float = attrs.field(default=25e-6, validator=_not_negative)
-    decode_seq_s: float = attrs.field(default=20e-6, validator=_not_negative)
+    base_s: float = attrs.field(default=5e-3, validator=not_negative)
+    prefill_token_s: float = attrs.field(default=25e-6, validator=not_negative)
+    decode_seq_s: float = attrs.field(default=20e-6, validator=not_negative)
 
     def __attrs_post_init__(self) -> None:
         if not self.base_s + self.decode_seq_s:
@@ -60,11 +56,6 @@ class LinearLatency:
         }
 
 
-def _positive(_: object, attribute: "attrs.Attribute[float]", value: float) -> None:
-    if not 0 < value < float("inf"):
-        raise InputError(f"{attribute.name} must be above 0, not {value}")
-
-
 @attrs.frozen
 class SwapLatency:
     """Adds the copies of swapped blocks to another model's step: blocks * bytes per block / bandwidth of the link.
@@ -73,8 +64,8 @@ class SwapLatency:
     """
 
     inner: LatencyModel
-    bytes_per_block: float = attrs.field(validator=_positive)
-    link_bytes_per_s: float = attrs.field(validator=_positive)
+    bytes_per_block: float = attrs.field(validator=above_zero)
+    link_bytes_per_s: float = attrs.field(validator=above_zero)
 
     def step_seconds(self, load: StepLoad) -> float:
         """Seconds of the step and of the copies before it."""

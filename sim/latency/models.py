@@ -1,8 +1,8 @@
 """Latency models by name: how long an engine step takes.
 
 Any object with `step_seconds(load)` and `assumptions()` is a latency model (`core.types.LatencyModel`). A class in the
-registry also has `from_inputs`, which makes the model from what the user gave, and may name in `takes` the inputs that
-it reads:
+registry also has `from_inputs`, which makes the model from what the user gave or raises `InputError` if it needs more,
+and may name in `takes` the inputs that it reads:
 
     @latency_models.register("constant")
     class Constant:
@@ -19,7 +19,7 @@ it reads:
             return {"latency_model": "10 ms a step, whatever it computes (a guess)"}
 """
 
-from typing import Protocol
+from typing import Any
 
 import attrs
 
@@ -32,40 +32,22 @@ from .devices import Device
 
 @attrs.frozen(kw_only=True)
 class LatencyInputs:
-    """Everything that a latency model can be made from; None: not given.
+    """Everything that a latency model can be made from; None: not given."""
 
-    Attributes:
-        base_ms: fixed time of a step, milliseconds.
-        us_per_prefill_token: microseconds per prompt token.
-        us_per_decoding_sequence: microseconds per decoding request.
-        latency_table: path of a CSV file of measured steps.
-        deployment: model, ranks and limits.
-        device: the GPU of each rank.
-        weights_dtype: a quantization scheme, a dtype, or `auto`: what the model's config says.
-    """
-
-    base_ms: float | None = None
-    us_per_prefill_token: float | None = None
-    us_per_decoding_sequence: float | None = None
-    latency_table: str | None = None
-    deployment: Deployment | None = None
-    device: Device | None = None
-    weights_dtype: str = "auto"
+    base_ms: float | None = None  # fixed time of a step, milliseconds
+    us_per_prefill_token: float | None = None  # microseconds per prompt token
+    us_per_decoding_sequence: float | None = None  # microseconds per decoding request
+    latency_table: str | None = None  # path of a CSV file of measured steps
+    deployment: Deployment | None = None  # model, ranks and limits
+    device: Device | None = None  # the GPU of each rank
+    weights_dtype: str = "auto"  # a quantization scheme, a dtype, or `auto`: what the model's config says
 
 
 # Inputs that only some models read. Giving one to another model is an error.
 OWN_INPUTS = ("base_ms", "us_per_prefill_token", "us_per_decoding_sequence", "latency_table")
 
 
-class LatencyFactory(Protocol):
-    """A class of latency models."""
-
-    def from_inputs(self, inputs: LatencyInputs) -> LatencyModel:
-        """Make a model. Raises `InputError` if it needs an input that is not given."""
-        ...
-
-
-latency_models: Registry[LatencyFactory] = Registry("latency model", "kvledger.latency_models")
+latency_models: Registry[type[Any]] = Registry("latency model", "kvledger.latency_models")
 
 
 def make_latency(name: str | None, inputs: LatencyInputs) -> LatencyModel:

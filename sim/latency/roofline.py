@@ -57,7 +57,7 @@ class RooflineLatency:
     max_captured_tokens: int = 0
     longest_stage_share: float = 1.0
     description: str = ""
-    _terms: tuple[float, ...] = attrs.field(init=False, repr=False, eq=False)
+    _terms: tuple[tuple[float, ...], ...] = attrs.field(init=False, repr=False, eq=False)
     _attention: tuple[tuple[float, float, float, float], ...] = attrs.field(init=False, repr=False, eq=False)
     _experts: tuple[tuple[float, ...], float, float, float] | None = attrs.field(init=False, repr=False, eq=False)
 
@@ -135,33 +135,16 @@ class RooflineLatency:
 
     def step_seconds(self, load: StepLoad) -> float:
         """Seconds that the step takes. It is one flat function over precomputed terms: every engine step calls it."""
-        (
-            micro_batches,
-            matrix_s,
-            matrix_token_s,
-            head_s,
-            head_token_s,
-            saturation_tokens,
-            fixed_gpu_s,
-            token_comm_s,
-            state_s,
-            pace,
-            max_captured_tokens,
-            floor_s,
-            step_s,
-            logit_s,
-            hops_s,
-            token_hop_s,
-        ) = self._terms
-        num_prefill, num_decode, sampled = load.num_prefill_tokens, load.num_decode_tokens, load.num_sampled
-        prefill_pairs, decode_pairs = load.prefill_context_tokens, load.decode_context_tokens
+        products, layers, around = self._terms
+        matrix_s, matrix_token_s, head_s, head_token_s, saturation_tokens = products
+        fixed_gpu_s, token_comm_s, state_s, floor_s = layers
+        step_s, logit_s, hops_s, token_hop_s = around
+        num_prefill, num_decode, prefill_pairs, decode_pairs, sampled, _ = load
+        micro_batches = self.pipeline_parallel_size
         if micro_batches != 1:
-            num_prefill, num_decode, sampled = (
-                num_prefill / micro_batches,
-                num_decode / micro_batches,
-                sampled / micro_batches,
-            )
-            prefill_pairs, decode_pairs = prefill_pairs / micro_batches, decode_pairs / micro_batches
+            num_prefill, prefill_pairs = num_prefill / micro_batches, prefill_pairs / micro_batches
+            num_decode, decode_pairs = num_decode / micro_batches, decode_pairs / micro_batches
+            sampled = sampled / micro_batches
         tokens = num_prefill + num_decode
         seconds = fixed_gpu_s + tokens * token_comm_s
         compute_s = (tokens + saturation_tokens) * matrix_token_s
@@ -190,37 +173,38 @@ class RooflineLatency:
                 pairs = prefill_pairs if prefill_pairs <= window * num_prefill else window * num_prefill
                 compute_s, read_s = pairs * prefill_pair_s, pairs / num_prefill * kv_token_s
                 seconds += compute_s if compute_s > read_s else read_s
-        seconds = (seconds + num_decode * readings * state_s) * pace
-        if tokens > max_captured_tokens and seconds < floor_s:
+        seconds = (seconds + num_decode * readings * state_s) * self.longest_stage_share
+        if tokens > self.max_captured_tokens and seconds < floor_s:
             seconds = floor_s
         return seconds + step_s + logits * logit_s + hops_s + tokens * token_hop_s
 
-    def _precomputed_terms(self) -> tuple[float, ...]:
+    def _precomputed_terms(self) -> tuple[tuple[float, ...], ...]:
         work, factors, ranks, stages = self.work, self.factors, self.tensor_parallel_size, self.pipeline_parallel_size
         link = self.device.link.bytes_per_s / 2 * factors.link_efficiency
         all_reduces = 2 * work.num_layers if ranks > 1 else 0
         expert_layers = work.experts.num_layers if work.experts else 0
         matrix_token_s = work.flops_per_token / self._flops(False) + work.eight_bit_flops_per_token / self._flops(True)
-        return (
-            stages,
+        products = (
             work.matrix_bytes / self._weights_bandwidth,
             matrix_token_s,
             work.head_bytes / self._weights_bandwidth,
             work.head_flops_per_token / self._flops(False),
             factors.saturation_tokens,
-            work.num_layers * factors.layer_s
-            + expert_layers * factors.expert_layer_s
-            + all_reduces * factors.all_reduce_s,
+        )
+        fixed_s = work.num_layers * factors.layer_s + expert_layers * factors.expert_layer_s
+        layers = (
+            fixed_s + all_reduces * factors.all_reduce_s,
             all_reduces * work.all_reduce_bytes_per_token * 2 * (ranks - 1) / ranks / link,
             work.state_bytes_per_sequence / self._kv_bandwidth,
-            self.longest_stage_share,
-            self.max_captured_tokens,
             work.num_layers * factors.uncaptured_layer_s,
+        )
+        around = (
             factors.step_s,
             work.vocab_size * factors.sampler_s_per_logit,
             (stages - 1) * factors.all_reduce_s,
             (stages - 1) * work.all_reduce_bytes_per_token / link,
         )
+        return products, layers, around
 
     def _precomputed_attention(self) -> tuple[tuple[float, float, float, float], ...]:
         """(window, seconds to read a token's keys and values, seconds per decoding pair, seconds per prompt pair)."""

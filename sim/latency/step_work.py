@@ -4,23 +4,17 @@ Counts are for one tensor-parallel rank over all layers; a roofline turns them i
 """
 
 from collections.abc import Iterable
+from itertools import chain
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
 from ...core.errors import InputError
+from ...core.models import layer_cache as caches
 from ...core.models.config_fields import ConfigFields
 from ...core.models.geometry import ModelGeometry
-from ...core.models.layer_cache import (
-    AttentionCache,
-    CachePart,
-    CompressedCache,
-    LatentCache,
-    LayerCache,
-    StateCache,
-    WindowBufferCache,
-)
+from ...core.models.layer_cache import LayerCache
 from ...core.models.weights import QuantizationScheme, WeightGroup, WeightKind, quantization_schemes, scheme_from_config
 from ...core.planner.cache_dtype import BITS_PER_ELEMENT, CacheFormat, canonical_dtype
 from ...core.planner.parallel import tensor_parallel_spec
@@ -29,44 +23,31 @@ _EIGHT_BITS = 8
 _MATRICES = frozenset({WeightKind.ATTENTION, WeightKind.MLP})
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class AttentionWork:
     """Attention of all layers with the same window, on one rank.
 
-    Attributes:
-        window: the most tokens that a token attends to; None: all tokens before it.
-        kv_bytes_per_token: bytes read for each token that a decoding sequence attends to.
-        decode_flops_per_pair: operations for a decoding sequence and each token that it attends to: scores and values,
-            two operations an element.
-        prefill_flops_per_pair: the same for a prompt's token; fewer if latents are expanded to keys and values first,
-            which pays off over many tokens.
+    Operations count for each pair of a sequence or a prompt's token and a token that it attends to: scores and values,
+    two operations an element. A prompt takes fewer if latents are expanded to keys and values first, which pays off
+    over many tokens.
     """
 
-    window: int | None
-    kv_bytes_per_token: float
+    window: int | None  # the most tokens that a token attends to; None: all tokens before it
+    kv_bytes_per_token: float  # bytes read for each token that a decoding sequence attends to
     decode_flops_per_pair: float
     prefill_flops_per_pair: float
 
 
 @attrs.frozen(kw_only=True)
 class ExpertWork:
-    """Routed experts of all layers that have them, on one rank.
+    """Routed experts of all layers that have them, on one rank."""
 
-    Attributes:
-        num_layers: layers with experts.
-        num_experts: experts per layer.
-        experts_per_token: experts that a token visits per layer.
-        bytes_per_expert: bytes of one expert in every layer.
-        flops_per_visit: operations for one token in one expert of every layer.
-        in_eight_bits: whether products run on 8-bit units if the device has them.
-    """
-
-    num_layers: int
-    num_experts: int
-    experts_per_token: int
-    bytes_per_expert: float
-    flops_per_visit: float
-    in_eight_bits: bool
+    num_layers: int  # layers with experts
+    num_experts: int  # experts per layer
+    experts_per_token: int  # experts that a token visits per layer
+    bytes_per_expert: float  # bytes of one expert in every layer
+    flops_per_visit: float  # operations for one token in one expert of every layer
+    in_eight_bits: bool  # whether products run on 8-bit units if the device has them
 
     def expected_distinct(self, num_tokens: NDArray[np.int64], skew: float) -> NDArray[np.float64]:
         """Mean number of a layer's experts that `num_tokens` tokens visit at least once: float64, as `num_tokens`.
@@ -94,45 +75,26 @@ def expert_visit_probabilities(num_experts: int, experts_per_token: int, skew: f
 
 @attrs.frozen(kw_only=True)
 class StepWork:
-    """The work of a step of one model on one tensor-parallel rank.
+    """The work of a step of one model on one tensor-parallel rank."""
 
-    Attributes:
-        num_layers: decoder layers.
-        matrix_bytes: weights of all layers without experts; read once a step.
-        flops_per_token: operations of their products in the model's precision.
-        eight_bit_flops_per_token: operations of the products whose weights and activations have 8 bits.
-        head_bytes: bytes of the output matrix.
-        head_flops_per_token: operations of its product, for each sampled token.
-        attention: attention work, one entry per window.
-        experts: None for a dense model.
-        state_bytes_per_sequence: states of fixed size that a decoding sequence reads and writes.
-        all_reduce_bytes_per_token: bytes of one token's hidden vector.
-        vocab_size: logits of a sampled token.
-    """
-
-    num_layers: int
-    matrix_bytes: float
-    flops_per_token: float
-    eight_bit_flops_per_token: float
-    head_bytes: float
-    head_flops_per_token: float
-    attention: tuple[AttentionWork, ...]
-    experts: ExpertWork | None
-    state_bytes_per_sequence: float
-    all_reduce_bytes_per_token: float
-    vocab_size: int
+    num_layers: int  # decoder layers
+    matrix_bytes: float  # weights of all layers without experts; read once a step
+    flops_per_token: float  # operations of their products in the model's precision
+    eight_bit_flops_per_token: float  # operations of the products whose weights and activations have 8 bits
+    head_bytes: float  # bytes of the output matrix
+    head_flops_per_token: float  # operations of its product, for each sampled token
+    attention: tuple[AttentionWork, ...]  # attention work, one entry per window
+    experts: ExpertWork | None  # None for a dense model
+    state_bytes_per_sequence: float  # states of fixed size that a decoding sequence reads and writes
+    all_reduce_bytes_per_token: float  # bytes of one token's hidden vector
+    vocab_size: int  # logits of a sampled token
 
 
 def weights_format(geometry: ModelGeometry, weights_dtype: str) -> tuple[int, QuantizationScheme | None]:
     """Bits of an unquantized weight, and the scheme of the quantized ones.
 
-    Args:
-        geometry: the model.
-        weights_dtype: a dtype (`bf16`), a scheme (`fp8`, `int4`, `mxfp4`, ...; `none`), or `auto`: what the config
-            says.
-
-    Raises:
-        InputError: neither, or `auto` where the config names no dtype.
+    `weights_dtype` is a dtype (`bf16`), a scheme (`fp8`, `int4`, `mxfp4`, ...; `none`), or `auto`: what the config
+    says. Raises `InputError` for anything else, or for `auto` where the config names no dtype.
     """
     if weights_dtype == "none":  # unquantized, whatever the config says
         return _model_bits(geometry), None
@@ -174,6 +136,8 @@ def step_work(
             flops += 2 * parameters * (bits != _EIGHT_BITS)
             eight_bit_flops += 2 * parameters * (bits == _EIGHT_BITS)
     head = geometry.vocab_size * geometry.hidden_size / ranks
+    storage = geometry.cache_format(kv_cache_dtype)
+    states = (cache for cache in _caches(geometry) if isinstance(cache, caches.StateCache))
     return StepWork(
         num_layers=geometry.num_hidden_layers,
         matrix_bytes=matrix_bytes,
@@ -181,9 +145,9 @@ def step_work(
         eight_bit_flops_per_token=eight_bit_flops,
         head_bytes=head * model_bits / 8,
         head_flops_per_token=2 * head,
-        attention=_attention_work(geometry, ranks, geometry.cache_format(kv_cache_dtype)),
+        attention=_attention_work(geometry, ranks, storage),
         experts=_expert_work(geometry, ranks, model_bits, scheme),
-        state_bytes_per_sequence=_state_bytes(geometry, ranks, geometry.cache_format(kv_cache_dtype)),
+        state_bytes_per_sequence=2.0 * sum(_bytes_per_token(cache, ranks, storage) for cache in states),
         all_reduce_bytes_per_token=geometry.hidden_size * model_bits / 8,
         vocab_size=geometry.vocab_size,
     )
@@ -216,11 +180,11 @@ def _expert_work(
 
 
 def _caches(geometry: ModelGeometry) -> Iterable[LayerCache]:
-    return (cache for caches in geometry.layers for cache in caches)
+    return chain.from_iterable(geometry.layers)
 
 
 def _bytes_per_token(cache: LayerCache, ranks: int, storage: CacheFormat) -> float:
-    tokens = cache.tokens_per_state if isinstance(cache, CompressedCache) else 1
+    tokens = cache.tokens_per_state if isinstance(cache, caches.CompressedCache) else 1
     return tensor_parallel_spec(cache.spec(tokens, storage), ranks).page_size_bytes / tokens
 
 
@@ -230,34 +194,31 @@ def _attention_work(geometry: ModelGeometry, ranks: int, storage: CacheFormat) -
         raise InputError(
             f"{geometry.name}: {num_heads} attention heads cannot be divided over tensor_parallel_size {ranks}"
         )
-    totals: dict[int | None, tuple[float, float, float]] = {}
+    flops = 2 * num_heads / ranks
+    totals: dict[int | None, AttentionWork] = {}
     for cache in _caches(geometry):
-        if isinstance(cache, StateCache):
+        if isinstance(cache, caches.StateCache):
             continue
-        num_bytes, decoding, prefilling = totals.get(_window(cache), (0.0, 0.0, 0.0))
-        flops = 2 * num_heads / ranks
-        totals[_window(cache)] = (
-            num_bytes + _bytes_per_token(cache, ranks, storage),
-            decoding + flops * _elements_per_pair(cache),
-            prefilling + flops * _expanded_elements_per_pair(cache, geometry.fields),
+        window = getattr(cache, "sliding_window", None) or getattr(cache, "attention_chunk_size", None)
+        so_far = totals.get(window, AttentionWork(window, 0.0, 0.0, 0.0))
+        totals[window] = AttentionWork(
+            window,
+            so_far.kv_bytes_per_token + _bytes_per_token(cache, ranks, storage),
+            so_far.decode_flops_per_pair + flops * _elements_per_pair(cache),
+            so_far.prefill_flops_per_pair + flops * _expanded_elements_per_pair(cache, geometry.fields),
         )
-    return tuple(
-        AttentionWork(
-            window=window, kv_bytes_per_token=num_bytes, decode_flops_per_pair=decoding, prefill_flops_per_pair=filling
-        )
-        for window, (num_bytes, decoding, filling) in totals.items()
-    )
+    return tuple(totals.values())
 
 
 def _elements_per_pair(cache: LayerCache) -> int:
     """Elements that a head multiplies for one pair of tokens: a key and a value; a latent is used as both."""
-    if isinstance(cache, AttentionCache):
+    if isinstance(cache, caches.AttentionCache):
         return cache.head_size + cache.head_size_v
-    if cache.part is CachePart.INDEXER:
-        return cache.head_size if isinstance(cache, LatentCache | CompressedCache) else 0
-    if isinstance(cache, LatentCache | WindowBufferCache):
+    if cache.part is caches.CachePart.INDEXER:
+        return cache.head_size if isinstance(cache, caches.LatentCache | caches.CompressedCache) else 0
+    if isinstance(cache, caches.LatentCache | caches.WindowBufferCache):
         return 2 * cache.head_size
-    if isinstance(cache, CompressedCache):
+    if isinstance(cache, caches.CompressedCache):
         return 2 * cache.head_size // cache.tokens_per_state
     raise InputError(f"what attention over a {type(cache).__name__} costs is not known here")
 
@@ -265,15 +226,7 @@ def _elements_per_pair(cache: LayerCache) -> int:
 def _expanded_elements_per_pair(cache: LayerCache, fields: ConfigFields) -> int:
     """The same in a prompt, where MLA's latents are expanded to a key and a value per head."""
     expanded = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    if isinstance(cache, LatentCache) and cache.part is CachePart.KV and all(fields.has(name) for name in expanded):
+    is_latent = isinstance(cache, caches.LatentCache) and cache.part is caches.CachePart.KV
+    if is_latent and all(fields.has(name) for name in expanded):
         return sum(fields.integers(*expanded))
     return _elements_per_pair(cache)
-
-
-def _window(cache: LayerCache) -> int | None:
-    return getattr(cache, "sliding_window", None) or getattr(cache, "attention_chunk_size", None)
-
-
-def _state_bytes(geometry: ModelGeometry, ranks: int, storage: CacheFormat) -> float:
-    states = (cache for cache in _caches(geometry) if isinstance(cache, StateCache))
-    return 2.0 * sum(tensor_parallel_spec(cache.spec(1, storage), ranks).page_size_bytes for cache in states)

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, islice
 
-import attrs
 import numpy as np
 
 from ...core.errors import InputError
@@ -17,62 +16,34 @@ from .trace import TraceInfo
 # Which trace block sizes explain a number of ids: the inverse of `num_ids = ceil(input_length / trace_block_size)`.
 
 
-@attrs.frozen
-class BlockSizes:
-    """A range of block sizes in tokens, both ends included; `largest` None means unlimited."""
-
-    smallest: int
-    largest: int | None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the range holds no size."""
-        return self.largest is not None and self.largest < self.smallest
-
-    def __str__(self) -> str:
-        if self.is_empty:
-            return "no trace block size at all"
-        if self.largest is None:
-            return f"trace block sizes of {self.smallest} or more"
-        if self.largest == self.smallest:
-            return f"only a trace block size of {self.smallest}"
-        return f"trace block sizes {self.smallest} to {self.largest}"
-
-    def __and__(self, other: "BlockSizes") -> "BlockSizes":
-        ends = [each.largest for each in (self, other) if each.largest is not None]
-        return BlockSizes(max(self.smallest, other.smallest), min(ends, default=None))
-
-    @property
-    def likeliest(self) -> int:
-        """The largest power of two in the range (nearly every block size is one), else the smallest size."""
-        if self.largest is None:
-            return 1 << (self.smallest - 1).bit_length()
-        power = 1 << (self.largest.bit_length() - 1)
-        return power if power >= self.smallest else self.smallest
-
-
-ANY_SIZE = BlockSizes(1, None)
-
-
-def block_sizes_that_fit(input_length: int, num_ids: int) -> BlockSizes:
-    """Sizes s with ceil(input_length / s) == num_ids; 20 tokens under 2 ids fit 10 to 19 (field report G01)."""
+def _sizes_that_fit(input_length: int, num_ids: int) -> tuple[float, float]:
+    """Smallest and largest size s with ceil(input_length / s) == num_ids; 20 tokens, 2 ids: 10, 19 (report G01)."""
     if num_ids == 0:
-        return BlockSizes(1, 0)
-    smallest = -(-input_length // num_ids)
-    largest = None if num_ids == 1 else -(-input_length // (num_ids - 1)) - 1
-    return BlockSizes(smallest, largest)
+        return 1, 0
+    return -(-input_length // num_ids), math.inf if num_ids == 1 else -(-input_length // (num_ids - 1)) - 1
+
+
+def _sizes(smallest: float, largest: float) -> str:
+    if largest < smallest:
+        return "no trace block size at all"
+    if largest == math.inf:
+        return f"trace block sizes of {smallest} or more"
+    if largest == smallest:
+        return f"only a trace block size of {smallest}"
+    return f"trace block sizes {smallest} to {largest}"
 
 
 def suggest_block_size(lengths: Iterable[tuple[int, int]], at_most: int) -> str:
     """A sentence for an error message from the first `at_most` pairs of (input_length, num_ids)."""
-    fits, num_rows = ANY_SIZE, 0
-    for input_length, num_ids in islice(lengths, at_most):
-        fits &= block_sizes_that_fit(input_length, num_ids)
-        num_rows += 1
-    if fits.is_empty:
-        return f"No one trace block size fits the first {num_rows:,} rows."
-    rows = "one row fits" if num_rows == 1 else f"first {num_rows:,} rows fit"
-    return f"The {rows} {fits}: try --trace-block-size {fits.likeliest}."
+    ends = [_sizes_that_fit(*each) for each in islice(lengths, at_most)]
+    smallest, largest = max(end[0] for end in ends), min(end[1] for end in ends)
+    if largest < smallest:
+        return f"No one trace block size fits the first {len(ends):,} rows."
+    # Nearly every block size is a power of two.
+    power = 1 << (int(smallest - 1).bit_length() if largest == math.inf else int(largest).bit_length() - 1)
+    likeliest = power if power >= smallest else smallest
+    rows = "one row fits" if len(ends) == 1 else f"first {len(ends):,} rows fit"
+    return f"The {rows} {_sizes(smallest, largest)}: try --trace-block-size {likeliest}."
 
 
 # Every block id has one parent: the same id is the same tokens after the same prefix, everywhere in a trace.
@@ -277,7 +248,7 @@ class RowChecks:
         if len(hash_ids) == expected:
             return
         kind = "full blocks" if full_only else "blocks"
-        fits = "" if full_only else f"; this line fits {block_sizes_that_fit(input_length, len(hash_ids))}"
+        fits = "" if full_only else f"; this line fits {_sizes(*_sizes_that_fit(input_length, len(hash_ids)))}"
         raise RowError(
             "hash_ids_mismatch",
             f"has {len(hash_ids)} ids for an {self._input_length} of {input_length:,}, but {kind} of {block_size} "

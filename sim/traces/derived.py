@@ -1,6 +1,6 @@
 """Traces made from other traces: another block size, another rate or output length, several samples per request."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import attrs
 
@@ -12,6 +12,23 @@ MOST_SAMPLES = 1_024
 SAMPLE_BLOCK_SIZE = 16
 
 
+def names_in_full_blocks(hash_ids: Sequence[int], trace_block_size: int, block_size: int) -> list[int]:
+    """A number for every whole block of `block_size` tokens in these full trace blocks.
+
+    A block is named by the id of the trace block in which it ends, and by where in it.
+    """
+    names: list[int] = []
+    if trace_block_size % block_size == 0:
+        for hash_id in hash_ids:
+            start = hash_id * trace_block_size
+            names.extend(range(start + block_size, start + trace_block_size + 1, block_size))
+        return names
+    for end in range(block_size, len(hash_ids) * trace_block_size + 1, block_size):
+        trace_block, offset = divmod(end - 1, trace_block_size)
+        names.append(hash_ids[trace_block] * trace_block_size + offset + 1)
+    return names
+
+
 def reblocked_ids(
     hash_ids: tuple[int, ...], input_length: int, trace_block_size: int, block_size: int, full_blocks_only: bool
 ) -> tuple[int, ...]:
@@ -20,25 +37,10 @@ def reblocked_ids(
     Returns one id per block, the last one perhaps partial; with `full_blocks_only`, one per full block that lies in
     full trace blocks. Even ids end in full trace blocks, odd ids in the partial trace block at the prompt's end.
     """
-    num_known_tokens = len(hash_ids) * trace_block_size
-    num_full_tokens = min(num_known_tokens, input_length // trace_block_size * trace_block_size)
-    if block_size == trace_block_size:
-        ids = [2 * (hash_id * trace_block_size + trace_block_size) for hash_id in hash_ids]
-    elif trace_block_size % block_size == 0:
-        ids = [
-            2 * (hash_id * trace_block_size + end)
-            for hash_id in hash_ids[: num_full_tokens // trace_block_size]
-            for end in range(block_size, trace_block_size + 1, block_size)
-        ]
-    else:
-        ids = []
-        for end in range(block_size, num_full_tokens + 1, block_size):
-            trace_block, offset = divmod(end - 1, trace_block_size)
-            ids.append(2 * (hash_ids[trace_block] * trace_block_size + offset + 1))
+    full_ids = hash_ids[: input_length // trace_block_size]
+    ids = [2 * name for name in names_in_full_blocks(full_ids, trace_block_size, block_size)]
     if full_blocks_only:
         return tuple(ids)
-    if block_size == trace_block_size:
-        ids = ids[: num_full_tokens // trace_block_size]
     ends = [*range((len(ids) + 1) * block_size, input_length, block_size), input_length]
     if len(ids) * block_size < input_length:
         ids.extend(_id_at_the_end(hash_ids, input_length, trace_block_size, end) for end in ends)
@@ -58,8 +60,8 @@ def _id_at_the_end(hash_ids: tuple[int, ...], input_length: int, trace_block_siz
 class ReblockedTrace:
     """A `Trace` with the ids of another trace at another block size; everything else is the same.
 
-    Every id has one parent, so an id names all content up to the end of its trace block. A block of another size is
-    named by the id of the trace block in which it ends and by where in it, which works for any two sizes:
+    Every id has one parent, so an id names all content up to the end of its trace block, and `names_in_full_blocks`
+    works for any two sizes:
 
     * smaller blocks (512 -> 16): a full trace block gives `512 / 16` of them. No known reuse is lost, but what two
       prompts share inside a trace block in which they diverge stays unknown: up to `trace_block_size - 1` tokens a
@@ -90,7 +92,6 @@ class ReblockedTrace:
         )
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """The wrapped trace's requests with other ids."""
         full_only = self._trace.info.full_blocks_only
         for request in self._trace:
             ids = request.hash_ids
@@ -112,7 +113,6 @@ class ChangedTrace:
         return self._trace.info
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """The changed requests."""
         for row in self._trace:
             output_length = max(1, round(row.output_length * self._output))
             turn = None if row.turn is None else row.turn.at_rate(self._rate)
@@ -146,7 +146,6 @@ class SampledTrace:
         return info
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """The samples of one request after the other."""
         num_ids = 0
         has_ids = self._trace.info.trace_block_size is not None
         for request in self._trace:

@@ -10,9 +10,9 @@ from ...core.errors import InputError
 from . import formats as formats
 from .checks import RowChecks, suggest_block_size
 from .format import TraceFormat, TraceSource, recognise, trace_formats
-from .rows import BadRow, Row, check_window, requests_in_window
+from .rows import BadRow, Row, RowTrace, check_window
 from .text import HOW_TO_NAME_ONE, Tokenizer, open_tokenizer
-from .trace import UNITS_PER_SECOND, SkippedRows, TraceInfo, TraceRequest, Window
+from .trace import UNITS_PER_SECOND, SkippedRows, TraceInfo, Window
 
 __all__ = ["TraceFile", "open_trace", "trace_formats"]
 
@@ -49,27 +49,22 @@ class OpenOptions:
     def check_against(self, trace_format: TraceFormat, path: Path) -> None:
         """Raise `InputError` for an option without effect on this format, and for one that it needs."""
         title = trace_format.title
-        if self.trace_block_size is not None and not trace_format.block_size_is_settable:
-            raise InputError(
-                f"{path}: --trace-block-size {self.trace_block_size} was given, but {title} carries no hash ids for it "
-                "to apply to; leave the option out"
-            )
-        if self.timestamp_unit is not None and not trace_format.unit_is_settable:
-            raise InputError(
-                f"{path}: --timestamp-unit {self.timestamp_unit} has no effect: times of {title} are "
-                f"{trace_format.timestamp_unit}; leave the option out"
-            )
+        rate = None if self.request_rate is None else f"{self.request_rate:g}"
+        for option, value, has_effect, reason in (
+            ("trace-block-size", self.trace_block_size, trace_format.block_size_is_settable, "carries no hash ids"),
+            (
+                "timestamp-unit",
+                self.timestamp_unit,
+                trace_format.unit_is_settable,
+                f"has {trace_format.timestamp_unit}",
+            ),
+            ("tokenizer", self.tokenizer, trace_format.text_block_size is not None, "carries token counts"),
+            ("request-rate", rate, trace_format.arrivals_unless_given, "records arrivals (--rate-scale scales them)"),
+        ):
+            if value is not None and not has_effect:
+                raise InputError(f"{path}: --{option} {value} has no effect: {title} {reason}; leave it out")
         if self.tokenizer is None and trace_format.needs_tokenizer:
             raise InputError(f"{path}: {title} holds text and no token counts; {HOW_TO_NAME_ONE}")
-        if self.tokenizer is not None and trace_format.text_block_size is None:
-            raise InputError(
-                f"{path}: --tokenizer {self.tokenizer} has no effect: {title} carries token counts; leave it out"
-            )
-        if self.request_rate is not None and trace_format.arrivals_unless_given is None:
-            raise InputError(
-                f"{path}: --request-rate {self.request_rate:g} has no effect: {title} records arrivals; use "
-                "--rate-scale to make them faster or slower"
-            )
         if self.seed is not None and self.request_rate is None:
             raise InputError(
                 f"--seed {self.seed} has no effect on a trace file"
@@ -175,39 +170,48 @@ def open_trace(
             "mixed as workloads)"
         )
     options.check_against(trace_format, files[0])
-    return TraceFile(given, files, left_out, trace_format, first_lines, options)
+    block_size, source = options.block_size(trace_format, first_lines)
+    reader = None if tokenizer is None else open_tokenizer(tokenizer)
+    known = TraceInfo(
+        name=given[0].name if len(given) == 1 else f"{len(given):,} files",
+        path=str(given[0]) if len(given) == 1 else f"{given[0]} and {len(given) - 1:,} more",
+        format=trace_format.name,
+        timestamp_unit=timestamp_unit or trace_format.timestamp_unit,
+        trace_block_size=block_size,
+        trace_block_size_source=source,
+        rate_scale=rate_scale,
+        window=Window(skip_first, limit),
+        full_blocks_only=trace_format.full_blocks_only,
+        links_turns=trace_format.links_turns(first_lines),
+        records_think_times=trace_format.records_think_times(first_lines),
+        arrivals=options.arrivals(trace_format),
+        tokenizer=None if reader is None else reader.name,
+    )
+    if left_out:
+        known.remark(f"files of the folder were not read: {', '.join(left_out)}", len(left_out))
+    return TraceFile(known, files, trace_format, options, reader)
 
 
-class TraceFile:
-    """A `Trace` read from files; see `open_trace`."""
+class TraceFile(RowTrace):
+    """A `Trace` read from files; see `open_trace`. A pass raises `InputError` at a bad row unless those are skipped."""
 
     def __init__(
         self,
-        given: Sequence[Path],
+        known: TraceInfo,
         files: Sequence[Path],
-        left_out: Sequence[str],
         trace_format: TraceFormat,
-        first_lines: Sequence[bytes],
         options: OpenOptions,
+        tokenizer: Tokenizer | None,
     ) -> None:
+        super().__init__(known, self._usable_rows, options.units_per_second(trace_format))
         self._files = tuple(files)
         self._format = trace_format
         self._options = options
-        self._tokenizer: Tokenizer | None = None if options.tokenizer is None else open_tokenizer(options.tokenizer)
-        self._units_per_second = options.units_per_second(trace_format)
-        self._path = str(given[0]) if len(given) == 1 else f"{given[0]} and {len(given) - 1:,} more"
-        self._known = self._describe(given, left_out, first_lines)
-        self.info = self._fresh_info()
-
-    def __iter__(self) -> Iterator[TraceRequest]:
-        """The requests of the window. Raises `InputError` at the first bad row unless bad rows are skipped."""
-        self.info = info = self._fresh_info()
-        yield from requests_in_window(self._usable_rows(info), info, self._units_per_second)
-        self._check_window_is_not_empty(info)
+        self._tokenizer = tokenizer
 
     def _usable_rows(self, info: TraceInfo) -> Iterator[Row]:
         """Rows that pass every check; a bad row ends the pass or is counted in `info`."""
-        rows = self._rows(info)
+        rows = self._read(info)
         if not self._format.checks_its_rows:
             limit = self._options.limit
             num_wanted = math.inf if limit is None else self._options.skip_first + limit
@@ -218,28 +222,20 @@ class TraceFile:
             else:
                 yield row
 
-    def _rows(self, info: TraceInfo) -> Iterator[Row | BadRow]:
-        options = self._options
-        return self._format.read_rows(
-            TraceSource(
-                self._files,
-                info,
-                self._units_per_second,
-                options.timestamp_unit,
-                self._tokenizer,
-                options.request_rate,
-                options.seed or 0,
-            )
-        )
+    def _read(self, info: TraceInfo) -> Iterator[Row | BadRow]:
+        options, units = self._options, self._units_per_second
+        rate, seed = options.request_rate, options.seed or 0
+        source = TraceSource(self._files, info, units, options.timestamp_unit, self._tokenizer, rate, seed)
+        return self._format.read_rows(source)
 
     def _bad_row(self, info: TraceInfo, row: BadRow) -> None:
         """Count the row, or raise `InputError` with its place, the fault and what to do."""
         field = f" field '{row.field}'" if row.field else ""
-        message = f"{row.where or f'{self._path}:{row.place}'}:{field} {row.message}"
+        message = f"{row.where or f'{info.path}:{row.place}'}:{field} {row.message}"
         if self._options.on_bad_row == "refuse":
             way_out = "Mend the row, or leave such rows out and count them with --on-bad-row skip."
             if row.reason == "hash_ids_mismatch" and not self._format.full_blocks_only:
-                rows = (each for each in self._rows(self._fresh_info()) if not isinstance(each, BadRow))
+                rows = (each for each in self._read(self.fresh_info()) if not isinstance(each, BadRow))
                 lengths = ((each[2], len(each[4])) for each in rows if each[4] is not None)
                 way_out = f"{suggest_block_size(lengths, ROWS_TO_FIT)} {way_out}"
             raise InputError(f"{message}. {way_out}")
@@ -247,54 +243,3 @@ class TraceFile:
             info.rows_skipped[row.reason].num_rows += 1
         else:
             info.rows_skipped[row.reason] = SkippedRows(1, row.place, message)
-
-    def _check_window_is_not_empty(self, info: TraceInfo) -> None:
-        """Raise `InputError` if the trace was read to its end without a request: zero would be no answer."""
-        if info.num_requests:
-            return
-        if info.num_rows_read:
-            raise InputError(
-                f"{self._path}: --skip-first {self._options.skip_first:,} leaves nothing: the trace holds "
-                f"{info.num_rows_read:,} requests"
-            )
-        if info.rows_skipped:
-            first = next(iter(info.rows_skipped.values()))
-            raise InputError(
-                f"{self._path}: every one of its {info.num_rows_skipped:,} rows is bad; the first: "
-                f"{first.first_message}"
-            )
-        raise InputError(f"{self._path}: holds no requests")
-
-    def _describe(self, given: Sequence[Path], left_out: Sequence[str], first_lines: Sequence[bytes]) -> TraceInfo:
-        """The info that is known before any row is read."""
-        options, trace_format = self._options, self._format
-        block_size, source = options.block_size(trace_format, first_lines)
-        info = TraceInfo(
-            name=given[0].name if len(given) == 1 else f"{len(given):,} files",
-            path=self._path,
-            format=trace_format.name,
-            timestamp_unit=options.timestamp_unit or trace_format.timestamp_unit,
-            trace_block_size=block_size,
-            trace_block_size_source=source,
-            rate_scale=options.rate_scale,
-            window=Window(options.skip_first, options.limit),
-            full_blocks_only=trace_format.full_blocks_only,
-            links_turns=trace_format.links_turns(first_lines),
-            records_think_times=trace_format.records_think_times(first_lines),
-            arrivals=options.arrivals(trace_format),
-            tokenizer=None if self._tokenizer is None else self._tokenizer.name,
-        )
-        if left_out:
-            info.remark(f"files of the folder were not read: {', '.join(left_out)}", len(left_out))
-        return info
-
-    def _fresh_info(self) -> TraceInfo:
-        """The info with all counts at zero."""
-        known = self._known
-        return attrs.evolve(
-            known,
-            window=Window(self._options.skip_first, self._options.limit),
-            rows_skipped={},
-            unused_fields=set(),
-            remarks=dict(known.remarks),
-        )

@@ -1,4 +1,4 @@
-"""Trace formats: how a file is recognised, which units it uses, and who reads its rows. formats/ has one file for each.
+"""Trace formats: how a file is recognised, which units it uses, and who reads its rows. See formats/.
 
 A format is a subclass of `TraceFormat` in the registry. `open_trace` finds it by its name or by the file's content:
 
@@ -52,55 +52,32 @@ class TraceSource:
 
 
 class TraceFormat:
-    """One file format; subclasses set the attributes and override the methods below.
+    """One file format; subclasses set the attributes and override the methods below."""
 
-    Attributes:
-        name: the name that `--format` takes.
-        title: the name that people use.
-        timestamp_unit: unit of its timestamps, for the report.
-        units_per_second: timestamp units in a second.
-        unit_is_settable: whether `--timestamp-unit` may change the unit.
-        converts_units: whether `read_rows` converts every unit to `units_per_second`.
-        trace_block_size: tokens that one hash id represents; None where the format does not fix it.
-        block_size_is_settable: whether `--trace-block-size` may change it.
-        text_block_size: tokens per block of tokenized text; None where the format has no text.
-        full_blocks_only: whether hash ids name full blocks only, `input_length // trace_block_size` of them.
-        fields: its names for the fields in errors (timestamp, input_length, hash_ids).
-        first_line: an example for error messages.
-        needs_header: whether only the first line can identify a file.
-        has_turns: whether every trace says which requests are turns of one session (see `links_turns`).
-        has_think_times: whether every trace records how long clients waited (see `records_think_times`).
-        is_asked_last: whether `matches` also accepts files of other formats, which are then preferred.
-        checks_its_rows: whether `read_rows` has already made all checks of `RowChecks`.
-        has_one_parent_each: whether each id has one parent by construction, so that this is not checked.
-        takes_many_files: whether several files, or a folder, make one trace.
-        needs_tokenizer: whether lengths have to be counted in text.
-        arrivals_unless_given: the note about arrivals that the file does not record, shown unless `--request-rate`
-            is given; None where arrivals are recorded.
-    """
-
-    title: str
-    timestamp_unit: str
-    units_per_second: int
-    unit_is_settable = False
-    converts_units = False
-    trace_block_size: int | None = None
-    block_size_is_settable = False
-    text_block_size: int | None = None
-    full_blocks_only = False
-    fields: tuple[str, str, str] = ("timestamp", "input_length", "hash_ids")
-    first_line: str
-    needs_header = False
-    has_turns = False
-    has_think_times = False
-    is_asked_last = False
-    checks_its_rows = False
-    has_one_parent_each = False
-    takes_many_files = False
-    needs_tokenizer = False
+    title: str  # the name that people use
+    timestamp_unit: str  # unit of its timestamps, for the report
+    units_per_second: int  # timestamp units in a second
+    unit_is_settable = False  # whether `--timestamp-unit` may change the unit
+    converts_units = False  # whether `read_rows` converts every unit to `units_per_second`
+    trace_block_size: int | None = None  # tokens that one hash id represents; None where the format does not fix it
+    block_size_is_settable = False  # whether `--trace-block-size` may change it
+    text_block_size: int | None = None  # tokens per block of tokenized text; None where the format has no text
+    full_blocks_only = False  # whether hash ids name full blocks only, `input_length // trace_block_size` of them
+    fields: tuple[str, str, str] = ("timestamp", "input_length", "hash_ids")  # its names for these, in errors
+    first_line: str  # an example for error messages
+    needs_header = False  # whether only the first line can identify a file
+    has_turns = False  # whether every trace says which requests are turns of one session (see `links_turns`)
+    has_think_times = False  # whether every trace records how long clients waited (see `records_think_times`)
+    is_asked_last = False  # whether `matches` also accepts files of other formats, which are then preferred
+    checks_its_rows = False  # whether `read_rows` has already made all checks of `RowChecks`
+    has_one_parent_each = False  # whether each id has one parent by construction, so that this is not checked
+    takes_many_files = False  # whether several files, or a folder, make one trace
+    needs_tokenizer = False  # whether lengths have to be counted in text
+    # The note about arrivals that the file does not record, unless `--request-rate` is given; None: they are recorded.
     arrivals_unless_given: str | None = None
 
     def __init__(self, name: str) -> None:
+        """`name` is what `--format` takes."""
         self.name = name
 
     def matches(self, lines: Sequence[bytes]) -> bool:
@@ -133,7 +110,6 @@ def recognise(path: Path, name: str | None) -> tuple[TraceFormat, list[bytes]]:
     Raises:
         InputError: there is no such format, or the file has none of the formats.
     """
-    formats = [trace_formats.get(each)(each) for each in trace_formats.names()]
     wanted = None if name is None else trace_formats.get(name)(name)
     numbered = first_lines(path, LINES_TO_DETECT, BYTES_TO_DETECT)
     if not numbered:
@@ -147,6 +123,7 @@ def recognise(path: Path, name: str | None) -> tuple[TraceFormat, list[bytes]]:
                 f"{path}:{place}: is not the header of {wanted.title} ({wanted.first_line}); it reads {shown_line!r}"
             )
         return wanted, lines
+    formats = [trace_formats.get(each)(each) for each in trace_formats.names()]
     for each in sorted(formats, key=lambda each: each.is_asked_last):
         if each.matches(lines):
             return each, lines

@@ -235,16 +235,14 @@ def read_objects(
             yield row_of(place, orjson.loads(line))
         except (orjson.JSONDecodeError, RowError, RecursionError):
             try:
-                yield row_of(place, _json_value(line))
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                yield BadRow(place, None, "not_json", f"is not JSON ({error})")
+                continue
+            try:
+                yield row_of(place, value)
             except RowError as error:
                 yield error.at(place)
-
-
-def _json_value(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise RowError("not_json", f"is not JSON ({error})") from error
 
 
 # Comma-separated files with a header.

@@ -38,12 +38,7 @@ def need_log_libraries() -> None:
 
 
 def open_event_log(directory: str | Path) -> "LogReader":
-    """Open a log for reading.
-
-    Raises:
-        InputError: there is no such directory, or a library is missing; says what to install.
-        LogDamagedError: the log is damaged.
-    """
+    """Open a log. Raises `InputError` if it or a library is not there, and `LogDamagedError` if it is damaged."""
     need_log_libraries()
     from ...backends.sinks.log.reader import LogReader
 
@@ -77,16 +72,11 @@ def open_logged_trace(directory: str | Path, **chosen: Any) -> "LoggedTrace | Li
 class LoggedTrace:
     """A `Trace` of the requests in the log of a simulated run, in their order.
 
-    Attributes:
-        info: that of the trace that was recorded; if the run did not end, counted from the requests in the log.
+    Its info is that of the recorded trace; if the run did not end, it is counted from the requests in the log.
     """
 
     def __init__(self, reader: "LogReader") -> None:
-        """Read what the log recorded.
-
-        Raises:
-            InputError: it is not the log of a run on a trace.
-        """
+        """Read what the log recorded. Raises `InputError` if it is not the log of a run on a trace."""
         from ...backends.sinks.log.rows import RunEnded
 
         self._reader = reader
@@ -103,7 +93,6 @@ class LoggedTrace:
         self.info: TraceInfo = restored_info(self._recorded_info)
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """The requests, one at a time."""
         from ...backends.sinks.log.rows import RequestArrived
 
         self.info = info = restored_info(self._recorded_info)
@@ -158,14 +147,9 @@ def _count(info: TraceInfo, row: TraceRequest) -> None:
 
 
 class LiveTrace:
-    """A `Trace` of the requests in the log of a live engine, in the order of their arrival.
-
-    Attributes:
-        info: the tally of the latest pass.
-    """
+    """A `Trace` of the requests in the log of a live engine, in the order of their arrival."""
 
     def __init__(self, reader: "LogReader") -> None:
-        """`reader` reads the log of a live run."""
         self._reader = reader
         self._block_size = reader.created.hash_block_size
         self.info = self._new_info()

@@ -2,13 +2,13 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
 
 from ...core.errors import InputError
-from .trace import TraceInfo, TraceRequest, Turn
+from .trace import TraceInfo, TraceRequest, Turn, Window
 
 # Far above any model's context (10 million tokens is the longest published), far below what would overflow a counter.
 MAX_TOKENS = 100_000_000
@@ -24,25 +24,18 @@ LONGEST_PAUSE_S = 86_400
 class TurnRecord:
     """What a row says about its session.
 
-    Attributes:
-        key: later rows name this turn by it. All turns of a linear session share one key, which means the latest turn.
-        after: keys of the turns whose answers this one waits for; unknown keys are ignored.
-        session: the session's name; None: that of the turn before.
-        number: the turn's number from 1; None: one more than the turn before.
-        think_s: recorded seconds from those answers to this turn; None: derived from `answered_s` where possible.
-        keeps_own_gap: whether no think time is derived and only the time between the turns is known.
-        answered_s: recorded seconds from this turn to its answer.
-        num_waiting: how many later turns wait for this one; None where that is not known yet.
+    Later rows name this turn by its `key`. All turns of a linear session share one key, which means the latest turn.
+    `think_s` are the recorded seconds from those answers to this turn; None: derived from `answered_s` where possible.
     """
 
     key: Hashable
-    after: tuple[Hashable, ...] = ()
-    session: str | None = None
-    number: int | None = None
+    after: tuple[Hashable, ...] = ()  # keys of the turns whose answers this one waits for; unknown keys are ignored
+    session: str | None = None  # the session's name; None: that of the turn before
+    number: int | None = None  # the turn's number from 1; None: one more than the turn before
     think_s: float | None = None
-    keeps_own_gap: bool = False
-    answered_s: float | None = None
-    num_waiting: int | None = None
+    keeps_own_gap: bool = False  # whether no think time is derived and only the time between the turns is known
+    answered_s: float | None = None  # recorded seconds from this turn to its answer
+    num_waiting: int | None = None  # how many later turns wait for this one; None where that is not known yet
 
 
 # (place, timestamp in the format's unit, input_length, output_length, hash_ids or None, session or None, priority)
@@ -51,16 +44,13 @@ Row = tuple[int, int | float, int, int, tuple[int, ...] | None, TurnRecord | Non
 
 @attrs.frozen
 class BadRow:
-    """One row that cannot be used. `place` is its line (from 1); bad rows are counted by `reason`, a short fixed key.
+    """One row that cannot be used."""
 
-    `where` names the full place (file, line, entry) if the line of a single file does not identify it.
-    """
-
-    place: int
+    place: int  # its line, from 1
     field: str | None
-    reason: str
+    reason: str  # a short fixed key, by which bad rows are counted
     message: str
-    where: str | None = None
+    where: str | None = None  # the full place (file, line, entry) if the line of a single file does not identify it
 
 
 class RowError(Exception):
@@ -68,9 +58,7 @@ class RowError(Exception):
 
     def __init__(self, reason: str, message: str, field: str | None = None) -> None:
         super().__init__(message)
-        self.reason = reason
-        self.message = message
-        self.field = field
+        self.reason, self.message, self.field = reason, message, field
 
     def at(self, place: int, where: str | None = None) -> BadRow:
         """The same fault with its line."""
@@ -255,33 +243,79 @@ def check_window(skip_first: int, limit: int | None, rate_scale: float) -> None:
         raise InputError(f"--rate-scale is {rate_scale}; it must be a number above 0 (2 doubles the request rate)")
 
 
-def requests_in_window(rows: Iterable[Row], info: TraceInfo, units_per_second: int) -> Iterator[TraceRequest]:
-    """The requests after the first `skip_first` rows, at most `limit` of them; updates `info` as they are read."""
-    window = info.window
-    scaled_units_per_second = units_per_second * info.rate_scale
-    trace_start: int | float = 0
-    window_start: int | float = 0
-    sessions = OpenSessions(info, units_per_second)
-    for place, when, input_length, output_length, hash_ids, record, priority in rows:
-        turn = None if record is None else sessions.turn(place, when, record)
-        if info.num_rows_read == 0:
-            trace_start = when
-        info.num_rows_read += 1
-        if info.num_rows_read <= window.skip_first:
-            continue
-        if info.num_requests == 0:
-            window_start = when
-            window.first_place = place
-            window.start_s = (when - trace_start) / units_per_second
-        info.num_requests += 1
-        info.input_tokens += input_length
-        info.output_tokens += output_length
-        info.num_requests_without_hash_ids += hash_ids is None
-        window.last_place = place
-        window.end_s = (when - trace_start) / units_per_second
-        arrival_s = (when - window_start) / scaled_units_per_second
-        if turn is not None and info.rate_scale != 1:
-            turn = turn.at_rate(info.rate_scale)
-        yield TraceRequest(arrival_s, input_length, output_length, hash_ids, place, turn, priority)
-        if info.num_requests == window.limit:
+class RowTrace:
+    """A `Trace` of the requests that rows give in the window of its info; each pass reads the rows again."""
+
+    def __init__(
+        self,
+        known: TraceInfo,
+        rows: Callable[[TraceInfo], Iterable[Row]],
+        units_per_second: int,
+        holder: str = "the trace",
+        extent: str = "",
+    ) -> None:
+        """`known` is the info before a pass. `rows` returns the rows of a new pass, in order of arrival, with times in
+        `units_per_second`; it may add to the info that it is given. An error about an empty window says that `holder`
+        holds so many requests, then `extent`.
+        """
+        self._known = known
+        self._rows = rows
+        self._units_per_second = units_per_second
+        self._holder, self._extent = holder, extent
+        self.info = self.fresh_info()
+
+    def fresh_info(self) -> TraceInfo:
+        """The info with all counts at zero."""
+        known = self._known
+        window = Window(known.window.skip_first, known.window.limit)
+        return attrs.evolve(known, window=window, rows_skipped={}, unused_fields=set(), remarks=dict(known.remarks))
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        """The requests of the window. Raises `InputError` if there is none: zero would be no answer."""
+        self.info = info = self.fresh_info()
+        yield from self._requests(info)
+        if info.num_requests:
             return
+        place = f"{info.path}: " if info.path else ""
+        if info.num_rows_read:
+            raise InputError(
+                f"{place}--skip-first {info.window.skip_first:,} leaves nothing: {self._holder} holds "
+                f"{info.num_rows_read:,} requests{self._extent}"
+            )
+        if info.rows_skipped:
+            first = next(iter(info.rows_skipped.values()))
+            raise InputError(
+                f"{place}every one of its {info.num_rows_skipped:,} rows is bad; the first: {first.first_message}"
+            )
+        raise InputError(f"{place}{self._holder} holds no requests{self._extent}")
+
+    def _requests(self, info: TraceInfo) -> Iterator[TraceRequest]:
+        """The requests after the first `skip_first` rows, at most `limit`; updates `info` as they are read."""
+        window, units_per_second = info.window, self._units_per_second
+        scaled_units_per_second = units_per_second * info.rate_scale
+        trace_start: int | float = 0
+        window_start: int | float = 0
+        sessions = OpenSessions(info, units_per_second)
+        for place, when, input_length, output_length, hash_ids, record, priority in self._rows(info):
+            turn = None if record is None else sessions.turn(place, when, record)
+            if info.num_rows_read == 0:
+                trace_start = when
+            info.num_rows_read += 1
+            if info.num_rows_read <= window.skip_first:
+                continue
+            if info.num_requests == 0:
+                window_start = when
+                window.first_place = place
+                window.start_s = (when - trace_start) / units_per_second
+            info.num_requests += 1
+            info.input_tokens += input_length
+            info.output_tokens += output_length
+            info.num_requests_without_hash_ids += hash_ids is None
+            window.last_place = place
+            window.end_s = (when - trace_start) / units_per_second
+            arrival_s = (when - window_start) / scaled_units_per_second
+            if turn is not None and info.rate_scale != 1:
+                turn = turn.at_rate(info.rate_scale)
+            yield TraceRequest(arrival_s, input_length, output_length, hash_ids, place, turn, priority)
+            if info.num_requests == window.limit:
+                return

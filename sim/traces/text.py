@@ -2,9 +2,8 @@
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import attrs
 
@@ -18,69 +17,42 @@ HOW_TO_NAME_ONE = (
 )
 
 
-class Tokenizer(Protocol):
-    """Splits text into tokens. Equal tokens mean equal content; their values do not matter here."""
-
-    @property
-    def name(self) -> str:
-        """Its name in the report."""
-        ...
-
-    def encode(self, text: str) -> Sequence[int] | Sequence[str]:
-        """The tokens of a text, without special tokens around it."""
-        ...
-
-
 @attrs.frozen
-class CharacterEstimate:
-    """Counts every `characters` characters as a token: the right order of magnitude for English."""
+class Tokenizer:
+    """Splits text into tokens, without special tokens around it. Equal tokens mean equal content."""
 
-    characters: int
-
-    @property
-    def name(self) -> str:
-        """Its name in the report, which says that it is an estimate."""
-        return f"an estimate: one token every {self.characters} characters"
-
-    def encode(self, text: str) -> Sequence[str]:
-        """Pieces of the text; the last one may be shorter."""
-        return [text[i : i + self.characters] for i in range(0, len(text), self.characters)]
-
-
-class HuggingFaceTokenizer:
-    """A tokenizer.json, read by the `tokenizers` package."""
-
-    def __init__(self, path: Path) -> None:
-        """Load it. Raises `InputError` if the package is missing or the file is not a tokenizer."""
-        try:
-            from tokenizers import Tokenizer as FastTokenizer  # pyright: ignore[reportMissingImports] - optional
-        except ImportError:
-            raise InputError(
-                f"--tokenizer {path}: reading it takes the package `tokenizers`, which is not installed; install it "
-                "(pip install tokenizers), or ask for an estimate with --tokenizer chars:4"
-            ) from None
-        try:
-            self._tokenizer = FastTokenizer.from_file(str(path))
-        except Exception as error:  # the package raises bare Exception for every fault of the file
-            raise InputError(f"--tokenizer {path}: is not a Hugging Face tokenizer.json: {error}") from error
-        self.name = str(path)
-
-    def encode(self, text: str) -> Sequence[int]:
-        """Token ids; no special tokens and no chat template are added."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+    name: str  # in the report
+    encode: Callable[[str], Sequence[int] | Sequence[str]]
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """A tokenizer by the path of its file or folder, or the estimate `chars:N`; raises `InputError` otherwise."""
+    """A tokenizer by the path of its file or folder, or the estimate `chars:N`; raises `InputError` otherwise.
+
+    The estimate counts every N characters as a token: the right order of magnitude for English. A tokenizer.json is
+    read by the package `tokenizers`; no chat template is added.
+    """
     estimate = CHARACTERS_PER_TOKEN.fullmatch(name)
     if estimate:
-        return CharacterEstimate(int(estimate.group(1)))
+        size = int(estimate.group(1))
+        note = f"an estimate: one token every {size} characters"
+        return Tokenizer(note, lambda text: [text[i : i + size] for i in range(0, len(text), size)])
     path = Path(name)
     if path.is_dir():
         path = path / "tokenizer.json"
     if not path.is_file():
         raise InputError(f"--tokenizer is {name!r}, and there is no file {path}; {HOW_TO_NAME_ONE}")
-    return HuggingFaceTokenizer(path)
+    try:
+        from tokenizers import Tokenizer as FastTokenizer  # pyright: ignore[reportMissingImports] - optional
+    except ImportError:
+        raise InputError(
+            f"--tokenizer {path}: reading it takes the package `tokenizers`, which is not installed; install it "
+            "(pip install tokenizers), or ask for an estimate with --tokenizer chars:4"
+        ) from None
+    try:
+        fast = FastTokenizer.from_file(str(path))
+    except Exception as error:  # the package raises bare Exception for every fault of the file
+        raise InputError(f"--tokenizer {path}: is not a Hugging Face tokenizer.json: {error}") from error
+    return Tokenizer(str(path), lambda text: fast.encode(text, add_special_tokens=False).ids)
 
 
 class TextBlocks:

@@ -87,46 +87,31 @@ class Window:
 
 @attrs.define
 class TraceInfo:
-    """Describes a trace and counts what a pass over it found; the counts grow during a pass and are final at its end.
-
-    Attributes:
-        trace_block_size: tokens that one hash id represents, None without ids.
-        trace_block_size_source: who chose it.
-        full_blocks_only: the trace has no id for the partial block at the end of a prompt.
-        links_turns: whether requests may be turns of sessions.
-        records_think_times: whether turns record how long their client waited after the answer before.
-        workload: seed and parameters of a built-in workload, None for a file.
-        arrivals: where arrival times come from that the file does not record.
-        tokenizer: who counted tokens.
-        about: another note about the source.
-        num_rows_read: usable rows, including those before the window.
-        rows_skipped: reason -> the rows skipped for it.
-        remarks: other notes -> how often each happened.
-    """
+    """Describes a trace and counts what a pass over it found; counts grow during a pass and are final at its end."""
 
     name: str
     path: str | None
     format: str
     timestamp_unit: str
-    trace_block_size: int | None
-    trace_block_size_source: str | None
+    trace_block_size: int | None  # tokens that one hash id represents, None without ids
+    trace_block_size_source: str | None  # who chose it
     rate_scale: float
     window: Window
-    full_blocks_only: bool = False
-    links_turns: bool = False
-    records_think_times: bool = False
-    workload: dict[str, Any] | None = None
-    arrivals: str | None = None
-    tokenizer: str | None = None
-    about: str | None = None
-    num_rows_read: int = 0
+    full_blocks_only: bool = False  # the trace has no id for the partial block at the end of a prompt
+    links_turns: bool = False  # whether requests may be turns of sessions
+    records_think_times: bool = False  # whether turns record how long their client waited after the answer before
+    workload: dict[str, Any] | None = None  # seed and parameters of a built-in workload, None for a file
+    arrivals: str | None = None  # where arrival times come from that the file does not record
+    tokenizer: str | None = None  # who counted tokens
+    about: str | None = None  # another note about the source
+    num_rows_read: int = 0  # usable rows, including those before the window
     num_requests: int = 0
     num_requests_without_hash_ids: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
-    rows_skipped: dict[str, SkippedRows] = attrs.field(factory=dict)
+    rows_skipped: dict[str, SkippedRows] = attrs.field(factory=dict)  # reason -> the rows skipped for it
     unused_fields: set[str] = attrs.field(factory=set)
-    remarks: dict[str, int] = attrs.field(factory=dict)
+    remarks: dict[str, int] = attrs.field(factory=dict)  # other notes -> how often each happened
 
     def remark(self, text: str, count: int = 1) -> None:
         """Count something that is not a fault but that readers should know; `text` follows a number in a sentence."""

@@ -11,9 +11,9 @@ import attrs
 
 from ...core.registry import Registry
 from ..random_draws import Draws
-from ..traces.rows import TurnRecord
+from ..traces.rows import RowTrace, TurnRecord
 from .multi_turn import MultiTurnParameters, multi_turn_requests
-from .stream import BlockIds, SessionRequest, TurnRequest, Workload, WorkloadModel, merge_sessions, open_stream
+from .stream import BlockIds, SessionRequest, TurnRequest, WorkloadModel, merge_sessions, open_stream
 
 workloads: Registry[Callable[[], WorkloadModel]] = Registry("workload", "kvledger.workloads")
 
@@ -26,7 +26,7 @@ def open_workload(
     skip_first: int = 0,
     limit: int | None = None,
     rate_scale: float = 1.0,
-) -> Workload:
+) -> RowTrace:
     """A `Trace` by name; two with one seed are identical, in every process and on every Python version.
 
     The stream ends after `duration_s` on its own clock (unless given: the length of the trace that it resembles) or
@@ -46,6 +46,13 @@ def _at_least_one(length: float) -> int:
     return max(1, round(length))
 
 
+def _starts(now: float, mean_gap_s: float, draws: Draws) -> Iterator[float]:
+    """The times at which sessions begin: a Poisson process whose first is `now`."""
+    while True:
+        yield now
+        now += draws.exponential(mean_gap_s)
+
+
 # A chat service: many conversations over one system prompt, most of them about a long document.
 
 
@@ -60,28 +67,20 @@ class ChatParameters:
     block_size: int = 512
     max_input_length: int = 126_000
     max_output_length: int = 2_000
-    arrival_tick_s: float = 3.0
-    """Arrivals are rounded up to a multiple of this, so that many share a timestamp."""
+    arrival_tick_s: float = 3.0  # Arrivals are rounded up to a multiple of this, so that many share a timestamp
     conversations_per_s: float = 2.02
-    warm_up_s: float = 1_800.0
-    """Conversations begin this long before the window, so that the service is busy when it opens."""
-    system_prompt_tokens: int = 890
-    """The beginning of every prompt."""
-    document_share: float = 0.70
-    """Share of conversations that open with a document; the others open with a question alone."""
+    warm_up_s: float = 1_800.0  # Conversations begin this long before the window, which opens on a busy service
+    system_prompt_tokens: int = 890  # The beginning of every prompt
+    document_share: float = 0.70  # Share of conversations that open with a document, not with a question alone
     document_tokens: tuple[float, float] = (8_200.0, 1.05)
     question_tokens: tuple[float, float] = (45.0, 2.0)
     go_on: tuple[float, float] = (1.65, 3.4)
     """The chance of another turn is drawn once a conversation, from a beta distribution with these parameters."""
-    time_between_turns_s: tuple[float, float] = (150.0, 1.1)
-    """From one request to the next of the same conversation: service and think time together."""
+    time_between_turns_s: tuple[float, float] = (150.0, 1.1)  # From request to request: service and think time
     min_time_between_turns_s: float = 12.0
-    rewrite_share: float = 0.14
-    """Share of later turns that replace the end of the prompt (an edited message, another document)."""
-    rewrite_keeps: tuple[float, float] = (0.8, 1.8)
-    """The share of the prompt that a rewrite keeps: a beta distribution."""
-    rewrite_length: tuple[float, float] = (1.0, 0.35)
-    """The length after a rewrite divided by the length before."""
+    rewrite_share: float = 0.14  # Share of later turns that replace the prompt's end (edited, another document)
+    rewrite_keeps: tuple[float, float] = (0.8, 1.8)  # The share of the prompt that a rewrite keeps: a beta distribution
+    rewrite_length: tuple[float, float] = (1.0, 0.35)  # The length after a rewrite divided by the length before
     follow_up_document_share: float = 0.28
     follow_up_document_tokens: tuple[float, float] = (2_500.0, 1.1)
     follow_up_tokens: tuple[float, float] = (18.0, 1.0)
@@ -89,8 +88,7 @@ class ChatParameters:
     short_answer_tokens: tuple[float, float] = (40.0, 1.3)
     long_answer_share: float = 0.04
     long_answer_tokens: tuple[float, float] = (850.0, 0.45)
-    answer_tokens: tuple[float, float] = (400.0, 140.0)
-    """All other answers: a Gaussian (mean, deviation)."""
+    answer_tokens: tuple[float, float] = (400.0, 140.0)  # All other answers: a Gaussian (mean, deviation)
 
 
 @workloads.register("conversation")
@@ -117,17 +115,11 @@ def chat_requests(parameters: ChatParameters, seed: int) -> Iterator[TurnRequest
     def open_session(number: int, start: float) -> Iterator[TurnRequest]:
         return _conversation(start, parameters, draws, ids, system_ids, number)
 
-    starts = _conversation_starts(parameters, draws)
+    gap_s = 1 / parameters.conversations_per_s
+    starts = _starts(draws.exponential(gap_s) - parameters.warm_up_s, gap_s, draws)
     for arrival, num_input, num_output, hash_ids, turn in merge_sessions(starts, open_session):
         if arrival > -tick:
             yield math.ceil(arrival / tick) * tick, num_input, num_output, hash_ids, turn
-
-
-def _conversation_starts(parameters: ChatParameters, draws: Draws) -> Iterator[float]:
-    now = -parameters.warm_up_s
-    while True:
-        now += draws.exponential(1 / parameters.conversations_per_s)
-        yield now
 
 
 def _conversation(
@@ -177,14 +169,11 @@ def _answer_length(p: ChatParameters, draws: Draws) -> int:
 class ShareGPTParameters:
     """ShareGPT conversations as the PagedAttention paper (SOSP'23) samples them: mean 161.31 tokens in, 337.99 out."""
 
-    requests_per_s: float = 2.0
-    """The rate of the paper's Fig. 13; arrivals are Poisson."""
-    prompt_tokens: tuple[float, float] = (101.0, 1.0)
-    """Lognormal (median, sigma)."""
+    requests_per_s: float = 2.0  # The rate of the paper's Fig. 13; arrivals are Poisson.
+    prompt_tokens: tuple[float, float] = (101.0, 1.0)  # Lognormal (median, sigma)
     max_input_length: int = 1_024
     output_shape: float = 1.32
-    output_mean_tokens: float = 338.3
-    """Gamma."""
+    output_mean_tokens: float = 338.3  # Gamma
     max_total_tokens: int = 2_048
 
 
@@ -214,19 +203,15 @@ class CodeParameters:
     """
 
     burst_s: float = 5.0
-    pause_s: float = 13.6
-    """Means of two exponentials."""
+    pause_s: float = 13.6  # Means of two exponentials
     burst_requests_per_s: float = 9.6
-    burst_shape: float = 2.0
-    """The rate of a burst is gamma with this mean and shape; within a burst arrivals are Poisson."""
+    burst_shape: float = 2.0  # A burst's rate is gamma with this mean and shape; its arrivals are Poisson
     prompt_shape: float = 0.92
-    prompt_mean_tokens: float = 2_120.0
-    """Gamma, cut at the longest prompt."""
+    prompt_mean_tokens: float = 2_120.0  # Gamma, cut at the longest prompt
     min_input_length: int = 3
     max_input_length: int = 7_437
     min_output_length: int = 6
-    output_tokens: tuple[float, float] = (7.8, 1.45)
-    """Beyond the shortest: lognormal (median, sigma)."""
+    output_tokens: tuple[float, float] = (7.8, 1.45)  # Beyond the shortest: lognormal (median, sigma)
     max_output_length: int = 1_900
 
 
@@ -276,30 +261,22 @@ class AgenticParameters:
 
     block_size: int = 64
     sessions_per_s: float = 1 / 60
-    warm_up_s: float = 3_600.0
-    """Sessions begin this long before the window, so that agents are at work when it opens."""
+    warm_up_s: float = 3_600.0  # Sessions begin this long before the window, so that agents are at work when it opens
     tool_prompt_tokens: tuple[int, ...] = (12_439, 12_597, 9_537, 8_315)
     """One per client version, all equally common; every prompt of its sessions begins with it."""
-    system_tokens: int = 2_770
-    """The part after the tools that differs between sessions (project, date, instructions)."""
+    system_tokens: int = 2_770  # The part after the tools that differs between sessions (project, date, instructions)
     task_tokens: tuple[float, float] = (700.0, 1.2)
-    resumed_share: float = 0.5
-    """Share of sessions that open with a history."""
+    resumed_share: float = 0.5  # Share of sessions that open with a history
     history_tokens: tuple[float, float] = (80_000.0, 0.7)
-    go_on: float = 30 / 31
-    """The chance of another turn: 31 turns on average."""
+    go_on: float = 30 / 31  # The chance of another turn: 31 turns on average
     output_tokens: tuple[float, float] = (257.0, 1.25)
     max_output_length: int = 10_500
-    tool_result_tokens: tuple[float, float] = (320.0, 1.6)
-    """Tokens that a turn adds after the answer before it."""
-    max_input_length: int = 200_000
-    """A longer prompt is compacted to tools, system and a summary."""
+    tool_result_tokens: tuple[float, float] = (320.0, 1.6)  # Tokens that a turn adds after the answer before it
+    max_input_length: int = 200_000  # A longer prompt is compacted to tools, system and a summary
     summary_tokens: tuple[float, float] = (8_000.0, 0.5)
     serving_s: float = 3.0
-    serving_s_per_output_token: float = 1 / 60
-    """The recorded service's time to answer, which is part of the time between two requests."""
-    human_share: float = 0.4
-    """Share of turns that wait for a person; the others wait for a tool."""
+    serving_s_per_output_token: float = 1 / 60  # The recorded time to answer, a part of that between two requests
+    human_share: float = 0.4  # Share of turns that wait for a person; the others wait for a tool
     human_s: tuple[float, float] = (80.0, 1.6)
     tool_s: tuple[float, float] = (7.0, 0.6)
 
@@ -328,16 +305,9 @@ def agentic_requests(parameters: AgenticParameters, seed: int) -> Iterator[TurnR
     def open_session(number: int, start: float) -> Iterator[TurnRequest]:
         return _agent_session(start, parameters, draws, ids, tool_ids, number)
 
-    for request in merge_sessions(_agent_starts(parameters, draws), open_session):
+    for request in merge_sessions(_starts(-parameters.warm_up_s, 1 / parameters.sessions_per_s, draws), open_session):
         if request[0] >= 0:
             yield request
-
-
-def _agent_starts(parameters: AgenticParameters, draws: Draws) -> Iterator[float]:
-    now = -parameters.warm_up_s
-    while True:
-        yield now
-        now += draws.exponential(1 / parameters.sessions_per_s)
 
 
 def _agent_session(

@@ -34,17 +34,11 @@ NUM_QUANTILES = 128
 
 @attrs.frozen
 class ArrivalModel:
-    """When requests arrive: a point process. Each table lists equally likely values, smallest first.
+    """When requests arrive: a point process. Each table lists equally likely values, smallest first."""
 
-    Attributes:
-        gaps_s: for each class of gaps, seconds between two batches.
-        next_class: for each class, the cumulative probabilities of the class that follows it.
-        batch_sizes: requests that share a timestamp.
-    """
-
-    gaps_s: tuple[tuple[float, ...], ...]
-    next_class: tuple[tuple[float, ...], ...]
-    batch_sizes: tuple[int, ...]
+    gaps_s: tuple[tuple[float, ...], ...]  # for each class of gaps, seconds between two batches
+    next_class: tuple[tuple[float, ...], ...]  # for each class, cumulative probabilities of the class that follows
+    batch_sizes: tuple[int, ...]  # requests that share a timestamp
 
     def times(self, draws: Draws) -> Iterator[float]:
         """Arrival times without end, from 0 s on."""
@@ -86,14 +80,10 @@ def fit_arrivals(times_s: npt.NDArray[np.float64]) -> ArrivalModel:
     chances = np.where(followed > 0, counts / np.maximum(followed, 1), shares)
     return ArrivalModel(
         tuple(tuple(float(gap) for gap in _quantiles(np.sort(gaps[kinds == kind]))) for kind in range(num_kinds)),
-        tuple(_added_up(row.tolist()) for row in chances),
+        # Without the last one, which is 1: a uniform draw is compared with them.
+        tuple(tuple(accumulate(row.tolist()))[:-1] for row in chances),
         batch_sizes,
     )
-
-
-def _added_up(chances: Sequence[float]) -> tuple[float, ...]:
-    """Cumulative probabilities without the last one, which is 1; a uniform draw is compared with them."""
-    return tuple(accumulate(chances))[:-1]
 
 
 def _quantiles(ordered: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -122,32 +112,20 @@ NO_BLOCKS = 1 << 30
 
 @attrs.frozen(eq=False)
 class Samples:
-    """Descriptions of requests, one an index; int64 but for the times.
+    """Descriptions of requests, one an index; int64 but for the times, which are those of `Turn` (UNKNOWN_S: None)."""
 
-    Attributes:
-        kind: FRESH, CONTINUES, REPEATS or BRANCHES.
-        age: requests back to the earlier request, at least 1; 0 for a fresh one.
-        earlier_length: tokens of the earlier prompt.
-        shared_blocks: blocks of it that the prompt begins with.
-        new_tokens: tokens after the earlier prompt (continues), after the shared blocks (branches), or all (fresh).
-        output_length: tokens of the answer.
-        turn_age: requests back to the turn before it in its session; 0 if it opens a session or none is known.
-        think_s, gap_s, answered_s: as in `Turn`, UNKNOWN_S for None; float64.
-    """
-
-    kind: IntArray
-    age: IntArray
-    earlier_length: IntArray
-    shared_blocks: IntArray
-    new_tokens: IntArray
-    output_length: IntArray
-    turn_age: IntArray
+    kind: IntArray  # FRESH, CONTINUES, REPEATS or BRANCHES
+    age: IntArray  # requests back to the earlier request, at least 1; 0 for a fresh one
+    earlier_length: IntArray  # tokens of the earlier prompt
+    shared_blocks: IntArray  # blocks of it that the prompt begins with
+    new_tokens: IntArray  # tokens after the earlier prompt (continues) or the shared blocks (branches), or all
+    output_length: IntArray  # tokens of the answer
+    turn_age: IntArray  # requests back to the turn before it in its session; 0 if it opens a session or none is known
     think_s: FloatArray
     gap_s: FloatArray
     answered_s: FloatArray
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self.kind)
 
     def thinned(self, at_most: int) -> "Samples":
@@ -187,11 +165,7 @@ class FittedParameters:
 
 
 def fit_parameters(trace: Trace) -> tuple[FittedParameters, PromptBlocks, IntArray]:
-    """Fit to a trace. Also returns its prompts and the lengths of its answers, to compare a workload with.
-
-    Raises:
-        InputError: the trace cannot be read.
-    """
+    """Fit to a trace. Also returns its prompts and the lengths of its answers, to compare a workload with."""
     recorded = _Recorded(trace)
     # A prompt without ids shares nothing, whatever the block size.
     prompts = read_prompt_blocks(recorded, NO_BLOCKS if trace.info.trace_block_size is None else None)
@@ -225,7 +199,6 @@ class OutputLengths:
         return self._trace.info
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """The trace's requests."""
         for request in self._trace:
             self._lengths.append(request.output_length)
             yield request
@@ -241,22 +214,16 @@ class _Recorded(OutputLengths):
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace)
         self.turn_age = array("q")
-        self.think_s = array("d")
-        self.gap_s = array("d")
-        self.answered_s = array("d")
+        self.times = {"think_s": array("d"), "gap_s": array("d"), "answered_s": array("d")}
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """The trace's requests."""
         index_of: dict[int, int] = {}
         for index, request in enumerate(super().__iter__()):
             turn = request.turn
             before = [] if turn is None else [index_of[place] for place in turn.waits_for if place in index_of]
             self.turn_age.append(index - max(before) if before else 0)
-            for times, seconds in (
-                (self.think_s, turn and turn.think_s),
-                (self.gap_s, turn and turn.gap_s),
-                (self.answered_s, turn and turn.answered_s),
-            ):
+            for name, times in self.times.items():
+                seconds = None if turn is None else getattr(turn, name)
                 times.append(UNKNOWN_S if seconds is None else seconds)
             if turn is not None:
                 index_of[request.place] = index
@@ -292,7 +259,5 @@ def _describe(prompts: PromptBlocks, recorded: _Recorded) -> Samples:
         new_tokens=new_tokens,
         output_length=recorded.as_array(),
         turn_age=np.array(recorded.turn_age, dtype=np.int64),
-        think_s=np.array(recorded.think_s),
-        gap_s=np.array(recorded.gap_s),
-        answered_s=np.array(recorded.answered_s),
+        **{name: np.array(times) for name, times in recorded.times.items()},
     )

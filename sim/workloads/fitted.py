@@ -12,21 +12,10 @@ from ..cache.prompt_blocks import PromptBlocks, read_prompt_blocks
 from ..cache.reuse import reuse_times
 from ..random_draws import Draws
 from ..traces import Trace
-from ..traces.rows import TurnRecord
-from .fit import (
-    BRANCHES,
-    CONTINUES,
-    FRESH,
-    NO_BLOCKS,
-    REPEATS,
-    UNKNOWN_S,
-    FittedParameters,
-    FloatArray,
-    IntArray,
-    OutputLengths,
-    fit_parameters,
-)
-from .stream import BlockIds, TurnRequest, Workload, WorkloadModel, open_stream
+from ..traces.rows import RowTrace, TurnRecord
+from . import fit
+from .fit import FittedParameters, FloatArray, IntArray, OutputLengths, fit_parameters
+from .stream import BlockIds, TurnRequest, WorkloadModel, open_stream
 
 # The best earlier request is searched around the drawn age: within this many requests plus this share of the age. Long
 # prompts are rare, so finding one takes a wider search.
@@ -67,12 +56,12 @@ class _Generator:
         sample = self._draw_sample(draws)
         samples = self._samples
         kind = int(samples.kind[sample])
-        if kind == FRESH:
+        if kind == fit.FRESH:
             earlier, length, ids = None, int(samples.new_tokens[sample]), []
         else:
             earlier = self._find_earlier(sample, kind)
             length, ids = self._built_on(earlier, sample, kind)
-        if self._block_size is not None and kind != REPEATS:
+        if self._block_size is not None and kind != fit.REPEATS:
             ids = ids + self._new_ids.new(-(-length // self._block_size) - len(ids))
         record = self._turn(sample, earlier)
         self._hold(length, ids)
@@ -84,7 +73,7 @@ class _Generator:
             sample = int(draws.uniform() * len(self._samples))
             if self._samples.age[sample] <= self._num_made and self._samples.turn_age[sample] <= self._num_made:
                 return sample
-            if not self._num_made and not (self._samples.kind == FRESH).any():
+            if not self._num_made and not (self._samples.kind == fit.FRESH).any():
                 return sample
 
     def _find_earlier(self, sample: int, kind: int) -> int:
@@ -96,13 +85,13 @@ class _Generator:
         numbers = np.arange(max(target - window, 0), min(target + window + 1, self._num_made))
         at = numbers % self._held
         distance = np.abs(numbers - target)
-        if kind == BRANCHES:
+        if kind == fit.BRANCHES:
             too_short = self._lengths[at] < samples.shared_blocks[sample] * (self._block_size or 1)
             costs = distance + too_short * _CONTINUED
         else:
             wanted = int(samples.earlier_length[sample])
             costs = np.abs(self._lengths[at] - wanted) + wanted * distance // (8 * window)
-            if kind == CONTINUES:
+            if kind == fit.CONTINUES:
                 costs = costs + self._penalties[at]
         return int(numbers[int(costs.argmin())])
 
@@ -112,9 +101,9 @@ class _Generator:
         at = earlier % self._held
         earlier_length, earlier_ids = int(self._lengths[at]), self._ids[at]
         new_tokens = int(samples.new_tokens[sample])
-        if kind == REPEATS:
+        if kind == fit.REPEATS:
             return earlier_length, earlier_ids
-        if kind == CONTINUES:
+        if kind == fit.CONTINUES:
             self._penalties[at] = _CONTINUED
             return earlier_length + new_tokens, earlier_ids[: earlier_length // block_size]
         kept = min(int(samples.shared_blocks[sample]), earlier_length // block_size)
@@ -126,18 +115,14 @@ class _Generator:
         if not self._parameters.links_turns:
             return None
         turn_age = int(samples.turn_age[sample])
-        if not turn_age:
-            after = None
-        elif earlier is not None and turn_age == samples.age[sample]:
-            after = earlier
-        else:
-            after = number - turn_age
+        after: tuple[int, ...] = ()
+        if turn_age:
+            after = (number - turn_age,)
+            if earlier is not None and turn_age == samples.age[sample]:
+                after = (earlier,)
+        think_s, answered_s = _seconds(samples.think_s[sample]), _seconds(samples.answered_s[sample])
         return TurnRecord(
-            key=number,
-            after=() if after is None else (after,),
-            think_s=_seconds(samples.think_s[sample]),
-            keeps_own_gap=samples.think_s[sample] == UNKNOWN_S,
-            answered_s=_seconds(samples.answered_s[sample]),
+            key=number, after=after, think_s=think_s, keeps_own_gap=think_s is None, answered_s=answered_s
         )
 
     def _hold(self, length: int, ids: list[int]) -> None:
@@ -157,15 +142,15 @@ def _search_window(age: int) -> int:
 
 
 def _seconds(value: float) -> float | None:
-    return None if value == UNKNOWN_S else float(value)
+    return None if value == fit.UNKNOWN_S else float(value)
 
 
 @attrs.frozen(eq=False)
 class Shape:
     """The properties of a stream of requests that are compared; `curve` is None if prompts have no ids."""
 
-    input_lengths: npt.NDArray[np.int64]
-    output_lengths: npt.NDArray[np.int64]
+    input_lengths: IntArray
+    output_lengths: IntArray
     arrivals_s: FloatArray
     num_block_events: int
     num_distinct_blocks: int
@@ -173,7 +158,7 @@ class Shape:
     reuse_times_s: dict[str, float]
 
     @classmethod
-    def of(cls, prompts: PromptBlocks, output_lengths: npt.NDArray[np.int64], has_ids: bool) -> "Shape":
+    def of(cls, prompts: PromptBlocks, output_lengths: IntArray, has_ids: bool) -> "Shape":
         """The shape of prompts and the lengths of their answers."""
         return cls(
             prompts.input_lengths,
@@ -218,13 +203,11 @@ def closeness(trace: Shape, workload: Shape) -> dict[str, Any]:
 
 def closeness_sentence(figures: dict[str, Any]) -> str:
     """A summary in one sentence, for a note on the terminal."""
+    prompt, answer, rate = (figures[name] for name in ("input_length", "output_length", "requests_per_s"))
     parts = [
-        f"mean prompt {figures['input_length']['workload']['mean']:,.0f} tokens beside "
-        f"{figures['input_length']['trace']['mean']:,.0f}",
-        f"mean answer {figures['output_length']['workload']['mean']:,.1f} beside "
-        f"{figures['output_length']['trace']['mean']:,.1f}",
-        f"{figures['requests_per_s']['workload']:,.3g} requests a second beside "
-        f"{figures['requests_per_s']['trace']:,.3g}",
+        f"mean prompt {prompt['workload']['mean']:,.0f} tokens beside {prompt['trace']['mean']:,.0f}",
+        f"mean answer {answer['workload']['mean']:,.1f} beside {answer['trace']['mean']:,.1f}",
+        f"{rate['workload']:,.3g} requests a second beside {rate['trace']:,.3g}",
     ]
     if "hit_rate" in figures:
         parts.append(f"LRU hit rates within {figures['largest_hit_rate_difference'] * 100:.1f} points")
@@ -294,29 +277,25 @@ class FittedWorkload:
             records_think_times=parameters.records_think_times and parameters.links_turns,
         )
 
-    def open(self, *, seed: int = 0, **window: Any) -> Workload:
+    def open(self, *, seed: int = 0, **window: Any) -> RowTrace:
         """A workload; options as in `open_stream`. It lasts as long as the trace unless a duration is given."""
         return open_stream(self.model(), seed=seed, **window)
 
     def closeness(self, seed: int = 0) -> dict[str, Any]:
         """Compare lengths, arrivals and reuse of as many requests as the trace has with the trace's own."""
         recorded = OutputLengths(self.open(seed=seed, limit=self.parameters.num_requests))
-        prompts = read_prompt_blocks(recorded, NO_BLOCKS if self.parameters.block_size is None else None)
+        prompts = read_prompt_blocks(recorded, fit.NO_BLOCKS if self.parameters.block_size is None else None)
         generated = Shape.of(prompts, recorded.as_array(), self.parameters.block_size is not None)
         return closeness(self.shape, generated)
 
 
 def fit_workload(trace: Trace) -> FittedWorkload:
-    """Fit a workload to a trace in one pass, with 4 bytes of memory per block event.
-
-    Raises:
-        InputError: the trace cannot be read.
-    """
+    """Fit a workload to a trace in one pass, with 4 bytes of memory per block event."""
     parameters, prompts, output_lengths = fit_parameters(trace)
     return FittedWorkload(parameters, Shape.of(prompts, output_lengths, parameters.block_size is not None))
 
 
-def open_fitted(trace: Trace, *, seed: int = 0, **window: Any) -> Workload:
+def open_fitted(trace: Trace, *, seed: int = 0, **window: Any) -> RowTrace:
     """Fit to a trace, measure how close the fit is, and open a workload whose report states both."""
     fitted = fit_workload(trace)
     return open_stream(fitted.model(fitted.closeness(seed)), seed=seed, **window)

@@ -12,7 +12,7 @@ import attrs
 from ...core.errors import InputError
 from ..traces import Trace, TraceInfo, TraceRequest, Window, open_trace
 from ..traces.derived import ReblockedTrace
-from ..traces.rows import Row, TurnRecord, check_window, requests_in_window
+from ..traces.rows import Row, RowTrace, TurnRecord, check_window
 from .builtin import open_workload
 
 NANOSECONDS = 1_000_000_000
@@ -61,7 +61,7 @@ def parts_by_weight(traces: Sequence[Trace], weights: Sequence[float], requests_
 
 def mix_workloads(
     parts: Sequence[MixPart], *, skip_first: int = 0, limit: int | None = None, rate_scale: float = 1.0
-) -> "Mix":
+) -> RowTrace:
     """A `Trace` of all parts; each begins at 0 s, and the mix ends with the first part that ends.
 
     Parts share no blocks. If their block sizes differ, ids are re-blocked to the greatest common divisor; if one names
@@ -70,7 +70,33 @@ def mix_workloads(
     if len(parts) < 2:
         raise InputError(f"a mix of {len(parts)} part is no mix; give two or more")
     check_window(skip_first, limit, rate_scale)
-    return Mix(parts, Window(skip_first, limit), rate_scale)
+    merged = _Merged(parts)
+    infos = [part.trace.info for part in merged.parts]
+    stated = [
+        {
+            "name": info.name,
+            "rate_scale": part.rate_scale,
+            "trace_block_size_source": info.trace_block_size_source,
+            "workload": info.workload,
+        }
+        for part, info in zip(merged.parts, infos, strict=True)
+    ]
+    seed = next((info.workload["seed"] for info in infos if info.workload), 0)
+    info = TraceInfo(
+        name=" + ".join(info.name for info in infos),
+        path=None,
+        format="mix",
+        timestamp_unit="ns",
+        trace_block_size=merged.block_size,
+        trace_block_size_source=None if merged.block_size is None else "the parts' greatest common one",
+        rate_scale=rate_scale,
+        window=Window(skip_first, limit),
+        full_blocks_only=merged.full_only,
+        links_turns=any(info.links_turns for info in infos),
+        records_think_times=any(info.records_think_times for info in infos),
+        workload={"resembles": "a mix", "seed": seed, "parameters": {"parts": stated}},
+    )
+    return RowTrace(info, merged.rows, NANOSECONDS, "the mix")
 
 
 def is_mix(name: str) -> bool:
@@ -78,7 +104,7 @@ def is_mix(name: str) -> bool:
     return any(mark in name for mark in "+*@")
 
 
-def open_mix(description: str, *, seed: int = 0, limit: int | None = None, **window: Any) -> "Mix":
+def open_mix(description: str, *, seed: int = 0, limit: int | None = None, **window: Any) -> RowTrace:
     """A mix by its description: parts joined by `+`, such as `conversation*0.5+code@2+trace.csv`.
 
     A part is a built-in workload or a trace file; `*F` scales its rate, `@R` sets it in requests a second. Raises
@@ -118,31 +144,18 @@ def _number(text: str, description: str) -> float:
         raise InputError(f"--workload {description}: {text!r} is not a number") from None
 
 
-class Mix:
-    """A `Trace` of several traces; see `mix_workloads`."""
+class _Merged:
+    """The rows of several parts in order of arrival, at one block size."""
 
-    def __init__(self, parts: Sequence[MixPart], window: Window, rate_scale: float) -> None:
-        sizes = [part.trace.info.trace_block_size for part in parts]
-        known = [size for size in sizes if size is not None]
-        self._block_size = math.gcd(*known) if known else None
-        self._full_only = any(part.trace.info.full_blocks_only for part in parts)
-        self._parts = [attrs.evolve(part, trace=self._at_common_size(part.trace)) for part in parts]
-        self._window = window
-        self._rate_scale = rate_scale
-        self.info = self._empty_info()
+    def __init__(self, parts: Sequence[MixPart]) -> None:
+        known = [part.trace.info.trace_block_size for part in parts if part.trace.info.trace_block_size is not None]
+        self.block_size = math.gcd(*known) if known else None
+        self.full_only = any(part.trace.info.full_blocks_only for part in parts)
+        self.parts = [attrs.evolve(part, trace=self._at_common_size(part.trace)) for part in parts]
 
-    def __iter__(self) -> Iterator[TraceRequest]:
-        """The requests of the window, in order of arrival."""
-        self.info = info = self._empty_info()
-        yield from requests_in_window(self._rows(info), info, NANOSECONDS)
-        if info.num_requests == 0:
-            raise InputError(
-                f"--skip-first {self._window.skip_first:,} leaves nothing: the mix holds {info.num_rows_read:,} "
-                "requests"
-            )
-
-    def _rows(self, info: TraceInfo) -> Iterator[Row]:
-        streams = [iter(part.trace) for part in self._parts]
+    def rows(self, info: TraceInfo) -> Iterator[Row]:
+        """The parts' rows; at the end `info` says which part ended first."""
+        streams = [iter(part.trace) for part in self.parts]
         waiting = [self._due(index, next(stream)) for index, stream in enumerate(streams)]
         heapify(waiting)
         place, end_ns = 0, math.inf
@@ -156,20 +169,20 @@ class Mix:
                 continue
             heappop(waiting)
             if end_ns == math.inf:
-                end_ns, ended = due_ns, self._parts[index].trace.info.name
+                end_ns, ended = due_ns, self.parts[index].trace.info.name
                 info.about = (
                     f"the mix ends at {due_ns / NANOSECONDS:,.0f} s with the first of its parts that ends, {ended}"
                 )
 
     def _due(self, index: int, request: TraceRequest) -> tuple[int, int, TraceRequest]:
-        return round(request.arrival_s / self._parts[index].rate_scale * NANOSECONDS), index, request
+        return round(request.arrival_s / self.parts[index].rate_scale * NANOSECONDS), index, request
 
     def _row(self, place: int, due_ns: int, index: int, request: TraceRequest) -> Row:
         ids = request.hash_ids
         if ids is not None:
-            if self._full_only and self._block_size is not None:
-                ids = ids[: request.input_length // self._block_size]
-            num_parts = len(self._parts)
+            if self.full_only and self.block_size is not None:
+                ids = ids[: request.input_length // self.block_size]
+            num_parts = len(self.parts)
             ids = tuple(hash_id * num_parts + index for hash_id in ids)
         turn = self._turn(index, request)
         return place, due_ns, request.input_length, request.output_length, ids, turn, request.priority
@@ -177,7 +190,7 @@ class Mix:
     def _turn(self, index: int, request: TraceRequest) -> TurnRecord | None:
         if request.turn is None:
             return None
-        part = self._parts[index]
+        part = self.parts[index]
         turn = request.turn.at_rate(part.rate_scale)
         return TurnRecord(
             key=(index, request.place),
@@ -192,35 +205,4 @@ class Mix:
 
     def _at_common_size(self, trace: Trace) -> Trace:
         own = trace.info.trace_block_size
-        return trace if own is None or own == self._block_size else ReblockedTrace(trace, self._block_size or own)
-
-    def _empty_info(self) -> TraceInfo:
-        infos = [part.trace.info for part in self._parts]
-        return TraceInfo(
-            name=" + ".join(info.name for info in infos),
-            path=None,
-            format="mix",
-            timestamp_unit="ns",
-            trace_block_size=self._block_size,
-            trace_block_size_source=None if self._block_size is None else "the parts' greatest common one",
-            rate_scale=self._rate_scale,
-            window=Window(self._window.skip_first, self._window.limit),
-            full_blocks_only=self._full_only,
-            links_turns=any(info.links_turns for info in infos),
-            records_think_times=any(info.records_think_times for info in infos),
-            workload={
-                "resembles": "a mix",
-                "seed": next((info.workload["seed"] for info in infos if info.workload), 0),
-                "parameters": {
-                    "parts": [
-                        {
-                            "name": info.name,
-                            "rate_scale": part.rate_scale,
-                            "trace_block_size_source": info.trace_block_size_source,
-                            "workload": info.workload,
-                        }
-                        for part, info in zip(self._parts, infos, strict=True)
-                    ]
-                },
-            },
-        )
+        return trace if own is None or own == self.block_size else ReblockedTrace(trace, self.block_size or own)

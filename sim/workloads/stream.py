@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import attrs
 
 from ...core.errors import InputError
-from ..traces import TraceInfo, TraceRequest, Window
-from ..traces.rows import Row, TurnRecord, check_window, requests_in_window
+from ..traces import TraceInfo, Window
+from ..traces.rows import Row, RowTrace, TurnRecord, check_window
 from ..traces.trace import UNITS_PER_SECOND
 
 # (arrival in seconds, input_length, output_length, hash_ids or None)
@@ -24,9 +24,8 @@ def merge_sessions(
 ) -> Iterator[AnyRequest]:
     """Merge the requests of many sessions in order of arrival. Memory holds the open sessions.
 
-    Args:
-        starts: when sessions open, in seconds, not decreasing.
-        open_session: makes the generator of one session's requests from its number (from 0) and its start.
+    `starts` says when sessions open, in seconds, not decreasing; `open_session` makes the generator of one session's
+    requests from its number (from 0) and its start.
     """
     waiting: list[tuple[float, int, AnyRequest, Iterator[AnyRequest]]] = []
 
@@ -71,27 +70,18 @@ class BlockIds:
 
 @attrs.frozen
 class WorkloadModel:
-    """A generator and its parameters.
-
-    Attributes:
-        requests: the generator: (parameters, seed) -> requests in order of arrival.
-        duration_s: length of the stream unless another is given.
-        stated: the parameters in the report; all of them unless given.
-        about: a note for the report.
-        timestamp_unit: arrivals are rounded to it.
-
-    The other fields are those of `TraceInfo`.
-    """
+    """A generator and its parameters; the fields without a comment are those of `TraceInfo`."""
 
     name: str
     resembles: str
     parameters: Any
+    # The generator: (parameters, seed) -> requests in order of arrival.
     requests: Callable[[Any, int], Iterator[SessionRequest] | Iterator[TurnRequest]]
-    duration_s: float
+    duration_s: float  # length of the stream unless another is given
     trace_block_size: int | None
-    stated: dict[str, object] | None = None
+    stated: dict[str, object] | None = None  # the parameters in the report; all of them unless given
     about: str | None = None
-    timestamp_unit: str = "ms"
+    timestamp_unit: str = "ms"  # arrivals are rounded to it
     format: str = "built-in workload"
     full_blocks_only: bool = False
     links_turns: bool = False
@@ -106,7 +96,7 @@ def open_stream(
     skip_first: int = 0,
     limit: int | None = None,
     rate_scale: float = 1.0,
-) -> "Workload":
+) -> RowTrace:
     """A `Trace` of a model; two with one seed are identical, in every process and on every Python version.
 
     The stream ends after `duration_s` on its own clock (the model's unless given) or after `limit` requests, whichever
@@ -118,53 +108,28 @@ def open_stream(
         duration_s = model.duration_s if limit is None else float("inf")
     if not duration_s > 0:
         raise InputError(f"the workload's duration is {duration_s} s; it must be above 0")
-    return Workload(model, seed, duration_s, Window(skip_first, limit), rate_scale)
+    units_per_second = UNITS_PER_SECOND[model.timestamp_unit]
 
-
-class Workload:
-    """A `Trace` that is generated as it is read; see `open_stream`."""
-
-    def __init__(self, model: WorkloadModel, seed: int, duration_s: float, window: Window, rate_scale: float) -> None:
-        self._model = model
-        self._seed = seed
-        self._duration_s = duration_s
-        self._window = window
-        self._rate_scale = rate_scale
-        self._units_per_second = UNITS_PER_SECOND[model.timestamp_unit]
-        self.info = self._empty_info()
-
-    def __iter__(self) -> Iterator[TraceRequest]:
-        """The requests of the window, the same in every pass."""
-        self.info = info = self._empty_info()
-        yield from requests_in_window(self._rows(), info, self._units_per_second)
-        if info.num_requests == 0:
-            raise InputError(
-                f"--skip-first {self._window.skip_first:,} leaves nothing: workload {self._model.name} holds "
-                f"{info.num_rows_read:,} requests in {self._duration_s:g} s"
-            )
-
-    def _rows(self) -> Iterator[Row]:
-        requests = self._model.requests(self._model.parameters, self._seed)
-        in_time = takewhile(lambda request: request[0] < self._duration_s, requests)
-        for place, (arrival_s, input_length, output_length, hash_ids, *turn) in enumerate(in_time, start=1):
-            when = round(arrival_s * self._units_per_second)
+    def rows(_: TraceInfo) -> Iterator[Row]:
+        requests = takewhile(lambda request: request[0] < duration_s, model.requests(model.parameters, seed))
+        for place, (arrival_s, input_length, output_length, hash_ids, *turn) in enumerate(requests, start=1):
+            when = round(arrival_s * units_per_second)
             yield place, when, input_length, output_length, hash_ids, turn[0] if turn else None, 0
 
-    def _empty_info(self) -> TraceInfo:
-        model = self._model
-        stated = attrs.asdict(model.parameters) if model.stated is None else model.stated
-        return TraceInfo(
-            name=model.name,
-            path=None,
-            format=model.format,
-            timestamp_unit=model.timestamp_unit,
-            trace_block_size=model.trace_block_size,
-            trace_block_size_source=None if model.trace_block_size is None else "the workload's own",
-            rate_scale=self._rate_scale,
-            window=Window(self._window.skip_first, self._window.limit),
-            full_blocks_only=model.full_blocks_only,
-            links_turns=model.links_turns,
-            records_think_times=model.records_think_times,
-            about=model.about,
-            workload={"resembles": model.resembles, "seed": self._seed, "parameters": stated},
-        )
+    stated = attrs.asdict(model.parameters) if model.stated is None else model.stated
+    info = TraceInfo(
+        name=model.name,
+        path=None,
+        format=model.format,
+        timestamp_unit=model.timestamp_unit,
+        trace_block_size=model.trace_block_size,
+        trace_block_size_source=None if model.trace_block_size is None else "the workload's own",
+        rate_scale=rate_scale,
+        window=Window(skip_first, limit),
+        full_blocks_only=model.full_blocks_only,
+        links_turns=model.links_turns,
+        records_think_times=model.records_think_times,
+        about=model.about,
+        workload={"resembles": model.resembles, "seed": seed, "parameters": stated},
+    )
+    return RowTrace(info, rows, units_per_second, f"workload {model.name}", f" in {duration_s:g} s")

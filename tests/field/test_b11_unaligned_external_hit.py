@@ -91,12 +91,12 @@ def test_b11_a_tier_gives_back_only_the_blocks_that_the_pool_has_lost(ledger_of)
     ledger.allocator.sinks = (*ledger.allocator.sinks, store)
     ledger.serve("first", PROMPT[:384])
     ledger.serve("other", list(range(1000, 1000 + 11 * 16)))
-    assert len(store.kept(1)) == 5
+    assert len(store.state.kept[0]) == 5
     again = ledger.request("again", PROMPT[:385])
     match = ledger.allocator.match_prefix(again)
     assert match.num_hit_tokens == 19 * 16
     external = store.num_tokens_after(again, match.num_hit_tokens)
     assert external == 5 * 16
     ledger.allocator.allocate(again, 1, match, num_external_tokens=external)
-    assert store.num_hit_blocks == 5
+    assert store.state.counts[0].promoted == 5
     assert [ledger.pool.ref_cnt(block) for block in ledger.table("again")] == [1] * 25

@@ -1,5 +1,5 @@
-"""One file for each trace format. Importing this package registers them, in the order in which they are tried:
-headers first, then the formats with fields of their own.
+"""Files by trace format. Importing this package registers the formats, in the order in which they are tried: headers
+first, then the formats with fields of their own.
 """
 
-from . import azure, burstgpt, vidur, qwen_bailian, agentic, sharegpt, request_log, mooncake  # noqa: F401, I001
+from . import csv_files, qwen_bailian, agentic, sharegpt, request_log, mooncake  # noqa: F401, I001

@@ -11,35 +11,23 @@ is any number of documents: one file with one document or with one a line, sever
 * No document says when its conversation began. They begin together, or at a rate that the user gives.
 """
 
+import math
 import re
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
+from itertools import count
 from typing import Any
 
 import attrs
 
 from ....core.errors import InputError
 from ...random_draws import Draws
+from .. import rows
 from ..checks import RowChecks
 from ..format import TraceFormat, TraceSource, trace_formats
 from ..lines import read_json_values
-from ..rows import (
-    BadRow,
-    Row,
-    RowError,
-    TurnRecord,
-    as_list,
-    as_object,
-    finite_number,
-    hash_ids,
-    num_tokens,
-    optional_seconds,
-    required,
-    shown,
-    timestamp,
-    whole_number,
-)
+from ..rows import BadRow, Row, RowError, TurnRecord
 
 REQUEST_FIELDS = frozenset(("t", "type", "in", "out", "hash_ids", "think_time", "api_time"))
 SUB_CONVERSATION_FIELDS = frozenset(("t", "type", "duration_ms", "status", "requests"))
@@ -77,26 +65,24 @@ class ConversationRequest:
         return self.t + (self.api_time or 0.0)
 
 
-# Called for every request before it is linked; raises `RowError` for one that cannot be used.
-UsableCheck = Callable[[ConversationRequest], None]
-
-
 class ConversationReader:
     """Reads the requests of one conversation, in order of time, and links each to the answers that it waited for.
 
     Faults are collected in `bad_rows`, names of fields that are not read in `unused_fields`.
     """
 
-    def __init__(self, where: str, unused_fields: set[str]) -> None:
+    def __init__(self, where: str, unused_fields: set[str], check: Callable[[ConversationRequest], None]) -> None:
+        """`check` raises `RowError` for a request that cannot be used, before it is linked."""
         self._where = where
         self._unused_fields = unused_fields
+        self._check = check
         self._order = 0
         self.bad_rows: list[BadRow] = []
         self.num_overlapping = 0
 
-    def read(self, entries: list[Any], usable: UsableCheck) -> list[ConversationRequest]:
-        """The requests that pass `usable`, linked to each other, in order of `when`."""
-        items = self._parsed(entries, "requests", 0.0, usable)
+    def read(self, entries: list[Any]) -> list[ConversationRequest]:
+        """The requests that can be used, linked to each other, in order of `when`."""
+        items = self._parsed(entries, "requests", 0.0)
         requests: list[ConversationRequest] = []
         self._link(items, (), "", requests)
         for request in requests:
@@ -106,20 +92,20 @@ class ConversationReader:
 
     # -- parsing -----------------------------------------------------------------------------------------------------
 
-    def _parsed(self, entries: list[Any], path: str, clock: float, usable: UsableCheck) -> "list[_Item]":
+    def _parsed(self, entries: list[Any], path: str, clock: float) -> "list[_Item]":
         items: list[_Item] = []
         latest = 0.0
         for index, entry in enumerate(entries):
             where = f"{path}[{index}]"
             try:
-                entry = as_object(entry)
+                entry = rows.as_object(entry)
                 if entry.get("type") == SUB_CONVERSATION:
-                    items.append(self._sub_conversation(entry, where, clock, usable))
+                    items.append(self._sub_conversation(entry, where, clock))
                     continue
                 request = self._request(entry, where, clock)
                 if request.t < latest:
                     raise RowError("out_of_order", f"is {request.t}, earlier than the request before it", "t")
-                usable(request)
+                self._check(request)
                 latest = request.t
                 items.append(request)
             except RowError as error:
@@ -128,38 +114,33 @@ class ConversationReader:
 
     def _request(self, entry: dict[str, object], where: str, clock: float) -> ConversationRequest:
         if entry.get("type", REQUEST_TYPES[0]) not in REQUEST_TYPES:
-            raise RowError(
-                "unknown_type",
-                f"is {shown(entry['type'])}; entries are requests ({', '.join(REQUEST_TYPES)}) or {SUB_CONVERSATION}",
-                "type",
-            )
+            known = f"requests ({', '.join(REQUEST_TYPES)}) or {SUB_CONVERSATION}"
+            raise RowError("unknown_type", f"is {rows.shown(entry['type'])}; entries are {known}", "type")
         self._unused_fields.update(entry.keys() - REQUEST_FIELDS)
         ids = entry.get("hash_ids")
         self._order += 1
         return ConversationRequest(
             where=f"{self._where}: {where}",
             order=self._order,
-            t=clock + timestamp(required(entry, "t"), "t", 1),
-            input_length=num_tokens(required(entry, "in"), "in"),
-            output_length=num_tokens(required(entry, "out"), "out"),
-            hash_ids=None if ids is None else hash_ids(ids, "hash_ids"),
-            think_time=optional_seconds(entry, "think_time"),
-            api_time=(api_time := optional_seconds(entry, "api_time")),
+            t=clock + rows.timestamp(rows.required(entry, "t"), "t", 1),
+            input_length=rows.num_tokens(rows.required(entry, "in"), "in"),
+            output_length=rows.num_tokens(rows.required(entry, "out"), "out"),
+            hash_ids=None if ids is None else rows.hash_ids(ids, "hash_ids"),
+            think_time=rows.optional_seconds(entry, "think_time"),
+            api_time=(api_time := rows.optional_seconds(entry, "api_time")),
             answered_s=api_time,
         )
 
-    def _sub_conversation(
-        self, entry: dict[str, object], where: str, clock: float, usable: UsableCheck
-    ) -> "_SubConversation":
+    def _sub_conversation(self, entry: dict[str, object], where: str, clock: float) -> "_SubConversation":
         self._unused_fields.update(entry.keys() - SUB_CONVERSATION_FIELDS)
         requests = entries_of(entry)
-        t = timestamp(required(entry, "t"), "t", 1)
+        t = rows.timestamp(rows.required(entry, "t"), "t", 1)
         duration_ms = entry.get("duration_ms")
-        end = None if duration_ms is None else clock + t + finite_number(duration_ms, "duration_ms") / 1_000
+        end = None if duration_ms is None else clock + t + rows.finite_number(duration_ms, "duration_ms") / 1_000
         # Most recordings keep one clock; a sub-conversation whose first request would precede it has its own clock.
         first = requests[0].get("t") if requests and isinstance(requests[0], dict) else None
         has_own_clock = isinstance(first, int | float) and first < t
-        items = self._parsed(requests, f"{where}.requests", clock + t if has_own_clock else clock, usable)
+        items = self._parsed(requests, f"{where}.requests", clock + t if has_own_clock else clock)
         return _SubConversation(items, end, entry.get("status") == IN_BACKGROUND)
 
     # -- linking -----------------------------------------------------------------------------------------------------
@@ -181,19 +162,19 @@ class ConversationReader:
                 num_children += 1
                 child = self._link(item.items, (previous,) if previous else opened_by, f"{stream}/{num_children}", out)
                 if not item.is_in_background:
-                    pending.extend(attrs.evolve(each, end_s=max(each.end_s, item.end_s or 0.0)) for each in child)
+                    pending.extend((request, max(end_s, item.end_s or 0.0)) for request, end_s in child)
                 continue
-            answered = [each for each in pending if each.end_s <= item.t + ROUNDING_S]
+            answered = tuple(request for request, end_s in pending if end_s <= item.t + ROUNDING_S)
             if answered:
-                after = tuple(each.request for each in answered)
-                pending = [each for each in pending if each not in answered]
+                after = answered
+                pending = [each for each in pending if each[0] not in answered]
             elif pending:
                 self.num_overlapping += 1
             number += 1
             item.stream, item.number, item.after = stream, number, after
             _set_times(item, is_plain=len(after) == 1 and after[0] is previous)
             out.append(item)
-            pending.append(_Pending(item, item.end_s))
+            pending.append((item, item.end_s))
             previous = item
         return pending
 
@@ -205,15 +186,9 @@ class _SubConversation:
     is_in_background: bool
 
 
-@attrs.frozen(eq=False)
-class _Pending:
-    """A request whose answer no other request has waited for yet, and the time of the answer."""
-
-    request: ConversationRequest
-    end_s: float
-
-
 _Item = ConversationRequest | _SubConversation
+# A request whose answer no other request has waited for yet, and the time of the answer.
+_Pending = tuple[ConversationRequest, float]
 
 
 def _set_times(request: ConversationRequest, is_plain: bool) -> None:
@@ -241,7 +216,7 @@ def _set_times(request: ConversationRequest, is_plain: bool) -> None:
 
 def entries_of(document: dict[str, object]) -> list[Any]:
     """The entries of a conversation or a sub-conversation. Raises `RowError` if it has no list of them."""
-    return as_list(required(document, "requests"), "requests", "requests")
+    return rows.as_list(rows.required(document, "requests"), "requests", "requests")
 
 
 FIELDS = frozenset(("id", "block_size", "hash_id_scope", "requests"))
@@ -275,14 +250,12 @@ class Agentic(TraceFormat):
     arrivals_unless_given = TOGETHER
 
     def matches(self, lines: Sequence[bytes]) -> bool:
-        """Whether the file begins with a conversation's document."""
         head = b"\n".join(lines)
         return b'"requests"' in head and any(
             name in head for name in (b'"hash_id_scope"', b'"block_size"', b'"think_time"')
         )
 
     def block_size_in(self, lines: Sequence[bytes]) -> int | None:
-        """The block size that the first document states at its beginning."""
         found = BLOCK_SIZE.search(b"\n".join(lines))
         return int(found.group(1)) if found and int(found.group(1)) else None
 
@@ -291,50 +264,36 @@ class Agentic(TraceFormat):
 
         Memory holds the conversations that have begun and are not over.
         """
-        num_rows = 0
+        number = count(1)
         for row in _merged(_Conversations(source, self), source):
-            if isinstance(row, BadRow):
-                yield row
-            else:
-                num_rows += 1
-                yield (num_rows, *row[1:])
+            yield row if isinstance(row, BadRow) else (next(number), *row[1:])
 
 
 def _merged(conversations: "_Conversations", source: TraceSource) -> Iterator[Row | BadRow]:
     """Rows of all conversations in order of time, not numbered yet."""
-    starts = _starts(source)
     under_way: list[tuple[float, int, Row, Iterator[Row]]] = []
-    begun = 0
-    for start, conversation in zip(starts, conversations, strict=False):
+
+    def push_next(number: int, rows: Iterator[Row]) -> None:
+        row = next(rows, None)
+        if row is not None:
+            heappush(under_way, (row[1], number, row, rows))
+
+    def rows_before(end: float) -> Iterator[Row]:
+        while under_way and under_way[0][0] < end:
+            _, number, row, rest = heappop(under_way)
+            push_next(number, rest)
+            yield row
+
+    draws, start, begun = Draws(source.seed), 0.0, 0
+    for begun, conversation in enumerate(conversations, start=1):
         yield from conversation.bad_rows
-        while under_way and under_way[0][0] < start:
-            yield _take_first(under_way)
-        begun += 1
-        _push_next(under_way, begun, conversations.rows(conversation, begun, start))
-    while under_way:
-        yield _take_first(under_way)
-    source.info.remark("conversations", begun)
-
-
-def _take_first(under_way: list[tuple[float, int, Row, Iterator[Row]]]) -> Row:
-    _, number, row, rest = heappop(under_way)
-    _push_next(under_way, number, rest)
-    return row
-
-
-def _push_next(under_way: list[tuple[float, int, Row, Iterator[Row]]], number: int, rows: Iterator[Row]) -> None:
-    row = next(rows, None)
-    if row is not None:
-        heappush(under_way, (row[1], number, row, rows))
-
-
-def _starts(source: TraceSource) -> Iterator[float]:
-    """The start of each conversation in seconds: all at 0, or a Poisson process."""
-    draws, now = Draws(source.seed), 0.0
-    while True:
-        yield now
+        yield from rows_before(start)
+        push_next(begun, conversations.rows(conversation, begun, start))
+        # Conversations begin all at 0, or by a Poisson process.
         if source.request_rate is not None:
-            now += draws.exponential(1 / source.request_rate)
+            start += draws.exponential(1 / source.request_rate)
+    yield from rows_before(math.inf)
+    source.info.remark("conversations", begun)
 
 
 @attrs.frozen
@@ -394,19 +353,19 @@ class _Conversations:
 
     def _read(self, document: Any, where: str) -> ReadConversation:
         info = self._source.info
-        fields = as_object(document)
+        fields = rows.as_object(document)
         info.unused_fields.update(fields.keys() - FIELDS)
         self._check_block_size(fields, where)
         scope = self._scope(fields)
         checks = self._global_checks if scope == "global" else RowChecks(self._format, info, 1)
-        reader = ConversationReader(where, info.unused_fields)
 
         def check(request: ConversationRequest) -> None:
             if scope == "global" and max(request.hash_ids or (), default=0) > LARGEST_GLOBAL_ID:
                 raise RowError("huge", "holds an id of 2**62 or more", "hash_ids")
             checks.check((0, 0, request.input_length, request.output_length, request.hash_ids, None, 0))
 
-        requests = reader.read(entries_of(fields), check)
+        reader = ConversationReader(where, info.unused_fields, check)
+        requests = reader.read(entries_of(fields))
         if reader.num_overlapping:
             info.remark("requests were sent before the answer to the one before them", reader.num_overlapping)
         name = fields.get("id")
@@ -418,7 +377,7 @@ class _Conversations:
             if self._source.info.trace_block_size_source == "given":
                 return
             raise RowError("missing_field", "is missing; give --trace-block-size", "block_size")
-        block_size = whole_number(fields["block_size"], "block_size", LARGEST_BLOCK_SIZE)
+        block_size = rows.whole_number(fields["block_size"], "block_size", LARGEST_BLOCK_SIZE)
         if block_size != expected:
             raise InputError(
                 f"{where}: field 'block_size' is {block_size}, but ids of this trace stand for {expected} tokens "
@@ -432,7 +391,7 @@ class _Conversations:
             self._source.info.remark("conversations do not say what their hash ids are compared with: taken as local")
             return "local"
         if scope not in SCOPES:
-            raise RowError("unknown_scope", f"is {shown(scope)}; it is local or global", "hash_id_scope")
+            raise RowError("unknown_scope", f"is {rows.shown(scope)}; it is local or global", "hash_id_scope")
         return scope
 
     def _named(self, requests: list[ConversationRequest], scope: str) -> list[NamedRequest]:

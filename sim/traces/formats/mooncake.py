@@ -29,11 +29,9 @@ class Mooncake(TraceFormat):
     is_asked_last = True
 
     def matches(self, lines: Sequence[bytes]) -> bool:
-        """Whether any line looks like a request of this format, even a broken or incomplete one."""
         return any(b'"%s"' % field.encode() in line for line in lines for field in FIELDS - {"timestamp"})
 
     def read_rows(self, source: TraceSource) -> Iterator[Row | BadRow]:
-        """Yield a row for every line."""
         units_per_second = source.units_per_second
 
         def parse(place: int, row: dict[str, object]) -> Row:

@@ -95,11 +95,9 @@ class QwenBailian(TraceFormat):
     has_one_parent_each = True
 
     def matches(self, lines: Sequence[bytes]) -> bool:
-        """Whether any line has the fields that only this format has."""
         return any(b'"chat_id"' in line or b'"parent_chat_id"' in line for line in lines)
 
     def read_rows(self, source: TraceSource) -> Iterator[Row | BadRow]:
-        """Yield a row for every line."""
         names = PrefixNames(source.info)
 
         def parse(place: int, row: dict[str, object]) -> Row:

@@ -18,21 +18,10 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from .. import rows
 from ..format import TraceFormat, TraceSource, trace_formats
 from ..lines import read_objects
-from ..rows import (
-    MAX_HASH_ID,
-    BadRow,
-    Row,
-    RowError,
-    TurnRecord,
-    hash_ids,
-    num_tokens,
-    optional_seconds,
-    required,
-    shown,
-    timestamp,
-)
+from ..rows import BadRow, Row, RowError, TurnRecord
 from ..text import HOW_TO_NAME_ONE, TextBlocks, Tokenizer
 from ..trace import UNITS_PER_SECOND
 
@@ -63,20 +52,16 @@ class RequestLog(TraceFormat):
     first_line = '{"arrival_s": ..., "input_tokens": ..., "output_tokens": ..., "session": ...}'
 
     def matches(self, lines: Sequence[bytes]) -> bool:
-        """Whether any line has a field that only this format has."""
         return any(line.startswith(b"{") and field in line for line in lines for field in OWN_FIELDS)
 
     def links_turns(self, lines: Sequence[bytes]) -> bool:
-        """Whether the first lines name sessions."""
         return b'"session"' in b"\n".join(lines)
 
     def records_think_times(self, lines: Sequence[bytes]) -> bool:
-        """Whether the first lines name sessions, and how long answers or clients took."""
         head = b"\n".join(lines)
         return self.links_turns(lines) and (b'"duration_s"' in head or b'"think_time_s"' in head)
 
     def read_rows(self, source: TraceSource) -> Iterator[Row | BadRow]:
-        """Yield a row for every line."""
         return read_objects(source, FIELDS, _Parser(source).row)
 
 
@@ -91,7 +76,7 @@ class _Parser:
             raise RowError("empty_salt", "is empty: leave it out, or name the tenant", "cache_salt")
         when = self._nanoseconds(row)
         if "input_tokens" in row or "prompt" not in row:
-            num_input = num_tokens(required(row, "input_tokens"), "input_tokens")
+            num_input = rows.num_tokens(rows.required(row, "input_tokens"), "input_tokens")
             ids = row.get("hash_ids")
             blocks = None if ids is None else self._given_ids(ids, salt)
         else:
@@ -99,7 +84,7 @@ class _Parser:
             text.extend(self._tokenizer("prompt").encode(str(_text(row, "prompt"))))
             num_input, blocks = text.num_tokens, text.ids()
         if "output_tokens" in row or "output" not in row:
-            num_output = num_tokens(required(row, "output_tokens"), "output_tokens")
+            num_output = rows.num_tokens(rows.required(row, "output_tokens"), "output_tokens")
         else:
             num_output = len(self._tokenizer("output").encode(str(_text(row, "output"))))
         return place, when, num_input, num_output, blocks, _turn(row), _priority(row)
@@ -111,7 +96,7 @@ class _Parser:
                 "are there, and nothing says for how many tokens one stands: give --trace-block-size",
                 "hash_ids",
             )
-        return _salted(hash_ids(ids), salt)
+        return _salted(rows.hash_ids(ids), salt)
 
     def _tokenizer(self, field: str) -> Tokenizer:
         if self._source.tokenizer is None:
@@ -120,7 +105,7 @@ class _Parser:
 
     def _nanoseconds(self, row: dict[str, object]) -> int:
         if "arrival_s" in row:
-            return round(timestamp(row["arrival_s"], "arrival_s", 1) * NANOSECONDS)
+            return round(rows.timestamp(row["arrival_s"], "arrival_s", 1) * NANOSECONDS)
         if "timestamp" not in row:
             raise RowError("missing_field", "is missing, and so is timestamp with its unit", "arrival_s")
         unit = row.get("unit", self._source.timestamp_unit)
@@ -131,8 +116,8 @@ class _Parser:
                 "timestamp",
             )
         if not isinstance(unit, str) or unit not in UNITS_PER_SECOND:
-            raise RowError("unknown_unit", f"{shown(unit)} is none of {', '.join(UNITS_PER_SECOND)}", "unit")
-        when = timestamp(row["timestamp"], "timestamp", UNITS_PER_SECOND[unit])
+            raise RowError("unknown_unit", f"{rows.shown(unit)} is none of {', '.join(UNITS_PER_SECOND)}", "unit")
+        when = rows.timestamp(row["timestamp"], "timestamp", UNITS_PER_SECOND[unit])
         return round(when * (NANOSECONDS // UNITS_PER_SECOND[unit]))
 
 
@@ -141,26 +126,26 @@ def _turn(row: dict[str, object]) -> TurnRecord | None:
     if session is None:
         return None
     if type(session) not in (str, int):
-        raise RowError("not_a_name", f"{shown(session)} is neither text nor a whole number", "session")
+        raise RowError("not_a_name", f"{rows.shown(session)} is neither text nor a whole number", "session")
     return TurnRecord(
         key=session,
         after=(session,),
-        think_s=optional_seconds(row, "think_time_s"),
-        answered_s=optional_seconds(row, "duration_s"),
+        think_s=rows.optional_seconds(row, "think_time_s"),
+        answered_s=rows.optional_seconds(row, "duration_s"),
     )
 
 
 def _text(row: dict[str, object], field: str) -> str | None:
     value = row.get(field)
     if value is not None and not isinstance(value, str):
-        raise RowError("not_text", f"{shown(value)} is not text", field)
+        raise RowError("not_text", f"{rows.shown(value)} is not text", field)
     return value
 
 
 def _priority(row: dict[str, object]) -> int:
     value = row.get("priority", 0)
     if type(value) is not int or abs(value) > LARGEST_PRIORITY:
-        raise RowError("not_a_number", f"{shown(value)} is not a whole number within 2**31", "priority")
+        raise RowError("not_a_number", f"{rows.shown(value)} is not a whole number within 2**31", "priority")
     return value
 
 
@@ -171,6 +156,6 @@ def _salted(ids: tuple[int, ...], salt: str | None) -> tuple[int, ...]:
     key = hashlib.blake2b(salt.encode(), digest_size=16).digest()
     return tuple(
         int.from_bytes(hashlib.blake2b(hash_id.to_bytes(8, "big"), key=key, digest_size=8).digest(), "big")
-        & MAX_HASH_ID
+        & rows.MAX_HASH_ID
         for hash_id in ids
     )

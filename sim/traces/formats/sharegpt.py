@@ -44,12 +44,10 @@ class ShareGPT(TraceFormat):
     arrivals_unless_given = AT_ONCE
 
     def matches(self, lines: Sequence[bytes]) -> bool:
-        """Whether the file begins with such conversations."""
         head = b"\n".join(lines)
         return b'"conversations"' in head and b'"from"' in head
 
     def read_rows(self, source: TraceSource) -> Iterator[Row | BadRow]:
-        """Yield a `Row` for every answered prompt, conversation by conversation, or a `BadRow` for a conversation."""
         tokenizer, block_size = source.tokenizer, source.info.trace_block_size
         if tokenizer is None or block_size is None:
             raise InputError(f"{source.path}: ShareGPT holds text and no token counts; {HOW_TO_NAME_ONE}")

@@ -42,10 +42,10 @@ def test_asking_in_between_changes_no_figure(requests, asked_after) -> None:
     asked, at_the_end = LatencySamples(RunHistograms(4096)), LatencySamples(RunHistograms(4096))
     for number, request in enumerate(requests):
         for samples in (asked, at_the_end):
-            samples.first_token(request.first_ns - request.arrival_ns)
+            samples.first_tokens.append(request.first_ns - request.arrival_ns)
             samples.gaps[request.num_output_tokens] += 1 + number
             samples.steps[request.num_prompt_tokens] += 1
-            samples.finished(request)
+            samples.finished.append(request)
         if number in asked_after:
             assert asked.sketches.e2e_ns.count == asked.histograms.e2e_ns.count == number + 1
     assert _state(asked.histograms) == _state(at_the_end.histograms)

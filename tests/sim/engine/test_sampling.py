@@ -58,12 +58,12 @@ def test_beams_that_are_replaced_share_more_and_copy_more():
 @given(st.floats(0.0, 1.0), st.integers(2, 6), st.integers(0, 10**6))
 def test_some_beam_always_lives_on_and_every_place_is_filled(replaced, width, seed):
     draws = Draws(seed)
-    for forks in BeamSearch(width, replaced).steps(30, draws):
-        parents = {parent for parent, _ in forks.forks}
-        assert len(forks.ends) < width
-        assert not parents & set(forks.ends)
-        if forks.ends:
-            assert sorted(forks.ends) == sorted(child for _, child in forks.forks)
+    for ends, forks in BeamSearch(width, replaced).steps(30, draws):
+        parents = {parent for parent, _ in forks}
+        assert len(ends) < width
+        assert not parents & set(ends)
+        if ends:
+            assert sorted(ends) == sorted(child for _, child in forks)
 
 
 @pytest.mark.parametrize(("acceptance", "steps"), [(0.0, 30), (1.0, 10)])

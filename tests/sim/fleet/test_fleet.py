@@ -146,7 +146,7 @@ def test_what_can_never_fit_is_refused_and_does_not_weigh_on_the_router() -> Non
     long, short = TraceRequest(0.0, 10 * BLOCK, 1, None, 1), [TraceRequest(0.1 * n, 8, 1, None, 1 + n) for n in (1, 2)]
     fleet = Fleet(FleetShape(num_replicas=1), small, make_router("least-outstanding-work"), None)
     fleet.run([long, *short])
-    assert fleet.engines[0].rejections
+    assert fleet.engines[0].engine.rejections
     assert fleet.engines[0].scheduler.stats.num_finished == 2
     assert fleet.views[0].outstanding_prefill_tokens() == 0
     assert fleet.views[0].num_outstanding_requests == 0

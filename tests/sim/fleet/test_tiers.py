@@ -109,7 +109,7 @@ class Auditor:
         store = self.store
         if store is None or self.pool is None:
             return
-        places = [store.keys_in_pool, *(store.kept(index) for index in range(1, len(store.tiers) + 1))]
+        places = [set(store.blocks_with_key), *map(set, store.state.kept)]
         assert sum(map(len, places)) == len(frozenset().union(*places))
         assert places[0] == {
             key for block in range(1, self.pool.num_blocks) if (key := self.pool.key_of(block)) is not None
@@ -119,7 +119,6 @@ class Auditor:
             assert counts.came_in == counts.promoted + counts.superseded + counts.moved_on + counts.cleared + len(place)
         for before, after in zip(store.state.counts, store.state.counts[1:], strict=False):
             assert after.came_in == before.moved_on
-        assert store.num_hit_blocks == sum(counts.promoted for counts in store.state.counts)
 
 
 class TierLog:
@@ -190,7 +189,7 @@ def test_conservation_across_tiers(rows, num_blocks: int, sizes: list[int], take
     # The log alone gives the tiers, down to the order in which they forget; so do the events on the wire, by medium.
     assert TierState.replay(auditor.tier_log).snapshot() == store.state.snapshot()
     for index in range(len(sizes)):
-        assert auditor.on_the_wire.get(str(index), set()) == {block_hash(key) for key in store.kept(index + 1)}
+        assert auditor.on_the_wire.get(str(index), set()) == {block_hash(key) for key in store.state.kept[index]}
 
 
 def moves(log: list[TierCommit]) -> list[tuple[str, tuple, int, int | None]]:
@@ -279,9 +278,9 @@ def test_a_reset_clears_the_tiers_as_well() -> None:
     fleet.run([TraceRequest(float(n), 33, 1, (3 * n, 3 * n + 1, 3 * n + 2), n + 1) for n in range(3)])
     store = fleet.engines[0].tiers
     assert store is not None
-    assert len(store.kept(1)) > 0
+    assert len(store.state.kept[0]) > 0
     fleet.engines[0].scheduler.allocator.reset_prefix_cache()
-    assert store.kept(1) == store.keys_in_pool == frozenset()
+    assert not store.state.kept[0] and not store.blocks_with_key
 
 
 @pytest.mark.parametrize(

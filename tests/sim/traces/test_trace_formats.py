@@ -195,11 +195,11 @@ def test_a_format_that_is_added_is_found_by_its_content_before_formats_that_acce
         (BURSTGPT, {"request_rate": 0.0}, "--request-rate is 0.0; it must be"),
         (BURSTGPT, {"seed": 3}, "--seed 3 has no effect on a trace file"),
         (BURSTGPT, {"timestamp_unit": "h"}, "--timestamp-unit is 'h'; it is one of s, ms, us, ns"),
-        (BURSTGPT, {"trace_block_size": 16}, "--trace-block-size 16 was given, but BurstGPT CSV carries no hash ids"),
+        (BURSTGPT, {"trace_block_size": 16}, "--trace-block-size 16 has no effect: BurstGPT CSV carries no hash ids"),
         (
             "TIMESTAMP,ContextTokens,GeneratedTokens\n",
             {"timestamp_unit": "s"},
-            "--timestamp-unit s has no effect: times of Azure LLM inference CSV are wall-clock dates",
+            "--timestamp-unit s has no effect: Azure LLM inference CSV has wall-clock dates",
         ),
     ],
 )
