@@ -8,7 +8,7 @@ import attrs
 from ...core.errors import InputError
 from ..scenario.engine import Engine
 from ..scenario.fleet import RoutingOptions
-from ..scenario.options import FLEET, SEARCH, option, options
+from ..scenario.options import FLEET, SEARCH, option, options, whole_numbers
 from ..scenario.scenario import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
@@ -44,17 +44,21 @@ class SizeOptions(RoutingOptions):
         None, SEARCH, "GPUs of a replica to try, such as 2,4,8. Unless given: 1,2,4,8 with --model.", metavar="N,..."
     )
     replicas: int | None = option(
-        None, FLEET, "Find the highest request rate of this many replicas instead.", metavar="N"
+        None, FLEET, "Find the highest request rate of this many replicas instead.", least=1, metavar="N"
     )
-    max_replicas: int = option(64, SEARCH, "Largest fleet to try.", metavar="N")
+    max_replicas: int = option(64, SEARCH, "Largest fleet to try.", least=1, metavar="N")
     seeds: int | None = option(
         None, SEARCH, "Number of seeds of a workload; 1 unless given. The worst one counts.", metavar="N"
     )
     probes: int = option(
-        1, SEARCH, "Further runs on either side of the answer, to check that more replicas are better.", metavar="N"
+        1,
+        SEARCH,
+        "Further runs on either side of the answer, to check that more replicas are better.",
+        least=0,
+        metavar="N",
     )
     tornado: bool = option(False, SEARCH, "Show how the answer moves with each assumption.", "--tornado")
-    jobs: int = option(1, SEARCH, "Processes for the tornado.", metavar="N")
+    jobs: int = option(1, SEARCH, "Processes for the tornado.", least=1, metavar="N")
     keep: str | None = option(
         None, SEARCH, "Folder of finished runs: an interrupted search goes on where it stopped.", metavar="FOLDER"
     )
@@ -86,11 +90,6 @@ class SizeQuestion:
 
     def __attrs_post_init__(self) -> None:
         asked = self.asked
-        least = {"max-replicas": (asked.max_replicas, 1), "replicas": (asked.replicas, 1)}
-        least |= {"probes": (asked.probes, 0), "jobs": (asked.jobs, 1)}
-        for name, (value, bound) in least.items():
-            if value is not None and value < bound:
-                raise InputError(f"--{name} is {value}; it must be at least {bound}")
         is_drawn = self.scenario.workload is not None or self.scenario.fit is not None
         if asked.seeds is not None and (asked.seeds < 1 or not is_drawn):
             raise InputError(
@@ -108,13 +107,7 @@ class SizeQuestion:
         text = self.asked.tensor_parallel_sizes
         if text is None:
             return SIZES_UNLESS_GIVEN if self.scenario.model else (1,)
-        try:
-            sizes = tuple(sorted({int(word) for word in text.split(",")}))
-        except ValueError:
-            sizes = ()
-        if not sizes or sizes[0] < 1:
-            raise InputError(f"--tensor-parallel-sizes is {text!r}; it must be whole numbers such as 2,4,8")
-        return sizes
+        return tuple(sorted(set(whole_numbers(text, "--tensor-parallel-sizes", "GPUs", "2,4,8", least=1))))
 
     @property
     def seeds(self) -> tuple[int | None, ...]:

@@ -13,6 +13,7 @@ import attrs
 
 from ...core.errors import InputError, KVLedgerError
 from ..figures import Document, at_path, figure_at
+from ..scenario.options import SEARCH, TRAFFIC, option, options
 from .jobs import job, reason
 
 # Figures that depend on the machine are removed from a row.
@@ -123,13 +124,11 @@ def run_sweep(
         on_row: called with each finished row, in order.
 
     Raises:
-        InputError: `num_workers` is below 1, or Ray is not installed.
+        InputError: Ray is not installed.
         KeyboardInterrupt: passed on; `on_row` was called with the finished rows, and they are kept.
     """
     from joblib import Parallel, delayed, parallel_config
 
-    if num_workers < 1:
-        raise InputError(f"--jobs is {num_workers}; it must be at least 1")
     if kept_in is not None:
         Path(kept_in).mkdir(parents=True, exist_ok=True)
     backend = _ray_backend() if cluster else "loky"
@@ -192,20 +191,30 @@ def _meets(result: Document, path: str, relation: str, bound: float) -> bool:
     return figure <= bound if relation == "<=" else figure >= bound
 
 
-@attrs.frozen(kw_only=True)
+@options
 class SweepQuestion:
     """The options of `kvledger sweep`, as typed."""
 
-    command: str
-    files: tuple[str, ...]
-    axes: tuple[str, ...]
-    fixed: tuple[str, ...]
-    minimize: str | None = None
-    maximize: str | None = None
-    require: tuple[str, ...] = ()
-    num_workers: int = 1
-    kept_in: str | None = None
-    cluster: bool = False
+    files: tuple[str, ...] = option(
+        (), TRAFFIC, "Trace files, as the command takes them.", is_argument=True, metavar="TRACE"
+    )
+    command: str = option(
+        "replay", SEARCH, "What to run: replay, fleet, size, optimum, curve, compare or plan.", "--command"
+    )
+    axes: tuple[str, ...] = option(
+        (), SEARCH, "NAME=V1,V2,... or NAME=0..9: values of an option of the command; repeatable.", "--grid"
+    )
+    fixed: tuple[str, ...] = option(
+        (), SEARCH, "NAME=VALUE, the same for every point; NAME=yes for a switch; repeatable.", "--set"
+    )
+    minimize: str | None = option(None, SEARCH, "Best row: the smallest figure, such as ttft_s.p99.")
+    maximize: str | None = option(None, SEARCH, "Best row: the largest figure, such as prefix_cache.hit_rate.")
+    require: tuple[str, ...] = option((), SEARCH, "Condition on the best row, such as ttft_s.p99<=2; repeatable.")
+    num_workers: int = option(1, SEARCH, "Processes that run at the same time.", "--jobs", least=1, metavar="N")
+    kept_in: str | None = option(
+        None, SEARCH, "Folder of finished runs, which are not run again.", "--keep", metavar="FOLDER"
+    )
+    cluster: bool = option(False, SEARCH, "Run on Ray instead of processes here.", "--cluster")
 
     def __attrs_post_init__(self) -> None:
         job(self.command)  # refuses an unknown one
