@@ -11,7 +11,8 @@ from ...core.errors import InputError
 from ..figures import Document, at_path
 from ..scenario.options import SEARCH, option, options, texts_of, whole_numbers
 from ..scenario.scenario import Scenario
-from .sweep import Point, content_of, run_sweep
+from .kept import content_of
+from .sweep import Point, run_sweep
 
 # Path in the replay's document, name, whether more is better.
 JUDGED: tuple[tuple[str, str, bool], ...] = (

@@ -1,5 +1,6 @@
 """The most that a better eviction policy can gain over LRU with one pool, in tokens, GPU hours and money."""
 
+from bisect import bisect_left
 from typing import Any
 
 import attrs
@@ -70,14 +71,8 @@ class Worth:
     def lru_blocks_for_the_same(self) -> int:
         """The smallest LRU capacity that serves as much as the optimum does with the pool."""
         wanted = self.curve.policies["optimum"][0].hit_tokens
-        low, high = self.capacity, max(self.capacity, self.curve.lru.smallest_for(1.0))
-        while low < high:
-            middle = (low + high) // 2
-            if self.curve.lru.at(middle).hit_tokens >= wanted:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        sizes = range(self.capacity, max(self.capacity, self.curve.lru.smallest_for(1.0)))
+        return self.capacity + bisect_left(sizes, wanted, key=lambda size: self.curve.lru.at(size).hit_tokens)
 
     @property
     def window_s(self) -> float:

@@ -17,9 +17,9 @@ from ..scenario.scenario import (
 )
 from ..scenario.traffic import open_traffic
 from .jobs import SIZE
+from .kept import content_of
 from .sizing import FleetSearch, RateSearch, Search, Setting
-from .slo import KeptTrials, Slo
-from .sweep import content_of
+from .slo import Slo
 
 SIZES_UNLESS_GIVEN = (1, 2, 4, 8)
 # Names of kept runs contain these values for options that are not given, as before those options could be None.
@@ -64,11 +64,14 @@ class SizeOptions(RoutingOptions):
     )
     price_per_gpu_hour: float | None = option(None, SEARCH, "Price of a GPU hour: gives the answer in money.")
 
+    def __attrs_post_init__(self) -> None:
+        _ = self.slo  # refuses none, or a wrong one
 
-def _slo_of(question: "SizeQuestion") -> Slo:
-    asked = question.asked
-    p99 = {"ttft_p99_s": asked.slo_ttft_p99, "tpot_p99_s": asked.slo_tpot_p99}
-    return Slo(**p99, goodput_share=asked.slo_goodput, ttft_s=asked.slo_ttft, tpot_s=asked.slo_tpot)
+    @property
+    def slo(self) -> Slo:
+        """The SLO to keep."""
+        p99 = {"ttft_p99_s": self.slo_ttft_p99, "tpot_p99_s": self.slo_tpot_p99}
+        return Slo(**p99, goodput_share=self.slo_goodput, ttft_s=self.slo_ttft, tpot_s=self.slo_tpot)
 
 
 @attrs.frozen(kw_only=True)
@@ -78,15 +81,13 @@ class SizeQuestion:
     Attributes:
         scenario: traffic and engine; `sizes` replaces its tensor-parallel size.
         asked: the options.
-        slo: the SLO to keep.
 
     Raises:
-        InputError: an option is missing, wrong or has no effect.
+        InputError: an option has no effect on the scenario.
     """
 
     scenario: Scenario
     asked: SizeOptions
-    slo: Slo = attrs.field(init=False, default=attrs.Factory(_slo_of, takes_self=True))
 
     def __attrs_post_init__(self) -> None:
         asked = self.asked
@@ -100,6 +101,11 @@ class SizeQuestion:
         price = asked.price_per_gpu_hour
         if price is not None and not (0 < price < float("inf") and self.scenario.gpu):
             raise InputError(f"--price-per-gpu-hour is {price}; it must be above 0, and needs --model and --gpu")
+
+    @property
+    def slo(self) -> Slo:
+        """The SLO to keep."""
+        return self.asked.slo
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -139,7 +145,7 @@ class SizeQuestion:
             data_parallel_size=self.scenario.data_parallel_size,
             event_delay_s=asked.event_delay_s,
             named={} if asked.keep is None else self._named(size, seed),
-            kept=KeptTrials(None if asked.keep is None else Path(asked.keep)),
+            kept_in=asked.keep,
         )
 
     def _named(self, size: int, seed: int | None) -> dict[str, Any]:

@@ -1,12 +1,8 @@
 """Runs a command over a grid of options in any number of processes; resumable, with the same bytes every time."""
 
-import hashlib
-import json
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -15,6 +11,7 @@ from ...core.errors import InputError, KVLedgerError
 from ..figures import Document, at_path, figure_at
 from ..scenario.options import SEARCH, TRAFFIC, option, options
 from .jobs import job, reason
+from .kept import content_of, digest, kept
 
 # Figures that depend on the machine are removed from a row.
 NOT_REPRODUCIBLE = ("timing",)
@@ -38,8 +35,7 @@ class Point:
     @property
     def key(self) -> str:
         """Identifies the point's inputs; the name of its kept result."""
-        text = json.dumps([POINT_FORMAT, self.command, self.content, sorted(self.options)])
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        return digest(POINT_FORMAT, self.command, self.content, sorted(self.options))
 
 
 def grid(axes: Mapping[str, Sequence[str]]) -> Iterator[tuple[tuple[str, str], ...]]:
@@ -69,41 +65,21 @@ def parse_axis(text: str) -> tuple[str, tuple[str, ...]]:
     return name, values
 
 
-def content_of(files: Iterable[str]) -> str:
-    """A digest of the files, and of those in folders. Raises InputError for a file that cannot be read."""
-    digest = hashlib.sha256()
-    paths = [Path(name) for name in files]
-    inside = [sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path] for path in paths]
-    for name in (path for found in inside for path in found):
-        try:
-            with open(name, "rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        except OSError as error:
-            raise InputError(f"{name}: {error.strerror or error}") from None
-    return digest.hexdigest()
-
-
 def run_point(point: Point, kept_in: str | None) -> Document:
     """Run one point; its row has `options` and either `result` or `error`.
 
     A result in the folder `kept_in` is read, and a new one is written there atomically. Errors are not kept, so the
     next sweep tries again.
     """
-    kept = None if kept_in is None else Path(kept_in) / f"{point.key}.json"
-    if kept is not None and kept.is_file():
-        result = json.loads(kept.read_text(encoding="utf-8"))
-        return {"options": dict(point.options), "result": result}
-    try:
+
+    def run() -> Document:
         result = job(point.command).document(dict(point.options), point.files)
+        return {name: figure for name, figure in result.items() if name not in NOT_REPRODUCIBLE}
+
+    try:
+        return {"options": dict(point.options), "result": kept(kept_in, point.key, run)}
     except KVLedgerError as error:
         return {"options": dict(point.options), "error": f"{type(error).__name__}: {reason(error)}"}
-    for name in NOT_REPRODUCIBLE:
-        result.pop(name, None)
-    if kept is not None:
-        unfinished = kept.with_name(f"{kept.name}.{os.getpid()}.unfinished")
-        unfinished.write_text(json.dumps(result, allow_nan=False), encoding="utf-8")
-        os.replace(unfinished, kept)
-    return {"options": dict(point.options), "result": result}
 
 
 def run_sweep(
@@ -129,8 +105,6 @@ def run_sweep(
     """
     from joblib import Parallel, delayed, parallel_config
 
-    if kept_in is not None:
-        Path(kept_in).mkdir(parents=True, exist_ok=True)
     backend = _ray_backend() if cluster else "loky"
     # Ray's backend returns all results at once, so it gets the points in portions.
     portion = PORTION_OF_A_WORKER * num_workers if cluster else max(len(points), 1)
