@@ -143,8 +143,7 @@ class RunExports(AbstractContextManager["RunExports"]):
     def publish(self, report: ReplayReport) -> None:
         """Finish every file, then put all of them in place.
 
-        Raises:
-            InputError: a write failed, such as on a full disk; then no file is put in place.
+        Raises InputError: a write failed, such as on a full disk; then no file is put in place.
         """
         for table in self._tables:
             table.finish()

@@ -17,12 +17,7 @@ from .shadow_ledger import HashNumbers, SeenRequest, ShadowLedger
 
 
 class Follower(AbstractContextManager["Follower"]):
-    """One stream and its shadow ledger.
-
-    Attributes:
-        ledger: the state that the stream describes.
-        order: puts batches in order and counts gaps.
-    """
+    """One stream, its shadow ledger, and the order of its batches, which counts gaps."""
 
     def __init__(self, options: FollowOptions) -> None:
         """Open the output files. Raises InputError for one that exists."""

@@ -135,8 +135,7 @@ def curve_of_scenario(
 def bytes_per_block(model: str, kv_cache_dtype: str, block_size: int) -> int:
     """Bytes of one block of a model's keys and values, over all its layers and GPUs.
 
-    Raises:
-        InputError: not every token of the model takes the same bytes.
+    Raises InputError: not every token of the model takes the same bytes.
     """
     from ...core.models.geometry import load_geometry  # most curves need no model
 

@@ -167,9 +167,8 @@ _CONVERTERS = {bool: _to_bool, int: _to_count, float: _to_float, str: lambda nam
 def whole_numbers(text: str, option: str, unit: str, example: str, least: int = 0) -> list[int]:
     """`1000,5000` -> [1000, 5000].
 
-    Raises:
-        InputError: anything else, or a number below `least`; the message names the option and the unit, and gives the
-            example.
+    Raises InputError: anything else, or a number below `least`; the message names the option and the unit, and gives
+    the example.
     """
     try:
         numbers = [int(word) for word in text.split(",")]
@@ -241,8 +240,7 @@ class OptionSet:
 def read_texts(sets: Iterable[OptionSet], texts: Mapping[str, str], command: str) -> list[Any]:
     """An instance of each set's class, from options as typed: `{"max-num-seqs": "64", "async-scheduling": "yes"}`.
 
-    Raises:
-        InputError: the command has no such option, or a value is wrong.
+    Raises InputError: the command has no such option, or a value is wrong.
     """
     chosen = list(sets)
     places: dict[str, tuple[int, str, bool]] = {}  # name -> index of the set, field, whether the name negates it

@@ -100,11 +100,7 @@ class PlanResult:
 
 
 def plan_scenario(scenario: Scenario, asked: PlanOptions | None = None) -> PlanResult:
-    """Plan a scenario's deployment.
-
-    Raises:
-        InputError: something is missing, unknown or contradictory.
-    """
+    """Plan a scenario's deployment. Raises InputError: something is missing, unknown or contradictory."""
     asked = asked or PlanOptions()
     question = read_question(scenario)
     lengths = whole_numbers(asked.context_lengths, "--context-lengths", "tokens", "2048,8192")
@@ -209,8 +205,7 @@ class LogExplanation:
 def explain_log(scenario: Scenario, asked: PlanOptions) -> LogExplanation:
     """Explain the pool of a start-up log, or of its two lines.
 
-    Raises:
-        InputError: a line is missing or cannot be read.
+    Raises InputError: a line is missing or cannot be read.
     """
     log = _logged_lines(scenario, asked)
     if log.available is None or log.kv_cache_tokens is None:

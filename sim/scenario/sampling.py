@@ -37,11 +37,7 @@ class SamplingOptions:
     )
 
     def kind(self) -> ParallelSampling | BeamSearch | DraftTree:
-        """The kind that is given.
-
-        Raises:
-            InputError: none or several are, or something does not belong to it.
-        """
+        """The kind that is given. Raises InputError: none or several are, or something does not belong to it."""
         given = {"--n": self.n, "--beam-width": self.beam_width, "--draft-tree": self.draft_tree}
         chosen = [name for name, value in given.items() if value is not None]
         if len(chosen) != 1:
@@ -86,8 +82,7 @@ def sample_scenario(
 ) -> SamplingResult:
     """Run each request alone with its samples, beams or drafts.
 
-    Raises:
-        InputError: an option is missing or wrong, or the trace is.
+    Raises InputError: an option is missing or wrong, or the trace is.
     """
     kind, seed = asked.kind(), scenario.seed or 0
     block_size = DEFAULT_BLOCK_SIZE if scenario.block_size is None else scenario.block_size

@@ -59,8 +59,7 @@ def block_size_document(
 
     `on_row` is called with each finished row of the sweep.
 
-    Raises:
-        InputError: no size has a result.
+    Raises InputError: no size has a result.
     """
     sizes, given_blocks, files = asked.sizes, scenario.num_gpu_blocks_override, scenario.trace
     content, points = content_of(files), []

@@ -36,8 +36,7 @@ def kept(folder: str | Path | None, name: str, run: Callable[[], Document], requ
 
     Without a folder, nothing is kept.
 
-    Raises:
-        InputError: the folder cannot be written, or the kept file is no document with the `required` keys.
+    Raises InputError: the folder cannot be written, or the kept file is no document with the `required` keys.
     """
     if folder is None:
         return run()

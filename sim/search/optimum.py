@@ -154,9 +154,8 @@ class Worth:
 def optimum_worth(scenario: Scenario, asked: OptimumOptions | None = None) -> Worth:
     """Compare eviction policies on a scenario's traffic at the pool of its engine.
 
-    Raises:
-        InputError: a price without a model, a trace that claims no reuse, a pool smaller than a block of the trace, or
-            a model whose blocks are not all of one kind.
+    Raises InputError: a price without a model, a trace that claims no reuse, a pool smaller than a block of the trace,
+    or a model whose blocks are not all of one kind.
     """
     price_per_gpu_hour = None if asked is None else asked.price_per_gpu_hour
     trace, engine = open_traffic(scenario), engine_of(scenario)

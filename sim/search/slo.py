@@ -313,8 +313,7 @@ def highest_meeting(
     answer r ran and met the SLO, and a rate of at most `r * (1 + tolerance)` ran and missed it. `probes` more rates on
     either side, each farther away, check that results are monotone.
 
-    Raises:
-        InputError: `start` is out of bounds, or the tolerance is not positive.
+    Raises InputError: `start` is out of bounds, or the tolerance is not positive.
     """
     if not 0 < lowest <= start <= highest or not tolerance > 0:
         raise InputError(

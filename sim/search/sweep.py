@@ -47,8 +47,7 @@ def grid(axes: Mapping[str, Sequence[str]]) -> Iterator[tuple[tuple[str, str], .
 def parse_axis(text: str) -> tuple[str, tuple[str, ...]]:
     """Parse `block-size=16,32,64` or `seed=0..9` to name and values.
 
-    Raises:
-        InputError: no name, no values, or a repeated value.
+    Raises InputError: no name, no values, or a repeated value.
     """
     name, separator, listed = text.partition("=")
     name = name.strip().lstrip("-")
@@ -200,8 +199,7 @@ class SweepQuestion:
     def points(self) -> list[Point]:
         """Every point, in the order of the grid.
 
-        Raises:
-            InputError: no axis, a repeated option, or a file that cannot be read.
+        Raises InputError: no axis, a repeated option, or a file that cannot be read.
         """
         if not self.axes:
             raise InputError("a sweep needs --grid NAME=V1,V2,... at least once")
@@ -240,8 +238,7 @@ class Sweep:
     def run(self, on_row: Callable[[Document], None] = lambda row: None) -> None:
         """Run every point; `on_row` is called with each finished row.
 
-        Raises:
-            KeyboardInterrupt: passed on; `to_dict` has the finished rows.
+        Raises KeyboardInterrupt: passed on; `to_dict` has the finished rows.
         """
 
         def keep(row: Document) -> None:

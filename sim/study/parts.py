@@ -54,8 +54,7 @@ class StudyQuestion:
     def of(cls, scenario: Scenario, curve: CurveOptions) -> "StudyQuestion":
         """Checks the options; without model and GPU, an example deployment is used.
 
-        Raises:
-            InputError: something is missing, unknown or contradictory.
+        Raises InputError: something is missing, unknown or contradictory.
         """
         trace = open_traffic(scenario)
         note: tuple[str, ...] = ()
