@@ -13,14 +13,10 @@ def compare(scenario: Scenario, asked: CompareOptions, json: Json = False) -> No
 
     Example: kvledger compare --workload sharegpt --model opt-13b --kv-cache-memory-bytes 12GiB
     """
-    from ..report.console import print_json, progress
+    from ..report.console import Bar, print_result
     from ..report.curve import print_compare
     from ..scenario.compare import compare_scenario
 
-    bar, task = progress("Reading the trace")
-    with bar:
-        result = compare_scenario(scenario, asked, on_progress=lambda count: bar.update(task, completed=count))
-    if json:
-        print_json(result.to_dict())
-    else:
-        print_compare(result)
+    with Bar("Reading the trace") as bar:
+        result = compare_scenario(scenario, asked, on_progress=bar.count)
+    print_result(result, print_compare, json)

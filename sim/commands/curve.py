@@ -13,22 +13,18 @@ def curve(scenario: Scenario, asked: CurveOptions, json: Json = False) -> None:
 
     Example: kvledger curve --workload conversation --capacities 1000,10000,100000
     """
-    from ..report.console import print_json, progress
+    from ..report.console import Bar, print_json
     from ..scenario.curve import curve_of_scenario
 
-    bar, task = progress("Reading the trace")
-    with bar:
-        result = curve_of_scenario(
-            scenario,
-            asked,
-            on_progress=lambda count: bar.update(task, completed=count),
-            on_point=lambda name, num_blocks: bar.update(
-                task, description=f"{name} at {num_blocks:,} blocks", advance=1
-            ),
-        )
+    with Bar("Reading the trace") as bar:
+
+        def on_point(policy: str, num_blocks: int) -> None:
+            bar.update(description=f"{policy} at {num_blocks:,} blocks", advance=1)
+
+        result = curve_of_scenario(scenario, asked, on_progress=bar.count, on_point=on_point)
     if json:
         print_json(result.to_dict())
     else:
-        from ..report.curve import print_curve
+        from ..report.curve import print_curve  # needs libraries that the document does without
 
         print_curve(result)

@@ -1,7 +1,9 @@
 """From declared options to the parameters of a command: `@command(scenario=..., exports=...)`."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from operator import attrgetter
 from typing import Annotated, Any
 
 import attrs
@@ -9,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from ...core.errors import InputError
-from ..scenario.options import PANELS, OptionSet, declared, spelled, spelling, value_type
+from ..scenario.options import OUTPUT, PANELS, OptionSet, declared, option, options, spelled, spelling, value_type
 
 Json = Annotated[
     bool,
@@ -19,26 +21,24 @@ Plots = Annotated[
     str | None,
     typer.Option(help="Folder for the plots, as SVG and PNG files.", rich_help_panel="Output", metavar="FOLDER"),
 ]
-Jobs = Annotated[int, typer.Option(help="Processes that run at the same time.", rich_help_panel="Search", metavar="N")]
-Keep = Annotated[
-    str | None,
-    typer.Option(help="Folder of finished runs, which are not run again.", rich_help_panel="Search", metavar="FOLDER"),
-]
-PricePerGpuHour = Annotated[
-    float | None, typer.Option(help="Price of a GPU hour: gives the answer in money.", rich_help_panel="Search")
-]
-Log = Annotated[
-    str | None,
-    typer.Option(
-        help="Record every commit in this folder; see kvledger log.", rich_help_panel="Output", metavar="FOLDER"
-    ),
-]
-LogFlush = Annotated[
-    str | None,
-    typer.Option(
-        help="When commits reach the disk: commit, 100commits or 50ms; 50ms unless given.", rich_help_panel="Output"
-    ),
-]
+
+
+@options
+class LogOptions:
+    """The event log of a run, if one is to be written."""
+
+    log: str | None = option(None, OUTPUT, "Record every commit in this folder; see kvledger log.", metavar="FOLDER")
+    log_flush: str | None = option(
+        None, OUTPUT, "When commits reach the disk: commit, 100commits or 50ms; 50ms unless given."
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if self.log is None and self.log_flush is not None:
+            raise InputError(f"--log-flush {self.log_flush} has no effect without --log; leave it out")
+        if self.log is not None:
+            from ..traces.logged import need_log_libraries
+
+            need_log_libraries()
 
 
 class Changes(dict[str, Any]):
@@ -48,31 +48,29 @@ class Changes(dict[str, Any]):
 def command(**sets: OptionSet) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate `def name(*, scenario: Scenario, ..., own options)`: each set's options become the command's.
 
-    The function is called with an instance of each set's class, under the set's name; a parameter annotated with
-    `Changes` gets the options of its set that were given, instead of an instance.
+    The function is called with an instance of each set's class, under the set's name. A parameter annotated with
+    `Changes` gets the options of its set that were typed, instead of an instance; the function then takes the
+    `context` of typer as well.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        own = [p for p in inspect.signature(function).parameters.values() if p.name not in sets]
-        as_changes = {name for name in sets if inspect.signature(function).parameters[name].annotation is Changes}
-        fields = [(name, field, chosen) for name, chosen in sets.items() for field in chosen.fields]
-        context_name = next((p.name for p in own if p.annotation is typer.Context), "_context")
+        given = inspect.signature(function).parameters
+        own = [p for p in given.values() if p.name not in sets]
 
         def run(**values: Any) -> None:
-            context = values.get(context_name)
-            kwargs: dict[str, Any] = {p.name: values[p.name] for p in own if p.name in values}
+            kwargs: dict[str, Any] = {p.name: values[p.name] for p in own}
             for name, chosen in sets.items():
                 picked = {field: values[field] for field in chosen.names}
-                if name in as_changes:
-                    kwargs[name] = Changes(given_on_command_line(context, picked))
+                if given[name].annotation is Changes:
+                    source = values["context"].get_parameter_source
+                    typed = {field: value for field, value in picked.items() if source(field).name == "COMMANDLINE"}
+                    kwargs[name] = Changes(typed)
                 else:
                     kwargs[name] = _made(chosen, picked)
             function(**kwargs)
 
-        parameters = [_parameter(field, chosen) for _, field, chosen in fields]
+        parameters = [_parameter(field, chosen) for chosen in sets.values() for field in chosen.fields]
         parameters += [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
-        if as_changes and context_name == "_context":
-            parameters.append(inspect.Parameter(context_name, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
         run.__doc__, run.__name__, run.__module__ = function.__doc__, function.__name__, function.__module__
         run.__dict__["__signature__"] = inspect.Signature(parameters)
         run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -89,25 +87,20 @@ def _made(chosen: OptionSet, values: Mapping[str, Any]) -> Any:
         raise InputError(spelled(str(error), chosen.names)) from None
 
 
-def given_on_command_line(context: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the values that were typed, rather than left at their defaults."""
-    return {name: value for name, value in values.items() if context.get_parameter_source(name).name == "COMMANDLINE"}
-
-
 def _parameter(field: "attrs.Attribute[Any]", chosen: OptionSet) -> inspect.Parameter:
     """What typer reads of one option: whole numbers arrive as text, since `32K` is one."""
     how, kind = declared(field), value_type(field, chosen.cls)
     typed: Any = {bool: bool, float: float, str: str, int: str, tuple: list[str]}[kind]
-    default: Any = field.default
+    default: Any = inspect.Parameter.empty if field.default is attrs.NOTHING else field.default
     if kind is tuple:
         default = None
-    elif kind is int and default is not None:
+    elif kind is int and isinstance(default, int):
         default = str(default)
     if how.is_argument:
-        info: Any = typer.Argument(metavar=field.name.upper(), help=how.help)
+        info: Any = typer.Argument(metavar=how.metavar or field.name.upper(), help=how.help)
     else:
         names = how.names or (spelling(field),)
-        if kind is bool and not any("/" in name for name in names) and not how.names:
+        if kind is bool and not how.names:
             names = (f"{names[0]}/--no-{names[0].removeprefix('--')}",)
         info = typer.Option(*names, help=how.help, rich_help_panel=how.panel, metavar=how.metavar)
     annotation = Annotated[typed if default is not None else typed | None, info]
@@ -127,72 +120,28 @@ class PanelCommand(TyperCommand):
             is_argument = param.param_type_name == "argument"
             panel = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or "Options"
             records.setdefault(panel, []).append((record[0], with_names(record[1])))
-        for panel in sorted(records, key=_rank):
+        order = ("Arguments", *PANELS, "Options")
+        for panel in sorted(records, key=lambda name: order.index(name) if name in order else len(order)):
             with formatter.section(panel):
                 formatter.write_dl(records[panel])
 
 
-def _rank(panel: str) -> int:
-    order = ("Arguments", *PANELS, "Options")
-    return order.index(panel) if panel in order else len(order)
+# What stands in help texts for the names that are registered -> a module of this package and its function.
+_NAMES = {
+    "{eviction policies}": ("core.pool.policies.policy", "eviction_policies.names"),
+    "{curve policies}": ("sim.cache.policies", "policy_names"),
+    "{trace formats}": ("sim.traces", "trace_formats.names"),
+    "{workloads}": ("sim.workloads.builtin", "workloads.names"),
+    "{latency models}": ("sim.latency.models", "latency_models.names"),
+    "{routers}": ("sim.fleet.routing", "routers.names"),
+    "{gpus}": ("sim.latency.devices", "devices"),
+}
 
 
 def with_names(text: str) -> str:
     """A help text with `{trace formats}` and its like replaced by the registered names."""
-    for placeholder, names in _NAMES.items():
+    for placeholder, (module, function) in _NAMES.items():
         if placeholder in text:
+            names = attrgetter(function)(import_module(f"...{module}", __package__))
             text = text.replace(placeholder, ", ".join(names()))
     return text
-
-
-def _eviction_policies() -> Iterable[str]:
-    from ...core.pool.policies.policy import eviction_policies
-
-    return eviction_policies.names()
-
-
-def _curve_policies() -> Iterable[str]:
-    from ..cache.policies import policy_names
-
-    return policy_names()
-
-
-def _trace_formats() -> Iterable[str]:
-    from ..traces import trace_formats
-
-    return trace_formats.names()
-
-
-def _workloads() -> Iterable[str]:
-    from ..workloads.builtin import workloads
-
-    return workloads.names()
-
-
-def _latency_models() -> Iterable[str]:
-    from ..latency.models import latency_models
-
-    return latency_models.names()
-
-
-def _routers() -> Iterable[str]:
-    from ..fleet.routing import routers
-
-    return routers.names()
-
-
-def _gpus() -> Iterable[str]:
-    from ..latency.devices import devices
-
-    return devices()
-
-
-_NAMES: dict[str, Callable[[], Iterable[str]]] = {
-    "{eviction policies}": _eviction_policies,
-    "{curve policies}": _curve_policies,
-    "{trace formats}": _trace_formats,
-    "{workloads}": _workloads,
-    "{latency models}": _latency_models,
-    "{routers}": _routers,
-    "{gpus}": _gpus,
-}

@@ -26,7 +26,7 @@ def fleet(scenario: Scenario, servers: FleetOptions, exports: ExportOptions, jso
     import attrs
 
     from ..exports.run_exports import RunExports
-    from ..report.console import print_json, progress
+    from ..report.console import Bar, print_result
     from ..report.replay import print_fleet
     from ..scenario.engine import engine_of
     from ..scenario.fleet import replay_fleet_scenario
@@ -40,8 +40,7 @@ def fleet(scenario: Scenario, servers: FleetOptions, exports: ExportOptions, jso
         inputs=input_files(scenario),
         engines=servers.shape(scenario.data_parallel_size).engine_names,
     )
-    bar, task = progress("Replaying", total=scenario.limit)
-    with files, bar:
+    with files, Bar("Replaying", total=scenario.limit) as bar:
         result = replay_fleet_scenario(
             scenario,
             servers,
@@ -53,10 +52,7 @@ def fleet(scenario: Scenario, servers: FleetOptions, exports: ExportOptions, jso
                 macro_steps=files.macro_steps,
                 histograms=files.histograms,
             ),
-            on_progress=lambda count: bar.update(task, completed=count),
+            on_progress=bar.count,
         )
         files.publish(result.report)
-    if json:
-        print_json(result.to_dict())
-    else:
-        print_fleet(result.to_dict())
+    print_result(result.to_dict(), print_fleet, json)

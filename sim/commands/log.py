@@ -99,15 +99,14 @@ def verify(
 
     from ...core.errors import InputError
     from ..logs.verification import verify_log
-    from ..report.console import print_json, progress
+    from ..report.console import Bar, print_json
     from ..traces.logged import open_event_log
 
     if checked_every is not None and checked_every < 1:
         raise InputError(f"--checked-every is {checked_every}; it must be 1 commit or more")
     started = time.perf_counter()
-    bar, task = progress("Verifying")
-    with bar:
-        found = verify_log(open_event_log(log), checked_every, lambda count: bar.update(task, completed=count))
+    with Bar("Verifying") as bar:
+        found = verify_log(open_event_log(log), checked_every, bar.count)
     seconds = time.perf_counter() - started
     if json:
         print_json({"log": log, **found.to_json(), "timing": {"wall_seconds": seconds}})
@@ -257,12 +256,7 @@ def convert(
 
 
 @command(changes=OptionSet.of(Scenario, REPLAY, without=["trace"]))
-def replay(
-    context: typer.Context,
-    log: Directory,
-    changes: Changes,
-    json: Json = False,
-) -> None:
+def replay(context: typer.Context, log: Directory, changes: Changes, json: Json = False) -> None:
     """Run a recorded run again: the same report, or with options of `kvledger replay` given, what they would change.
 
     Fixed are arrivals, lengths, prompt blocks, priorities and turns; everything else follows the options. A live run
@@ -276,6 +270,7 @@ def replay(
     from ..exports.run_exports import ExportOptions
     from ..logs.replay import check_changes, recorded_scenario, what_changed
     from ..traces.logged import is_live, open_event_log
+    from .declare import LogOptions
     from .replay import run_replay
 
     check_changes(changes)
@@ -286,16 +281,15 @@ def replay(
     recorded = recorded_scenario(reader)
     if changes and not is_live(reader):
         print(f"kvledger: {what_changed(recorded, changes)}", file=sys.stderr)
-    run_replay(recorded.evolve(**changes), ExportOptions(), json=json)
+    run_replay(recorded.evolve(**changes), ExportOptions(), LogOptions(), json=json)
 
 
 def _decide_again(reader: "LogReader", log: str, json: bool) -> None:
     from ..logs.live_rerun import run_live_again
-    from ..report.console import print_json, progress
+    from ..report.console import Bar, print_json
 
-    bar, task = progress("Deciding again")
-    with bar:
-        found = run_live_again(reader, lambda count: bar.update(task, completed=count))
+    with Bar("Deciding again") as bar:
+        found = run_live_again(reader, bar.count)
     if json:
         print_json({"log": log, **found.to_json()})
     else:

@@ -14,11 +14,7 @@ def optimum(scenario: Scenario, asked: OptimumOptions, json: Json = False) -> No
     Example: kvledger optimum --workload conversation --model llama-3.1-8b --gpu H100 --price-per-gpu-hour 2.5
     """
     from ..report.comparisons import print_worth
-    from ..report.console import print_json
+    from ..report.console import print_result
     from ..search.optimum import optimum_worth
 
-    document = optimum_worth(scenario, asked).to_dict()
-    if json:
-        print_json(document)
-    else:
-        print_worth(document)
+    print_result(optimum_worth(scenario, asked).to_dict(), print_worth, json)

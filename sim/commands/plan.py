@@ -25,24 +25,15 @@ def plan(
 
     Example: kvledger plan --model llama-3.1-70b --gpu H100 -tp 4 --max-model-len 32K
     """
-    from ..report.console import print_json
-    from ..report.plan import print_explanation, print_mix, print_plan
+    from ..report.console import print_result
+    from ..report.plan import print_explanation, print_plan
     from ..scenario.plan import asks_for_explanation, explain_log, plan_scenario
     from .cli import EXIT_DOES_NOT_FIT
 
     if asks_for_explanation(scenario, asked):
-        found = explain_log(scenario, asked)
-        if json:
-            print_json(found.to_dict())
-        else:
-            print_explanation(found.found)
+        print_result(explain_log(scenario, asked), print_explanation, json)
         return
     result = plan_scenario(scenario, asked)
-    if json:
-        print_json(result.to_dict())
-    else:
-        print_plan(result, explain=explain)
-        if result.mix is not None:
-            print_mix(asked.context_mix or "", result.mix["users"])
+    print_result(result, lambda plan: print_plan(plan, explain=explain, mix=asked.context_mix), json)
     if not result.fits:
         raise typer.Exit(EXIT_DOES_NOT_FIT)

@@ -6,20 +6,21 @@ from ..exports.run_exports import ExportOptions
 from ..scenario.options import OptionSet
 from ..scenario.scenario import Scenario
 from ..search.jobs import REPLAY
-from .declare import Json, Log, LogFlush, Plots, command
+from .declare import Json, LogOptions, Plots, command
 
 if TYPE_CHECKING:
     from ..logs.run_log import RunLog
     from ..traces import Trace
 
 
-@command(scenario=OptionSet.of(Scenario, REPLAY), exports=OptionSet.of(ExportOptions))
+@command(
+    scenario=OptionSet.of(Scenario, REPLAY), exports=OptionSet.of(ExportOptions), recording=OptionSet.of(LogOptions)
+)
 def replay(
     scenario: Scenario,
     exports: ExportOptions,
+    recording: LogOptions,
     plots: Plots = None,
-    log: Log = None,
-    log_flush: LogFlush = None,
     json: Json = False,
 ) -> None:
     """Replay a trace through allocator, scheduler and latency model: latency, hits, preemptions, occupancy.
@@ -27,40 +28,31 @@ def replay(
     Example: kvledger replay --workload conversation --num-gpu-blocks-override 50000 --block-size 512
     Example: kvledger replay --workload conversation --model llama-3.1-8b --gpu H100
     """
-    run_replay(scenario, exports, plots=plots, log=log, log_flush=log_flush, json=json)
+    run_replay(scenario, exports, recording, plots=plots, json=json)
 
 
 def run_replay(
-    scenario: Scenario,
-    exports: ExportOptions,
-    *,
-    plots: str | None = None,
-    log: str | None = None,
-    log_flush: str | None = None,
-    json: bool = False,
+    scenario: Scenario, exports: ExportOptions, recording: LogOptions, *, plots: str | None = None, json: bool = False
 ) -> None:
     """Replay, write the files that were asked for, and print the report."""
-    import sys
     from contextlib import ExitStack
     from pathlib import Path
 
-    from ...core.errors import InputError
     from ..exports.run_exports import RunExports
-    from ..report.console import print_json, progress
+    from ..report.console import Bar, print_result
     from ..report.plot_files import write_plots
     from ..report.plots import replay_plots
     from ..report.replay import print_replay
     from ..scenario.engine import engine_of
     from ..scenario.replay import latency_distributions, replay_scenario, sampled_traffic
 
-    if log is None and log_flush is not None:
-        raise InputError(f"--log-flush {log_flush} has no effect without --log; leave it out")
     engine = engine_of(scenario)
     source = sampled_traffic(scenario)
     files = RunExports(exports, engine.pool.allocator, engine.pool.facts, inputs=input_files(scenario))
-    recorder = None if log is None else start_log(log, log_flush or "50ms", scenario, source)
-    # On a terminal the requests are counted first, for an estimate of the time left.
-    bar, task = progress("Replaying", total=sum(1 for _ in source) if sys.stderr.isatty() else None)
+    recorder = None if recording.log is None else _recorder(recording, scenario, source)
+    bar = Bar("Replaying")
+    if bar.is_shown:  # the requests are counted first, for an estimate of the time left
+        bar.update(total=sum(1 for _ in source))
     with ExitStack() as opened:
         for part in (files, bar, *([] if recorder is None else [recorder])):
             opened.enter_context(part)
@@ -71,16 +63,13 @@ def run_replay(
             listeners=[*files.listeners, *([] if recorder is None else [recorder])],
             on_finished=files.on_finished,
             macro_steps=files.macro_steps,
-            on_progress=None if bar.disable else lambda count: bar.update(task, completed=count),
+            on_progress=bar.count if bar.is_shown else None,
         )
         files.publish(result.report)
     document = result.to_dict()
     if plots is not None:
         write_plots(replay_plots(document, latency_distributions(result.report.snapshot or {})), Path(plots))
-    if json:
-        print_json(document)
-    else:
-        print_replay(document)
+    print_result(document, print_replay, json)
 
 
 def input_files(scenario: Scenario) -> list[str]:
@@ -88,13 +77,10 @@ def input_files(scenario: Scenario) -> list[str]:
     return [*scenario.trace, *(name for name in (scenario.latency_table, scenario.model) if name is not None)]
 
 
-def start_log(directory: str, flush: str, scenario: Scenario, source: "Trace") -> "RunLog":
+def _recorder(recording: LogOptions, scenario: Scenario, source: "Trace") -> "RunLog":
     """The log that a replay writes: a listener, and the trace that it notes as it is read."""
-    from ..traces.logged import need_log_libraries
-
-    need_log_libraries()
     from ...backends.sinks.log.flush_policy import FlushPolicy
     from ..logs.run_log import RunLog
 
-    options = scenario.to_dict()
-    return RunLog(directory, command="replay", options=options, trace=source, flush=FlushPolicy.parse(flush))
+    flush = FlushPolicy.parse(recording.log_flush or "50ms")
+    return RunLog(str(recording.log), command="replay", options=scenario.to_dict(), trace=source, flush=flush)

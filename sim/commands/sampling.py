@@ -17,16 +17,12 @@ def sampling(scenario: Scenario, asked: SamplingOptions, json: Json = False) -> 
 
     Example: kvledger sampling --workload sharegpt --beam-width 4
     """
-    from ..report.console import print_json, progress
+    from ..report.console import Bar, print_result
     from ..report.replay import print_sampling
     from ..scenario.sampling import sample_scenario
 
     if scenario.limit is None:
         scenario = attrs.evolve(scenario, limit=DEFAULT_LIMIT)
-    bar, task = progress("Sampling", total=scenario.limit)
-    with bar:
-        result = sample_scenario(scenario, asked, on_progress=lambda count: bar.update(task, completed=count))
-    if json:
-        print_json(result.to_dict())
-    else:
-        print_sampling(result)
+    with Bar("Sampling", total=scenario.limit) as bar:
+        result = sample_scenario(scenario, asked, on_progress=bar.count)
+    print_result(result, print_sampling, json)

@@ -5,15 +5,15 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
 import typer
 
 from ...core.errors import InputError
-from ..scenario.options import ENGINE, HARDWARE, MODEL, OUTPUT, OptionSet, option, options
+from ..scenario.options import ENGINE, HARDWARE, MODEL, OUTPUT, OptionSet, option, options, whole_numbers
 from ..scenario.scenario import Scenario
-from .declare import Log, LogFlush, command
+from .declare import LogOptions, command
 
 if TYPE_CHECKING:
     from ...backends.serving.engine.live_engine import LiveEngine
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 # Requests that may be in the middle of their body or of their answer beside those that the engine holds.
 OPEN_BESIDE_ENGINE = 64
 LOOPBACK = ("127.", "localhost", "::1")
-DEFAULT_BLOCK_SIZE = 16
-DEFAULT_MAX_NUM_SEQS = 256
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+DEFAULTS = {"block_size": 16, "max_num_seqs": 256, "max_num_batched_tokens": 2048}
 CLIENTS = "Clients"
 # Fields of a scenario that a live engine takes; whole numbers that are not given have the defaults above.
 OF_THE_ENGINE = (
@@ -44,6 +42,9 @@ OF_THE_ENGINE = (
 class ServeOptions:
     """The model, its clients, and the engine's options that only a live server has."""
 
+    model: str = option(
+        attrs.NOTHING, MODEL, "Folder of a model as transformers saves it, or a GGUF file; nothing is downloaded."
+    )
     served_model_name: tuple[str, ...] = option(
         (), CLIENTS, "Name that clients use for the model; its folder's name unless given. Repeatable."
     )
@@ -79,23 +80,31 @@ class ServeOptions:
     drain_timeout: float = option(
         30.0, CLIENTS, "Seconds that requests may go on after the first Ctrl+C before they are aborted."
     )
+    max_queued_requests: int = option(
+        1024, CLIENTS, "Requests that may wait for their first step; more are answered with 429.", least=1
+    )
+    max_open_requests: int | None = option(
+        None,
+        CLIENTS,
+        "Requests whose answer is not sent yet. Unless given: max-num-seqs + max-queued-requests + "
+        f"{OPEN_BESIDE_ENGINE}.",
+        least=1,
+    )
     uvicorn_log_level: str = option("info", OUTPUT, "Log level: critical, error, warning, info, debug or trace.")
     disable_uvicorn_access_log: bool = option(
         False, OUTPUT, "Print no line for each request.", "--disable-uvicorn-access-log"
     )
 
 
-@command(scenario=OptionSet.of(Scenario, OF_THE_ENGINE), asked=OptionSet.of(ServeOptions))
+@command(
+    scenario=OptionSet.of(Scenario, OF_THE_ENGINE),
+    asked=OptionSet.of(ServeOptions),
+    recording=OptionSet.of(LogOptions),
+)
 def serve(
     scenario: Scenario,
     asked: ServeOptions,
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Folder of a model as transformers saves it, or a GGUF file; nothing is downloaded.",
-            rich_help_panel=MODEL,
-        ),
-    ],
+    recording: LogOptions,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.", rich_help_panel=CLIENTS)
     ] = 8000,
@@ -108,107 +117,41 @@ def serve(
             rich_help_panel=CLIENTS,
         ),
     ] = None,
-    max_queued_requests: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Requests that may wait for their first step; more are answered with 429.",
-            rich_help_panel=CLIENTS,
-        ),
-    ] = 1024,
-    max_open_requests: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Requests whose answer is not sent yet. Unless given: max-num-seqs + max-queued-requests + 64.",
-            rich_help_panel=CLIENTS,
-        ),
-    ] = None,
-    log: Log = None,
-    log_flush: LogFlush = None,
 ) -> None:
     """Serve a model over OpenAI's completions and chat API, on the pool and the scheduler that kvledger simulates.
 
     Example: kvledger serve --model ./SmolLM2-135M-Instruct.Q4_1.gguf --kv-cache-memory-bytes 512MiB
     """
-    server = _Server(
-        scenario=scenario,
-        asked=asked,
-        model=model,
-        port=port,
-        api_key=tuple(api_key or ()),
-        max_queued_requests=max_queued_requests,
-        max_open_requests=max_open_requests,
-        log=log,
-        log_flush=log_flush,
-    )
-    if not server.run():
+    for package in ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(package) is None:
+            raise InputError(f"serving needs {package}: pip install 'kvledger[serve]'")
+    if not sys.stderr.isatty():  # bars of loading belong on a terminal; their library reads this once, when imported
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    from ...backends.serving.http.process import listening_socket
+
+    server = _Server(scenario, asked, recording, tuple(api_key or ()))
+    with ExitStack() as opened:
+        # Before the model is loaded, so that a port that is taken is known at once.
+        listener = opened.enter_context(listening_socket(asked.host, port))
+        process = _prepared(server, opened, on_started=lambda: _say_where(server, listener.getsockname()[1]))
+        process.run(sockets=[listener])
+    if not _say_how_it_ended(server, process.engine):
         raise typer.Exit(1)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class _Server:
     """Everything that the command was given."""
 
     scenario: Scenario
     asked: ServeOptions
-    model: str
-    port: int
+    recording: LogOptions
     api_key: tuple[str, ...] = attrs.field(repr=False)
-    max_queued_requests: int
-    max_open_requests: int | None
-    log: str | None
-    log_flush: str | None
 
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-        return DEFAULT_BLOCK_SIZE if self.scenario.block_size is None else self.scenario.block_size
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Requests that run at the same time."""
-        return DEFAULT_MAX_NUM_SEQS if self.scenario.max_num_seqs is None else self.scenario.max_num_seqs
-
-    @property
-    def max_num_batched_tokens(self) -> int:
-        """Tokens that one step computes at most."""
-        return (
-            DEFAULT_MAX_NUM_BATCHED_TOKENS
-            if self.scenario.max_num_batched_tokens is None
-            else self.scenario.max_num_batched_tokens
-        )
-
-    def run(self) -> bool:
-        """Serve until told to end; False if the engine failed.
-
-        Raises:
-            InputError: an option that cannot be served with, or a package that is missing.
-            DoesNotFitError: no block fits into the memory that was given.
-        """
-        _check(self)
-        _quieten_progress()
-        from ...backends.serving.http.process import listening_socket
-
-        with ExitStack() as opened:
-            # Before the model is loaded, so that a port that is taken is known at once.
-            listener = opened.enter_context(listening_socket(self.asked.host, self.port))
-            port = listener.getsockname()[1]
-            process = _prepared(self, opened, on_started=lambda: _say_where(self, port))
-            process.run(sockets=[listener])
-        return _say_how_it_ended(self, process.engine)
-
-
-def _check(server: _Server) -> None:
-    if server.log is None and server.log_flush is not None:
-        raise InputError(f"--log-flush {server.log_flush} has no effect without --log; leave it out")
-    for package in ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client"):
-        if importlib.util.find_spec(package) is None:
-            raise InputError(f"serving needs {package}: pip install 'kvledger[serve]'")
-    if server.log is not None:
-        from ..traces.logged import need_log_libraries
-
-        need_log_libraries()
+    def engine(self, name: str) -> Any:
+        """An option of the engine, or its default here."""
+        value = getattr(self.scenario, name)
+        return DEFAULTS.get(name) if value is None else value
 
 
 def _prepared(server: _Server, opened: ExitStack, on_started: Callable[[], None]) -> "ServingProcess":
@@ -223,7 +166,7 @@ def _prepared(server: _Server, opened: ExitStack, on_started: Callable[[], None]
     from ...backends.sinks.log.flush_policy import FlushPolicy
 
     engine_options, limits = _engine_options(server), _limits(server)
-    flush = FlushPolicy.parse(server.log_flush or "50ms")
+    flush = FlushPolicy.parse(server.recording.log_flush or "50ms")
     process_settings = ProcessSettings(
         drain_timeout_s=server.asked.drain_timeout,
         stall_timeout_s=server.asked.stall_timeout,
@@ -231,10 +174,10 @@ def _prepared(server: _Server, opened: ExitStack, on_started: Callable[[], None]
         access_log=not server.asked.disable_uvicorn_access_log,
     )
     device = _device(server.asked.device)
-    _say(f"Loading {server.model} on {device}")
+    _say(f"Loading {server.asked.model} on {device}")
     sized = size_engine(
         lambda: load_model(
-            server.model, device=device, dtype=server.asked.dtype, chat_template=server.asked.chat_template
+            server.asked.model, device=device, dtype=server.asked.dtype, chat_template=server.asked.chat_template
         ),
         engine_options,
         device=device,
@@ -245,7 +188,7 @@ def _prepared(server: _Server, opened: ExitStack, on_started: Callable[[], None]
     settings = ServerSettings(
         model_names=server.asked.served_model_name or (loaded.name,),
         limits=limits,
-        max_queued_requests=server.max_queued_requests,
+        max_queued_requests=server.asked.max_queued_requests,
         isolates_api_keys=server.asked.isolate_api_keys,
     )
     metrics = ServingMetrics(settings.model_names[0], sized.allocator.max_model_len)
@@ -257,7 +200,7 @@ def _prepared(server: _Server, opened: ExitStack, on_started: Callable[[], None]
         eos_token_ids=loaded.eos_token_ids,
         observers=[metrics.step],
         recording=_recording(server, flush, sized),
-        max_queued_requests=server.max_queued_requests,
+        max_queued_requests=server.asked.max_queued_requests,
         seed=server.asked.seed,
         on_request_ended=metrics.ended,
     )
@@ -270,59 +213,37 @@ def _prepared(server: _Server, opened: ExitStack, on_started: Callable[[], None]
 def _engine_options(server: _Server) -> "EngineOptions":
     from ...backends.serving.engine.options import EngineOptions
 
+    sizes = server.asked.cudagraph_capture_sizes
+    how = ("--cudagraph-capture-sizes", "requests", "1,2,4,8")
     return EngineOptions(
-        max_num_seqs=server.max_num_seqs,
-        max_num_batched_tokens=server.max_num_batched_tokens,
-        max_model_len=server.scenario.max_model_len,
-        block_size=server.block_size,
-        kv_cache_dtype=server.scenario.kv_cache_dtype,
-        kv_cache_memory_bytes=server.scenario.kv_cache_memory_bytes,
-        num_gpu_blocks_override=server.scenario.num_gpu_blocks_override,
-        gpu_memory_utilization=server.scenario.gpu_memory_utilization,
-        enforce_eager=server.scenario.enforce_eager,
-        cudagraph_capture_sizes=_capture_sizes(server.asked.cudagraph_capture_sizes),
-        attention_packages=server.asked.attention_packages,
-        enable_prefix_caching=server.scenario.enable_prefix_caching,
-        enable_chunked_prefill=server.scenario.enable_chunked_prefill,
+        **{name: server.engine(name) for name in OF_THE_ENGINE if name != "scheduling_policy"},
         policy=server.scenario.scheduling_policy,
-        tensor_parallel_size=server.scenario.tensor_parallel_size,
-        pipeline_parallel_size=server.scenario.pipeline_parallel_size,
-        data_parallel_size=server.scenario.data_parallel_size,
+        cudagraph_capture_sizes=None if sizes is None else tuple(whole_numbers(sizes, *how)),
+        attention_packages=server.asked.attention_packages,
     )
-
-
-def _capture_sizes(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise InputError(
-            f"--cudagraph-capture-sizes {text!r}: give numbers of requests with commas between them, such as 1,2,4,8"
-        ) from None
 
 
 def _limits(server: _Server) -> "RequestLimits":
     from ...backends.serving.http.limits import RequestLimits
 
-    in_engine = server.max_num_seqs + server.max_queued_requests
+    in_engine = server.engine("max_num_seqs") + server.asked.max_queued_requests
     return RequestLimits(
         max_request_bytes=server.asked.max_request_bytes,
         body_timeout_s=server.asked.body_timeout,
-        max_open_requests=server.max_open_requests or in_engine + OPEN_BESIDE_ENGINE,
+        max_open_requests=server.asked.max_open_requests or in_engine + OPEN_BESIDE_ENGINE,
         api_keys=server.api_key,
     )
 
 
 def _recording(server: _Server, flush: "FlushPolicy", sized: "SizedEngine") -> "LiveRecording | None":
-    if server.log is None:
+    if server.recording.log is None:
         return None
     from ...backends.serving.engine.recording import LiveRecording
 
     graphs = sized.runner.graphs
-    facts = {"model": server.model, "cudagraph_capture_sizes": [] if graphs is None else list(graphs.sizes)}
+    facts = {"model": server.asked.model, "cudagraph_capture_sizes": [] if graphs is None else list(graphs.sizes)}
     return LiveRecording.create(
-        server.log, flush=flush, allocator=sized.allocator, scheduler=sized.scheduler, facts=facts
+        server.recording.log, flush=flush, allocator=sized.allocator, scheduler=sized.scheduler, facts=facts
     )
 
 
@@ -332,12 +253,6 @@ def _device(name: str) -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _quieten_progress() -> None:
-    """Bars of loading belong on a terminal. The library that draws them reads this once, when it is imported."""
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def _say(line: str) -> None:
@@ -352,10 +267,8 @@ def _say_where(server: _Server, port: int) -> None:
         shares = "no cached prefixes" if server.asked.isolate_api_keys else "cached prefixes"
         _say(f"API keys: {len(server.api_key)}; clients with different ones share {shares}")
     size = "4MiB" if server.asked.max_request_bytes == 4 << 20 else str(server.asked.max_request_bytes)
-    _say(
-        f"Bounds: {server.max_num_seqs:,} requests run, {server.max_queued_requests:,} wait (then 429); bodies of "
-        f"{size} (then 413)"
-    )
+    runs, waits = server.engine("max_num_seqs"), server.asked.max_queued_requests
+    _say(f"Bounds: {runs:,} requests run, {waits:,} wait (then 429); bodies of {size} (then 413)")
     _say(f"Serving on http://{host}:{port}/v1 (Ctrl+C to end)")
 
 
@@ -365,8 +278,8 @@ def _say_how_it_ended(server: _Server, engine: "LiveEngine") -> bool:
         f"Ended: {stats.num_finished:,} requests finished, {stats.num_aborted:,} aborted, {stats.num_rejected:,} too "
         f"long; {pool.num_held_blocks:,} of {pool.num_usable_blocks:,} blocks held"
     )
-    if server.log is not None:
-        _say(f"Log: {server.log} (kvledger log verify {server.log})")
+    if server.recording.log is not None:
+        _say(f"Log: {server.recording.log} (kvledger log verify {server.recording.log})")
     if engine.failure is not None:
         print(f"kvledger: the engine failed: {type(engine.failure).__name__}: {engine.failure}", file=sys.stderr)
     return engine.failure is None

@@ -47,15 +47,12 @@ def _report(study: "SizeStudy", plots: str | None, json: bool) -> bool:
     """Print and draw what is done; False where the answer is no."""
     from pathlib import Path
 
-    from ..report.console import print_json
+    from ..report.console import print_result
     from ..report.plot_files import write_plots
     from ..report.size import print_size, size_plots
 
     document = study.to_dict()
     if plots is not None:
         write_plots(size_plots(document), Path(plots))
-    if json:
-        print_json(document)
-    else:
-        print_size(document)
+    print_result(document, print_size, json)
     return document["answer"] is not None

@@ -1,10 +1,13 @@
 """`kvledger study`: plan, curve, replay and compare of one trace on one deployment, as one report."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...core.errors import InputError
 from ..scenario.curve import CurveOptions
 from ..scenario.options import OptionSet
 from ..scenario.scenario import Scenario
@@ -35,17 +38,18 @@ def study(
     """
     import sys
 
-    from ..report.console import PartsProgress
+    from ..report.console import Bar
     from ..study.study import Study
     from .cli import EXIT_DOES_NOT_FIT
 
-    progress = PartsProgress()
-    found = Study(scenario, curve, progress.update)
+    bar = Bar()
+    found = Study(scenario, curve, bar.part)
     folder = Path(output)
-    _make_folder(folder)
+    with _writing(f"--output {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
     try:
-        with progress:
-            found.run(progress.part_ended)
+        with bar:
+            found.run(bar.part_ended)
     except KeyboardInterrupt:
         if found.done:
             _finish(found, folder, plots, json)
@@ -59,36 +63,25 @@ def study(
 def _finish(study: "Study", folder: Path, plots: str | None, json: bool) -> None:
     from json import dumps
 
-    from ..report.console import print_json
+    from ..report.console import print_result
     from ..report.page import render_page
     from ..report.plot_files import write_plots
     from ..report.plots import study_plots
     from ..report.study_tables import print_study
 
     document = study.to_dict()
-    _write(folder / DATA, dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
-    _write(folder / PAGE, render_page(document))
+    text = dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    for name, content in ((DATA, text), (PAGE, render_page(document))):
+        with _writing(f"{folder / name}"):
+            (folder / name).write_text(content, encoding="utf-8")
     if plots is not None:
         write_plots(study_plots(document), Path(plots))
-    if json:
-        print_json(document)
-    else:
-        print_study(document, folder / PAGE, folder / DATA)
+    print_result(document, lambda document: print_study(document, folder / PAGE, folder / DATA), json)
 
 
-def _make_folder(folder: Path) -> None:
-    from ...core.errors import InputError
-
+@contextmanager
+def _writing(where: str) -> Iterator[None]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
-        raise InputError(f"--output {folder}: {error.strerror or error}; give a folder that can be written") from error
-
-
-def _write(path: Path, text: str) -> None:
-    from ...core.errors import InputError
-
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}; give --output a folder that can be written") from error
+        raise InputError(f"{where}: {error.strerror or error}; give --output a folder that can be written") from error

@@ -7,11 +7,9 @@ dashboards made for vLLM show the run.
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-import attrs
-
-from ...core.errors import InputError, MisuseError
+from ...core.errors import MisuseError
 from ...core.scheduler.scheduler import Scheduler
 from ..engine.distributions import NANOSECONDS
 from ..engine.engine import RunListener
@@ -25,9 +23,6 @@ from ..engine.vllm_metrics import (
     Snapshot,
     take_snapshot,
 )
-
-if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric as Family
 
 SCRAPE_INTERVAL_S = 15
 
@@ -112,28 +107,28 @@ class OpenMetricsSeries(RunListener):
         self._last_ns = at_ns
         for metric in METRICS:
             value = snapshot[metric.name]
-            for reason, lines in self._lines(metric, value, self._timestamp(at_ns)):
+            for reason, lines in _lines(metric, value, self._labels, f" {self._timestamp(at_ns)}"):
                 gathered = self._gathered.get((metric.name, reason))
                 if gathered is None:
                     gathered = self._gathered[metric.name, reason] = tempfile.TemporaryFile()  # noqa: SIM115
                 gathered.write(lines.encode())
 
-    def _lines(self, metric: Metric, value: Any, at: str) -> Iterator[tuple[str, str]]:
-        """Yield (reason or "", the lines of one series)."""
-        if isinstance(value, HistogramCounts):
-            buckets = [
-                f'{metric.name}_bucket{{{self._labels},le="{"+Inf" if le == float("inf") else le}"}} {count} {at}\n'
-                for le, count in value.buckets
-            ]
-            count = f"{metric.name}_count{{{self._labels}}} {value.buckets[-1][1]} {at}\n"
-            yield "", "".join(buckets) + count + f"{metric.name}_sum{{{self._labels}}} {value.total} {at}\n"
-        elif isinstance(value, dict):
-            for reason, number in value.items():
-                labels = f'{self._labels},{FINISHED_REASON}="{reason}"'
-                yield reason, f"{metric.name}_total{{{labels}}} {number} {at}\n"
-        else:
-            suffix = "_total" if metric.kind == "counter" else ""
-            yield "", f"{metric.name}{suffix}{{{self._labels}}} {value} {at}\n"
+
+def _lines(metric: Metric, value: Any, labels: str, at: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (reason or "", the lines of one series); `at` is a time stamp behind a space."""
+    if isinstance(value, HistogramCounts):
+        lines = [
+            f'{metric.name}_bucket{{{labels},le="{"+Inf" if le == float("inf") else le}"}} {count}{at}\n'
+            for le, count in value.buckets
+        ]
+        lines.append(f"{metric.name}_count{{{labels}}} {value.buckets[-1][1]}{at}\n")
+        yield "", "".join([*lines, f"{metric.name}_sum{{{labels}}} {value.total}{at}\n"])
+    elif isinstance(value, dict):
+        for reason, number in value.items():
+            yield reason, f'{metric.name}_total{{{labels},{FINISHED_REASON}="{reason}"}} {number}{at}\n'
+    else:
+        suffix = "_total" if metric.kind == "counter" else ""
+        yield "", f"{metric.name}{suffix}{{{labels}}} {value}{at}\n"
 
 
 def write_openmetrics(series: Sequence[OpenMetricsSeries], stream: IO[bytes]) -> None:
@@ -141,10 +136,10 @@ def write_openmetrics(series: Sequence[OpenMetricsSeries], stream: IO[bytes]) ->
     for one in series:
         one.finish()
     for metric in METRICS:
-        stream.write(_header(metric.name, metric.kind, metric.text))
+        stream.write(_header(metric.name, metric.kind, metric.text).encode())
         for one in series:
             one.write_samples(metric, stream)
-    stream.write(_header(CACHE_CONFIG_INFO, "gauge", "What the pool is."))
+    stream.write(_header(CACHE_CONFIG_INFO, "gauge", "What the pool is.").encode())
     for one in series:
         one.write_cache_config(stream)
     stream.write(b"# EOF\n")
@@ -152,8 +147,8 @@ def write_openmetrics(series: Sequence[OpenMetricsSeries], stream: IO[bytes]) ->
         one.close()
 
 
-def _header(name: str, kind: str, text: str) -> bytes:
-    return f"# HELP {name} {text}\n# TYPE {name} {kind}\n".encode()
+def _header(name: str, kind: str, text: str) -> str:
+    return f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
 
 
 def _labels(labels: Mapping[str, str]) -> str:
@@ -163,82 +158,13 @@ def _labels(labels: Mapping[str, str]) -> str:
     return ",".join(f'{name}="{escaped(value)}"' for name, value in labels.items())
 
 
-def check_prometheus_client(option: str) -> None:
-    """Raise InputError if prometheus_client is missing."""
-    try:
-        import prometheus_client  # noqa: F401
-    except ImportError:
-        raise InputError(
-            f"{option} needs prometheus_client, which is not installed; install the extra `sim` (pip install "
-            "'kvledger[sim]')"
-        ) from None
-
-
-@attrs.frozen
-class EngineMetrics:
-    """One engine's metrics, and the labels of its series.
-
-    Attributes:
-        snapshot: from `take_snapshot`.
-        labels: from `series_labels`.
-        cache_config: from `cache_config_labels`.
-    """
-
-    snapshot: Snapshot
-    labels: Mapping[str, str]
-    cache_config: Mapping[str, str]
-
-
-def prometheus_text(engines: Sequence[EngineMetrics]) -> bytes:
-    """The text exposition of one scrape of every engine; all engines have the same label names."""
-    from prometheus_client import CollectorRegistry, generate_latest
-
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(list(_families(engines))))
-    return generate_latest(registry)
-
-
-class _Collector:
-    def __init__(self, families: "list[Family]") -> None:
-        self._families = families
-
-    def collect(self) -> "Iterable[Family]":
-        """The metric families, for the registry."""
-        return self._families
-
-
-def _families(engines: Sequence[EngineMetrics]) -> "Iterator[Family]":
-    from prometheus_client.core import GaugeMetricFamily
-
+def prometheus_text(engines: Iterable[tuple[Snapshot, Mapping[str, str], Mapping[str, str]]]) -> bytes:
+    """The text exposition of one scrape: each engine's snapshot, the labels of its series, and those of its cache."""
+    scraped = [(snapshot, _labels(labels), _labels(cache_config)) for snapshot, labels, cache_config in engines]
+    out: list[str] = []
     for metric in METRICS:
-        yield _family(metric, engines)
-    info = GaugeMetricFamily(CACHE_CONFIG_INFO, "What the pool is.", labels=list(engines[0].cache_config))
-    for engine in engines:
-        info.add_metric(list(engine.cache_config.values()), 1)
-    yield info
-
-
-def _family(metric: Metric, engines: Sequence[EngineMetrics]) -> "Family":
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-    from prometheus_client.utils import floatToGoString
-
-    names = list(engines[0].labels)
-    first = engines[0].snapshot[metric.name]
-    if isinstance(first, HistogramCounts):
-        histogram = HistogramMetricFamily(metric.name, metric.text, labels=names)
-        for engine in engines:
-            value = engine.snapshot[metric.name]
-            buckets = [(floatToGoString(le), count) for le, count in value.buckets]
-            histogram.add_metric(list(engine.labels.values()), buckets, value.total)
-        return histogram
-    if isinstance(first, dict):
-        reasons = CounterMetricFamily(metric.name, metric.text, labels=[*names, FINISHED_REASON])
-        for engine in engines:
-            for reason, number in engine.snapshot[metric.name].items():
-                reasons.add_metric([*engine.labels.values(), reason], number)
-        return reasons
-    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-    family = kind(metric.name, metric.text, labels=names)
-    for engine in engines:
-        family.add_metric(list(engine.labels.values()), engine.snapshot[metric.name])
-    return family
+        out.append(_header(metric.name + ("_total" if metric.kind == "counter" else ""), metric.kind, metric.text))
+        out += [lines for one, labels, _ in scraped for _, lines in _lines(metric, one[metric.name], labels)]
+    out.append(_header(CACHE_CONFIG_INFO, "gauge", "What the pool is."))
+    out += [f"{CACHE_CONFIG_INFO}{{{cache_config}}} 1\n" for _, _, cache_config in scraped]
+    return "".join(out).encode()

@@ -14,7 +14,7 @@ from ..engine.vllm_metrics import cache_config_labels, series_labels
 from ..fleet.fleet import EngineName
 from ..scenario.options import OUTPUT, option, options
 from .engine_trace import EngineTrace, TraceEventFile
-from .prometheus import EngineMetrics, OpenMetricsSeries, check_prometheus_client, prometheus_text, write_openmetrics
+from .prometheus import OpenMetricsSeries, prometheus_text, write_openmetrics
 from .tables import (
     ENGINE_COLUMN,
     REQUEST_COLUMNS,
@@ -143,8 +143,7 @@ class RunExports(AbstractContextManager["RunExports"]):
     def publish(self, report: ReplayReport) -> None:
         """Finish every file, then put all of them in place.
 
-        Raises:
-            InputError: a write failed, such as on a full disk; then no file is put in place.
+        Raises InputError: a write failed, such as on a full disk; then no file is put in place.
         """
         for table in self._tables:
             table.finish()
@@ -155,7 +154,7 @@ class RunExports(AbstractContextManager["RunExports"]):
         snapshots = report.engine_snapshots or ([] if report.snapshot is None else [report.snapshot])
         if self._prometheus is not None and snapshots:
             metrics = zip(snapshots, self._labels, self._cache_config, strict=True)
-            self._prometheus.stream.write(prometheus_text([EngineMetrics(*one) for one in metrics]))
+            self._prometheus.stream.write(prometheus_text(metrics))
         if self._openmetrics_file is not None:
             write_openmetrics(self._openmetrics, self._openmetrics_file.stream)
         for file in self._files:
@@ -171,7 +170,6 @@ class RunExports(AbstractContextManager["RunExports"]):
     def _open_all(self, files: ExportOptions) -> None:
         self._open_tables(files)
         if files.prometheus_out is not None:
-            check_prometheus_client("--prometheus-out")
             self._prometheus = self._file("--prometheus-out", files.prometheus_out)
         if (files.openmetrics_out is None) != (files.openmetrics_start is None):
             raise InputError(

@@ -49,8 +49,7 @@ class OutputFile:
     def __init__(self, option: str, name: str) -> None:
         """Create the temporary file beside the real one.
 
-        Raises:
-            InputError: the path is not a file, or cannot be written.
+        Raises InputError: the path is not a file, or cannot be written.
         """
         self.option = option
         self.path = Path(name).resolve()
@@ -73,8 +72,7 @@ class OutputFile:
     def publish(self) -> None:
         """Put the closed file in place; it keeps the permissions of a file that it replaces.
 
-        Raises:
-            InputError: the folder cannot be written.
+        Raises InputError: the folder cannot be written.
         """
         try:
             if self.path.exists():
@@ -113,8 +111,7 @@ class TableWriter(ABC):
 def open_table(file: OutputFile, columns: Columns) -> TableWriter:
     """The writer for the suffix of the file's name.
 
-    Raises:
-        InputError: the name does not end in .csv, .jsonl or .parquet, or pyarrow is missing.
+    Raises InputError: the name does not end in .csv, .jsonl or .parquet, or pyarrow is missing.
     """
     writer = _WRITERS.get(file.path.suffix)
     if writer is None:

@@ -3,8 +3,8 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import IO
 
 import pyarrow.parquet as pq
 
@@ -26,20 +26,16 @@ from .live_rerun import KnownKeys, LoggedKeys
 def write_kv_events(reader: LogReader, path: Path, wire: Wire) -> int:
     """Write the KV events that a run would have published, as a stream to follow. Returns the number of batches.
 
-    Raises:
-        InputError: the log is neither of a run on a trace nor of a live run.
+    Raises InputError: the log is neither of a run on a trace nor of a live run.
     """
     trace = reader.manifest.header.get("trace")
     if trace is None and not is_live(reader):
         raise InputError(f"{reader.directory} holds no requests, only commits, so the tokens of KV events are unknown")
-    writer = KVEventFileWriter(path)
     count = 0
-    try:
+    with closing(KVEventFileWriter(path)) as writer:
         for batch in _batches(reader, wire, trace["trace_block_size"] if trace is not None else None):
             writer.write(count, encode_batch(batch))
             count += 1
-    finally:
-        writer.close()
     return count
 
 
@@ -56,15 +52,14 @@ def _batches(reader: LogReader, wire: Wire, trace_block_size: int | None) -> Ite
                 yield KVEventBatch((record.time_ns or 0) / 1e9, events)
             for request_id in _ended(record.commit):
                 registry.discard(request_id)
-        elif isinstance(record.note, RequestArrived) and logged_keys is not None:
-            keys = KnownKeys(logged_keys.of(record.note))
-            registry.add(record.note.request_id, RequestContent(SyntheticTokens(keys, block_size), keys))
         elif isinstance(record.note, RequestArrived):
-            request = traced_request(row_of(record.note), ordinal, 0.0, block_size, trace_block_size)
-            ordinal += 1
-            if request.keys is not None:
-                tokens = SyntheticTokens(request.keys, block_size)
-                registry.add(request.request_id, RequestContent(tokens, request.keys))
+            if logged_keys is not None:
+                keys = KnownKeys(logged_keys.of(record.note))
+            else:
+                keys = traced_request(row_of(record.note), ordinal, 0.0, block_size, trace_block_size).keys
+                ordinal += 1
+            if keys is not None:
+                registry.add(record.note.request_id, RequestContent(SyntheticTokens(keys, block_size), keys))
 
 
 def _ended(commit: Commit) -> Iterator[str]:
@@ -81,8 +76,7 @@ def convert_log(reader: LogReader, form: str, target: str | Path, wire: str | No
 
     `wire` is the encoding of KV events, "vllm" unless given; other forms do not take it.
 
-    Raises:
-        InputError: an unknown form, a target that exists, or a log without such data.
+    Raises InputError: an unknown form, a target that exists, or a log without such data.
     """
     forms = {**FORMS, KV_EVENTS: _kv_events_as(wire)}
     if form not in forms:
@@ -127,8 +121,7 @@ def _to_parquet(reader: LogReader, path: Path) -> int:
 
 def _to_jsonl(reader: LogReader, path: Path) -> int:
     """Write one JSON object per row, named by the columns, without empty columns; block hashes are as in the rows."""
-    with path.open("w") as file:
-        return _write_lines(file, _plain_rows(reader))
+    return _write_lines(path, _plain_rows(reader))
 
 
 def _plain_rows(reader: LogReader) -> Iterator[Document]:
@@ -141,8 +134,7 @@ def _plain_rows(reader: LogReader) -> Iterator[Document]:
 
 def _to_trace(reader: LogReader, path: Path) -> int:
     """Write a Mooncake trace of the requests: milliseconds, lengths, and the block ids of prompts that have any."""
-    with path.open("w") as file:
-        count = _write_lines(file, _mooncake_rows(reader))
+    count = _write_lines(path, _mooncake_rows(reader))
     if not count:
         raise InputError(f"{reader.directory} holds no requests, only commits, so it cannot become a trace")
     return count
@@ -169,11 +161,12 @@ def _mooncake_row(arrival_s: float, num_input: int, num_output: int, ids: Sequen
     return row if ids is None else {**row, "hash_ids": list(ids)}
 
 
-def _write_lines(file: IO[str], rows: Iterator[Document]) -> int:
+def _write_lines(path: Path, rows: Iterator[Document]) -> int:
     count = 0
-    for row in rows:
-        file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        count += 1
+    with path.open("w") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += 1
     return count
 
 

@@ -6,61 +6,28 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
-import attrs
-
 from ...backends.sinks.kv_events.file import KVEventFileWriter, is_kv_event_file, read_kv_event_file
 from ...backends.sinks.kv_events.schema import AllBlocksCleared, KVEventBatch, encode_batch
 from ...backends.sinks.kv_events.stream_order import StreamOrder
 from ...backends.sinks.kv_events.subscriber import Endpoints, KVEventSubscriber
 from ...core.errors import InputError
 from ..figures import Document
+from .follow_options import FollowOptions
 from .shadow_ledger import HashNumbers, SeenRequest, ShadowLedger
 
 
-@attrs.frozen
-class FollowOptions:
-    """What to follow, and where to write it.
-
-    Attributes:
-        source: the publisher's endpoint, or a recorded file.
-        replay_endpoint: the endpoint that resends missed batches.
-        topic: prefix of the topics to receive.
-        offers_snapshots: whether the producer sends its whole state on request.
-        num_gpu_blocks: blocks of the server's pool, if known.
-        continuation_s: see `ShadowLedger`.
-        record: file for the stream, in order; None: not written.
-        trace_out: file for the requests seen, as a Mooncake trace; None: not written.
-    """
-
-    source: str
-    replay_endpoint: str | None = None
-    topic: str = ""
-    offers_snapshots: bool = False
-    num_gpu_blocks: int | None = None
-    continuation_s: float = 2.0
-    record: str | None = None
-    trace_out: str | None = None
-
-
 class Follower(AbstractContextManager["Follower"]):
-    """One stream and its shadow ledger.
-
-    Attributes:
-        ledger: the state that the stream describes.
-        order: puts batches in order and counts gaps.
-    """
+    """One stream, its shadow ledger, and the order of its batches, which counts gaps."""
 
     def __init__(self, options: FollowOptions) -> None:
         """Open the output files. Raises InputError for one that exists."""
         self._options = options
-        self._is_file = is_kv_event_file(options.source)
-        if not self._is_file and "://" not in options.source:
+        self._is_file = is_kv_event_file(options.endpoint)
+        if not self._is_file and "://" not in options.endpoint:
             raise InputError(
-                f"{options.source} is neither a recorded stream of KV events nor an endpoint such as "
+                f"{options.endpoint} is neither a recorded stream of KV events nor an endpoint such as "
                 "tcp://127.0.0.1:5557"
             )
-        if options.continuation_s < 0:
-            raise InputError(f"--continuation-s is {options.continuation_s}; it must be 0 or more seconds")
         self.ledger = ShadowLedger(options.num_gpu_blocks, options.continuation_s)
         self.order = StreamOrder(self._apply, self._clear)
         self._files = ExitStack()
@@ -78,47 +45,43 @@ class Follower(AbstractContextManager["Follower"]):
         self.ledger.requests.forget()
         self._files.close()
 
-    def run(self, interval_s: float, duration_s: float | None, on_report: Callable[[Document], None]) -> Document:
+    def run(self, on_report: Callable[[Document], None]) -> Document:
         """Follow until the duration ends, the file ends, or an interrupt. Returns the last report.
 
-        Args:
-            interval_s: seconds between reports, by this machine's clock or the recorded one.
-            duration_s: seconds to follow a server; None: until interrupted.
-            on_report: called with each report.
+        `on_report` is called with each report; the interval is by this machine's clock, or by the recorded one.
         """
-        steps = self._through_file(interval_s) if self._is_file else self._through_sockets(interval_s, duration_s)
-        for _ in steps:
+        for _ in self._through_file() if self._is_file else self._through_sockets():
             on_report(self.ledger.report(self.order.counts))
         return self.ledger.report(self.order.counts)
 
-    def _through_file(self, interval_s: float) -> Iterator[None]:
+    def _through_file(self) -> Iterator[None]:
         due: float | None = None
-        for sequence, payload in read_kv_event_file(self._options.source):
+        for sequence, payload in read_kv_event_file(self._options.endpoint):
             self.order.offer(sequence, payload)
             self.order.give_up()
             now = self.ledger.last_ts
             if now is None:
                 continue
-            due = now + interval_s if due is None else due
+            due = now + self._options.interval if due is None else due
             if now >= due:
-                due = now + interval_s
+                due = now + self._options.interval
                 yield
 
-    def _through_sockets(self, interval_s: float, duration_s: float | None) -> Iterator[None]:
+    def _through_sockets(self) -> Iterator[None]:
         options = self._options
         endpoints = Endpoints(
-            options.source, options.replay_endpoint, options.topic, offers_snapshots=options.offers_snapshots
+            options.endpoint, options.replay_endpoint, options.topic, offers_snapshots=options.snapshots
         )
         started = time.monotonic()
-        due = started + interval_s
-        end = None if duration_s is None else started + duration_s
+        due = started + options.interval
+        end = None if options.duration is None else started + options.duration
         with KVEventSubscriber(endpoints, self.order) as subscriber:
             subscriber.catch_up()
             while end is None or time.monotonic() < end:
                 now = time.monotonic()
                 subscriber.receive(max(0.0, min(due, end or due) - now))
                 if time.monotonic() >= due:
-                    due += interval_s
+                    due += options.interval
                     yield
 
     def _apply(self, sequence: int, batch: KVEventBatch) -> None:

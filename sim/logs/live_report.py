@@ -29,15 +29,9 @@ EAGER_FACTORS = ("uncaptured_layer_s",)
 
 @attrs.frozen(eq=False)
 class CalibratedModel:
-    """One latency model against the measured steps.
+    """One latency model against the measured steps, before calibration (None without default costs) and after it.
 
-    Attributes:
-        name: "linear", "linear with context", "linear with prefill steps" or "roofline".
-        before: the uncalibrated model; None if it has no default costs.
-        after: the calibrated model.
-        error_before, error_after, error_unseen: mean absolute relative errors of a step; `error_before` is None
-            without `before`.
-        total_error: relative error of the total predicted time, after calibration.
+    Errors are mean absolute relative errors of a step; `total_error` is the relative error of the total predicted time.
     """
 
     name: str
@@ -62,12 +56,7 @@ class CalibratedModel:
 
 @attrs.frozen(eq=False)
 class LiveReport:
-    """Measured steps and the models calibrated to them.
-
-    Attributes:
-        steps: the measured steps.
-        models: every model; `best` is the one with the smallest error on unseen steps.
-    """
+    """Measured steps and the models calibrated to them."""
 
     steps: MeasuredSteps
     models: tuple[CalibratedModel, ...]
@@ -124,19 +113,14 @@ class LiveReport:
 
 
 def live_report(steps: MeasuredSteps, roofline: RooflineLatency | None = None) -> LiveReport:
-    """Compare and calibrate every latency model.
+    """Compare and calibrate every latency model; `roofline` is the model expected before measuring, if any.
 
-    Args:
-        steps: of a live run.
-        roofline: the model expected before measuring, if any.
-
-    Raises:
-        InputError: there are no steps.
+    Raises InputError: there are no steps.
     """
+    terms = {"linear": PLAIN, "linear with context": WITH_CONTEXT, "linear with prefill steps": WITH_PREFILL_STEPS}
     models = [
-        _calibrated("linear", LinearLatency(), steps, lambda some: fit_latency(some, PLAIN)),
-        _calibrated("linear with context", None, steps, lambda some: fit_latency(some, WITH_CONTEXT)),
-        _calibrated("linear with prefill steps", None, steps, lambda some: fit_latency(some, WITH_PREFILL_STEPS)),
+        _calibrated(name, LinearLatency() if of is PLAIN else None, steps, lambda some, of=of: fit_latency(some, of))
+        for name, of in terms.items()
     ]
     if roofline is not None:
         models.append(_calibrated("roofline", roofline, steps, lambda some: fit_roofline(some, roofline)))
@@ -148,8 +132,7 @@ def served_roofline(reader: "LogReader", model: str, gpu: str, weights_dtype: st
 
     Steps with more tokens than the largest captured decode step count as running outside CUDA graphs.
 
-    Raises:
-        InputError: an unknown model or device, or a model whose computation is unknown.
+    Raises InputError: an unknown model or device, or a model whose computation is unknown.
     """
     header = reader.manifest.header
     expected = RooflineLatency.for_model(
@@ -179,10 +162,7 @@ def fit_roofline(steps: MeasuredSteps, start: RooflineLatency) -> RooflineLatenc
 
 
 def _calibrated(
-    name: str,
-    before: LatencyModel | None,
-    steps: MeasuredSteps,
-    fit: Callable[[MeasuredSteps], LatencyModel],
+    name: str, before: LatencyModel | None, steps: MeasuredSteps, fit: Callable[[MeasuredSteps], LatencyModel]
 ) -> CalibratedModel:
     after = fit(steps)
     seen, unseen = steps[::2], steps[1::2]

@@ -30,14 +30,10 @@ class LoggedKeys:
     """Block hashes of each request: `RequestArrived` has those of its prompt, `RequestEnded` those of its output.
 
     If a request has no end in the log (the engine was killed, or still runs), the commits provide the hashes of its
-    cached output blocks, which are the only ones that a later lookup can find.
-
-    Attributes:
-        num_unended: requests without an end in the log.
+    cached output blocks, which are the only ones that a later lookup can find. `num_unended` counts these requests.
     """
 
     def __init__(self, reader: LogReader) -> None:
-        """Read the notes, and the commits if a request has no end."""
         # A later request may reuse the id of an ended one.
         self._ends: defaultdict[str, deque[RequestEnded]] = defaultdict(deque)
         arrived: list[RequestArrived] = []
@@ -98,13 +94,10 @@ ABORTED = ("abort", "error")
 
 @attrs.define
 class Rerun:
-    """The result of running a live run's decisions again.
+    """What came out equal when a live run's decisions ran again, and the first difference in words, if there is one.
 
-    Attributes:
-        commits, steps, requests: how many came out equal.
-        steps_with_slots: steps whose slots are in the log and came out equal.
-        unended: requests without an end in the log (it is torn, or still being written).
-        divergence: describes the first difference; None if there is none.
+    `steps_with_slots` counts steps whose slots are in the log. `unended` counts requests without an end in the log (it
+    is torn, or still being written).
     """
 
     commits: int = 0
@@ -136,15 +129,10 @@ class Rerun:
         return lines
 
 
-def run_live_again(reader: LogReader, on_progress: Callable[[int], None] | None = None) -> Rerun:
-    """Run the decisions of a live run again and compare.
+def run_live_again(reader: LogReader, on_progress: Callable[[int], None] = lambda count: None) -> Rerun:
+    """Run the decisions of a live run again and compare; `on_progress` is called with the number of steps so far.
 
-    Args:
-        reader: its log.
-        on_progress: called with the number of steps so far.
-
-    Raises:
-        InputError: the log is not of a live run.
+    Raises InputError: the log is not of a live run.
     """
     if not is_live(reader):
         raise InputError(f"{reader.directory} is not the log of a live engine (kvledger serve --log)")
@@ -160,7 +148,9 @@ class _LogOver(Exception):
 
 
 class _LiveRerun:
-    def __init__(self, reader: LogReader, on_progress: Callable[[int], None] | None) -> None:
+    _scheduler: Scheduler
+
+    def __init__(self, reader: LogReader, on_progress: Callable[[int], None]) -> None:
         self._reader = reader
         self._on_progress = on_progress
         self._found = Rerun()
@@ -169,7 +159,6 @@ class _LiveRerun:
         self._keys = LoggedKeys(reader)
         self._found.unended = self._keys.num_unended
         self._backend = SimBackend()
-        self._scheduler: Scheduler | None = None
         self._finished: dict[str, int] = {}
 
     def run(self) -> Rerun:
@@ -201,10 +190,9 @@ class _LiveRerun:
     def apply(self, commit: Commit) -> None:
         """Compare a commit of the rerun with the next record of the log."""
         record = self._next()
-        if not isinstance(record, LoggedCommit):
-            self._differ(commit.sequence, commit, record)
-        if record.commit != commit:
-            self._differ(commit.sequence, commit, record)
+        if not isinstance(record, LoggedCommit) or record.commit != commit:
+            mine = "; ".join(described(LoggedCommit(commit, None)))
+            raise _Diverged(f"commit {commit.sequence} is [{mine}], but the log has [{_in_words(record)}]")
         self._found.commits += 1
 
     def _computed(self, step: ScheduledStep) -> StepResult | None:
@@ -224,13 +212,8 @@ class _LiveRerun:
                 raise _Diverged(f"the slots of step {self._found.steps} differ from the device's")
             self._found.steps_with_slots += 1
         self._found.steps += 1
-        if self._on_progress is not None:
-            self._on_progress(self._found.steps)
+        self._on_progress(self._found.steps)
         return StepResult((note.nanoseconds,), stopped=note.stopped)
-
-    def _differ(self, sequence: int, commit: Commit, record: Record) -> NoReturn:
-        mine = "; ".join(described(LoggedCommit(commit, None)))
-        raise _Diverged(f"commit {sequence} is [{mine}], but the log has [{_in_words(record)}]")
 
     def _expect_the_end(self) -> NoReturn:
         """Check that no commit or step is left in the log when the rerun has nothing left to compute."""
@@ -253,7 +236,7 @@ class _LiveRerun:
                 self._arrive(note)
             elif note.reason in ABORTED:
                 self._finished.pop(note.request_id, None)  # it finished before the engine failed
-                self._the_scheduler.abort(note.request_id)
+                self._scheduler.abort(note.request_id)
             else:
                 self._compare_end(note)
         if self._finished:
@@ -283,11 +266,11 @@ class _LiveRerun:
         )
         lead = note.facts.get("sample_of")
         if lead is None:
-            self._the_scheduler.submit(request)
+            self._scheduler.submit(request)
             return
         request.num_output_tokens = 1
         has_ended: bool = note.facts["has_ended"]
-        self._the_scheduler.fork(lead, request, has_ended)
+        self._scheduler.fork(lead, request, has_ended)
         if has_ended:
             self._finished[note.request_id] = 1
 
@@ -296,11 +279,6 @@ class _LiveRerun:
         if produced != note.num_output_tokens:
             here = "does not finish here" if produced is None else f"finishes with {produced} output tokens"
             raise _Diverged(f"request {note.request_id!r} {here}; in the log it finishes with {note.num_output_tokens}")
-
-    @property
-    def _the_scheduler(self) -> Scheduler:
-        assert self._scheduler is not None
-        return self._scheduler
 
     def _peek(self) -> Record:
         if self._peeked is None:

@@ -17,8 +17,7 @@ _OUTPUT = frozenset(["traces", "json", "log", "log_flush", "plots"])
 def recorded_scenario(reader: LogReader) -> Scenario:
     """The scenario of a recorded run, with the log as its trace; for a live run, only the trace.
 
-    Raises:
-        InputError: the log does not record its run, or has an option that this version does not have.
+    Raises InputError: the log does not record its run, or has an option that this version does not have.
     """
     trace = (str(reader.directory),)
     if is_live(reader):

@@ -25,30 +25,12 @@ CLOCK: Final = "simulated"
 
 
 class RunLog(RunListener):
-    """A listener that writes the log of one run.
-
-    Attributes:
-        trace: the trace to run on, which notes each request when the run takes it.
-        log: the log being written.
-    """
+    """A listener that writes the log of one run, on `trace`, which notes each request when the run takes it."""
 
     def __init__(
-        self,
-        directory: str | Path,
-        *,
-        command: str,
-        options: Document,
-        trace: Trace,
-        flush: FlushPolicy,
+        self, directory: str | Path, *, command: str, options: Document, trace: Trace, flush: FlushPolicy
     ) -> None:
-        """Start the log of a run.
-
-        Args:
-            directory: an empty or new directory.
-            command: the command that runs, such as "replay".
-            options: its options by parameter name, as JSON values.
-            trace: the trace of the run.
-            flush: when commits reach the disk.
+        """Start the log of a run in an empty or new directory; the options of the command are JSON values.
 
         Raises:
             InputError: the directory is not empty, or an option is not a JSON value.

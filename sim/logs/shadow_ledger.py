@@ -18,14 +18,7 @@ from ..figures import Document
 
 @attrs.define
 class _Sequence:
-    """A request that may continue.
-
-    Attributes:
-        began: the time of its first store.
-        last: the time of its latest store.
-        chain: every block so far, hit or stored.
-        block_size: tokens per block.
-    """
+    """A request that may continue: the times of its first and latest store, and every block so far, hit or stored."""
 
     began: float
     last: float
@@ -35,13 +28,7 @@ class _Sequence:
 
 @attrs.frozen
 class SeenRequest:
-    """A request that has probably ended.
-
-    Attributes:
-        arrival_s: when its first block was stored.
-        chain: the hashes of its blocks, hits first.
-        block_size: tokens per block.
-    """
+    """A request that has probably ended: when its first block was stored, and its blocks, hits first."""
 
     arrival_s: float
     chain: tuple[BlockHash, ...]
@@ -58,12 +45,6 @@ class StreamRequests:
 
     Blocks stored right after the last block of a request continue it (a chunk of its prompt, or its output), if they
     come within `continuation_s`. Any other store begins a request, whose prefix hit is the chain before it.
-
-    Attributes:
-        block_size: tokens per block.
-        num_requests: requests begun.
-        num_hit_blocks: blocks that they hit.
-        num_stored_blocks: blocks that they stored.
     """
 
     def __init__(
@@ -79,12 +60,6 @@ class StreamRequests:
         self.num_requests = 0
         self.num_hit_blocks = 0
         self.num_stored_blocks = 0
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Blocks hit over blocks hit or stored; None before the first request."""
-        blocks = self.num_hit_blocks + self.num_stored_blocks
-        return self.num_hit_blocks / blocks if blocks else None
 
     def group_of(self, event: BlockStored, kind: str) -> int | None:
         """The group that separates requests: the first of this kind (or of unknown kind) that stores."""
@@ -182,13 +157,7 @@ class Interval:
 
 
 class ShadowLedger:
-    """The state of a server's KV cache, updated batch by batch (`apply`) and reset by `clear`.
-
-    Attributes:
-        pool: the cached blocks.
-        requests: the requests seen.
-        num_batches: batches applied.
-    """
+    """The state of a server's KV cache, updated batch by batch (`apply`) and reset by `clear`."""
 
     def __init__(self, num_gpu_blocks: int | None = None, continuation_s: float = 2.0) -> None:
         """Start before the first batch.
@@ -201,7 +170,6 @@ class ShadowLedger:
         self._num_gpu_blocks = num_gpu_blocks
         self.pool = ShadowPool()
         self.requests = StreamRequests(self.pool, continuation_s)
-        self.num_batches = 0
         self._peak = 0
         self._returned_of_requests = 0
         self._interval = Interval()
@@ -228,7 +196,6 @@ class ShadowLedger:
         for counts in (self._interval, self._total):
             counts.first_ts = batch.ts if counts.first_ts is None else counts.first_ts
             counts.last_ts = batch.ts
-        self.num_batches += 1
         # The lookup that missed these blocks came before the evictions that made room for them.
         returned = self._take_returned(batch)
         for event in batch.events:
@@ -284,8 +251,10 @@ class ShadowLedger:
     def report(self, counts: StreamCounts | None = None) -> Document:
         """Current figures, and counts since the last report; begins a new interval."""
         interval, self._interval = self._interval, Interval()
-        seconds = _seconds(interval)
-        total = self._total
+        seconds = (interval.last_ts or 0.0) - (interval.first_ts or 0.0)
+        total, requests = self._total, self.requests
+        stored = requests.num_hit_blocks + requests.num_stored_blocks
+        with_twice = (requests.num_hit_blocks + self._returned_of_requests) / stored if stored else None
         return {
             "ts": total.last_ts,
             "num_blocks": self.pool.num_copies,
@@ -296,30 +265,18 @@ class ShadowLedger:
             "removed": interval.removed,
             "stored_per_s": interval.stored / seconds if seconds else None,
             "removed_per_s": interval.removed / seconds if seconds else None,
-            "requests": self.requests.num_requests,
-            "hit_blocks": self.requests.num_hit_blocks,
-            "prefix_hit_rate": self.requests.hit_rate,
+            "requests": requests.num_requests,
+            "hit_blocks": requests.num_hit_blocks,
+            "prefix_hit_rate": requests.num_hit_blocks / stored if stored else None,
             "twice_memory": {
                 "blocks_not_computed_again": total.returned,
                 "share_of_stored": total.returned / total.stored if total.stored else None,
-                "prefix_hit_rate": self._hit_rate_with_twice(),
+                "prefix_hit_rate": with_twice,
             },
             "orphans": self.pool.num_orphans,
             "unknown_removals": self.pool.num_unknown_removals,
             "stream": attrs.asdict(counts) if counts is not None else None,
         }
-
-    def _hit_rate_with_twice(self) -> float | None:
-        hits, stored = self.requests.num_hit_blocks, self.requests.num_stored_blocks
-        if not hits + stored:
-            return None
-        return (hits + self._returned_of_requests) / (hits + stored)
-
-
-def _seconds(interval: Interval) -> float:
-    if interval.first_ts is None or interval.last_ts is None:
-        return 0.0
-    return interval.last_ts - interval.first_ts
 
 
 class ShadowMetrics:
@@ -337,20 +294,21 @@ class ShadowMetrics:
         size = self._block_size or requests.block_size
         looked_up = (requests.num_hit_blocks + requests.num_stored_blocks) * size
         seen = "as seen in the event stream, without requests that stored nothing."
-        yield Figure("vllm:prefix_cache_queries", "counter", f"Tokens looked up, {seen}", looked_up)
-        yield Figure("vllm:prefix_cache_hits", "counter", f"Tokens found, {seen}", requests.num_hit_blocks * size)
         pool = ledger.pool
-        yield Figure("kvledger:shadow_blocks", "gauge", "Cached blocks.", pool.num_copies)
         occupancy = pool.num_copies / ledger.capacity if ledger.capacity else float("nan")
-        yield Figure(
-            "kvledger:shadow_occupancy", "gauge", "Cached blocks over the blocks of the pool, 0 to 1.", occupancy
-        )
-        yield Figure("kvledger:shadow_blocks_stored", "counter", "Blocks stored.", pool.num_stored)
-        yield Figure("kvledger:shadow_blocks_removed", "counter", "Blocks removed.", pool.num_removed)
         again = "Stored blocks that twice the memory would still have had."
-        yield Figure("kvledger:shadow_blocks_twice_memory_saves", "counter", again, ledger.num_returned)
-        yield Figure("kvledger:shadow_orphans", "counter", "Blocks stored after an unknown parent.", pool.num_orphans)
-        yield Figure("kvledger:stream_batches", "counter", "Batches applied.", counts.applied)
-        yield Figure("kvledger:stream_gaps", "counter", "Gaps found.", counts.gaps)
-        yield Figure("kvledger:stream_unrecoverable", "counter", "Batches lost for good.", counts.unrecoverable)
-        yield Figure("kvledger:stream_restarts", "counter", "Restarts of the producer.", counts.restarts)
+        for name, kind, text, value in (
+            ("vllm:prefix_cache_queries", "counter", f"Tokens looked up, {seen}", looked_up),
+            ("vllm:prefix_cache_hits", "counter", f"Tokens found, {seen}", requests.num_hit_blocks * size),
+            ("kvledger:shadow_blocks", "gauge", "Cached blocks.", pool.num_copies),
+            ("kvledger:shadow_occupancy", "gauge", "Cached blocks over the blocks of the pool, 0 to 1.", occupancy),
+            ("kvledger:shadow_blocks_stored", "counter", "Blocks stored.", pool.num_stored),
+            ("kvledger:shadow_blocks_removed", "counter", "Blocks removed.", pool.num_removed),
+            ("kvledger:shadow_blocks_twice_memory_saves", "counter", again, ledger.num_returned),
+            ("kvledger:shadow_orphans", "counter", "Blocks stored after an unknown parent.", pool.num_orphans),
+            ("kvledger:stream_batches", "counter", "Batches applied.", counts.applied),
+            ("kvledger:stream_gaps", "counter", "Gaps found.", counts.gaps),
+            ("kvledger:stream_unrecoverable", "counter", "Batches lost for good.", counts.unrecoverable),
+            ("kvledger:stream_restarts", "counter", "Restarts of the producer.", counts.restarts),
+        ):
+            yield Figure(name, kind, text, value)

@@ -1,7 +1,7 @@
 """Describes commits and notes of a log as text and as JSON, and selects some of them."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -61,17 +61,15 @@ def described(record: Record) -> Iterator[str]:
     """One line for the record, and one for each of its events."""
     at = "" if record.time_ns is None else f"  {record.time_ns / 1e9:.6f} s"
     if isinstance(record, LoggedNote):
-        fields = ", ".join(_field(name, value) for name, value in attrs.asdict(record.note, recurse=False).items())
-        yield f"note{at}  {type(record.note).__name__}({fields})"
+        yield f"note{at}  {_call(record.note, attrs.asdict(record.note, recurse=False))}"
         return
     yield f"commit {record.commit.sequence}{at}"
     for event in record.commit.events:
-        fields = ", ".join(_field(name, value) for name, value in columns_of(event).items())
-        yield f"  {type(event).__name__}({fields})"
+        yield f"  {_call(event, columns_of(event))}"
 
 
-def _field(name: str, value: Any) -> str:
-    return f"{name}={_shown(value)}"
+def _call(instance: Any, fields: Mapping[str, Any]) -> str:
+    return f"{type(instance).__name__}({', '.join(f'{name}={_shown(value)}' for name, value in fields.items())})"
 
 
 def _shown(value: Any) -> str:
@@ -103,10 +101,8 @@ def _runs(values: tuple[int, ...]) -> str:
 class Wanted:
     """Selects records for `kvledger log show`; a criterion that is None selects everything.
 
-    Attributes:
-        request: commits that name this request, or its row while it has one.
-        block: commits that name this block.
-        event: commits with an event of this name, or notes of this name.
+    `request`: commits that name it, or its row while it has one. `block`: commits that name it. `event`: commits with
+    an event of this name, or notes of this name.
     """
 
     request: str | None = None
@@ -121,19 +117,15 @@ class Wanted:
                 if self._admits_note(record):
                     yield record
                 continue
+            events = record.commit.events
             touches = self.request is None or self._touches_request(record.commit, rows)
-            if touches and self._admits_event(record.commit) and self._names_block(record.commit):
+            has_event = self.event is None or any(type(event).__name__ == self.event for event in events)
+            if touches and has_event and (self.block is None or any(self.block in blocks_of(e) for e in events)):
                 yield record
 
     def _admits_note(self, record: LoggedNote) -> bool:
         named = self.event in (None, type(record.note).__name__)
         return named and self.block is None and self.request in (None, getattr(record.note, "request_id", None))
-
-    def _admits_event(self, commit: Commit) -> bool:
-        return self.event is None or any(type(event).__name__ == self.event for event in commit.events)
-
-    def _names_block(self, commit: Commit) -> bool:
-        return self.block is None or any(self.block in blocks_of(event) for event in commit.events)
 
     def _touches_request(self, commit: Commit, rows: set[int]) -> bool:
         """Whether the commit is about the request; `rows` has its current row, if any, and is updated."""
@@ -149,16 +141,18 @@ class Wanted:
 
 def rows_of(event: Event) -> tuple[int, ...]:
     """The rows that an event names."""
-    if hasattr(event, "rows"):
-        return as_ints(getattr(event, "rows", ()))
-    return tuple([getattr(event, name) for name in ("row", "parent_row", "child_row") if hasattr(event, name)])
+    return _named(event, "rows", "row", "parent_row", "child_row")
 
 
 def blocks_of(event: Event) -> tuple[int, ...]:
     """The blocks that an event names."""
-    if hasattr(event, "blocks"):
-        return as_ints(getattr(event, "blocks", ()))
-    return tuple([getattr(event, name) for name in ("source", "target") if hasattr(event, name)])
+    return _named(event, "blocks", "source", "target")
+
+
+def _named(event: Event, column: str, *fields: str) -> tuple[int, ...]:
+    if hasattr(event, column):
+        return as_ints(getattr(event, column))
+    return tuple(getattr(event, name) for name in fields if hasattr(event, name))
 
 
 def occupancy(state: LedgerState) -> Document:

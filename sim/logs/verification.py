@@ -26,15 +26,10 @@ BLOCKS_PER_COMMIT = 8
 
 @attrs.frozen
 class Fault:
-    """The first fault of a log.
+    """The first fault of a log, the first affected commit (None if damage hides it), and the damaged file and byte.
 
-    Attributes:
-        kind: "damage" (bytes on disk), "conservation" (a block lost or counted twice), "replay" (an event that is
-            illegal after the events before it), "invariant", or "snapshot" (differs from the fold).
-        commit: the first affected commit, None if damage hides it.
-        description: the fault in words.
-        path: the damaged file.
-        offset: the damaged byte.
+    `kind` is "damage" (bytes on disk), "conservation" (a block lost or counted twice), "replay" (an event that is
+    illegal after the events before it), "invariant", or "snapshot" (differs from the fold).
     """
 
     kind: str
@@ -76,12 +71,10 @@ class Verification:
 
     def to_json(self) -> Document:
         """The document of `--json`."""
+        counts = {name: getattr(self, name) for name in ("commits", "events", "notes", "snapshots")}
         return {
             "sound": self.is_sound,
-            "commits": self.commits,
-            "events": self.events,
-            "notes": self.notes,
-            "snapshots": self.snapshots,
+            **counts,
             "invariants": [invariant.name for invariant in INVARIANTS],
             "checked_every": self.checked_every,
             "first_bad_commit": self.fault.commit if self.fault else None,
@@ -90,18 +83,21 @@ class Verification:
         }
 
 
-class LogVerifier:
-    """Verifies a log in one pass and constant memory.
+def verify_log(
+    reader: LogReader, checked_every: int | None = None, on_progress: Callable[[int], None] = lambda count: None
+) -> Verification:
+    """Verify a log in one pass and constant memory, to its end or to the first fault.
 
     Compares every byte with its checksum, audits and applies every commit, and compares every snapshot with the fold.
-    The invariants of the property-test kit are checked after every `checked_every`-th commit and after the last. If
-    one is broken, the commits since the last good check are checked one by one to find the first.
+    The invariants of the property-test kit are checked after every `checked_every`-th commit (every `num_blocks / 8`
+    unless given) and after the last. If one is broken, the commits since the last good check are checked one by one to
+    find the first.
     """
+    return _Verifier(reader, checked_every, on_progress).run()
 
-    def __init__(
-        self, reader: LogReader, checked_every: int | None = None, on_progress: Callable[[int], None] | None = None
-    ) -> None:
-        """Without `checked_every`, invariants are checked every `num_blocks / 8` commits."""
+
+class _Verifier:
+    def __init__(self, reader: LogReader, checked_every: int | None, on_progress: Callable[[int], None]) -> None:
         self._reader = reader
         self._wanted_every = checked_every
         self._on_progress = on_progress
@@ -113,7 +109,6 @@ class LogVerifier:
         self._snapshots = dict(reader.snapshots())
 
     def run(self) -> Verification:
-        """Read the log to its end, or to the first fault."""
         found = self._found
         try:
             for record in self._reader.records():
@@ -121,7 +116,7 @@ class LogVerifier:
                     found.notes += 1
                     continue
                 self._commit(record)
-                if self._on_progress and not found.commits % 256:
+                if not found.commits % 256:
                     self._on_progress(found.commits)
             self._check_invariants()
             if self._replay is None and not found.fault:
@@ -179,14 +174,8 @@ class LogVerifier:
 
     def _first_violation_since_good(self) -> Fault | None:
         """Check the commits since the last good check one by one."""
-        for replay, commit in self._steps_since_good() if self._since_good else ():
-            replay.apply(commit)
-            for violation in _violations(replay.state):
-                return Fault("invariant", commit.sequence, f"after commit {commit.sequence}: {violation}")
-        return None
-
-    def _steps_since_good(self) -> Iterator[tuple[CheckedReplay, Commit]]:
-        assert self._replay is not None
+        if self._replay is None or not self._since_good:
+            return None
         created = self._replay.state.created
         if self._good is not None:
             replay = CheckedReplay(restore_snapshot(created, self._good))
@@ -196,7 +185,10 @@ class LogVerifier:
             for commit in self._reader.commits(stop=self._since_good[0].sequence):
                 replay.apply(commit)
         for commit in self._since_good:
-            yield replay, commit
+            replay.apply(commit)
+            for violation in _violations(replay.state):
+                return Fault("invariant", commit.sequence, f"after commit {commit.sequence}: {violation}")
+        return None
 
     def _check_snapshot(self) -> None:
         path = self._snapshots.get(self._found.commits)
@@ -224,22 +216,11 @@ class _FaultFound(Exception):
         self.fault = fault
 
 
-def verify_log(
-    reader: LogReader, checked_every: int | None = None, on_progress: Callable[[int], None] | None = None
-) -> Verification:
-    """Verify a log; see `LogVerifier`."""
-    return LogVerifier(reader, checked_every, on_progress).run()
-
-
 @attrs.frozen
 class Divergence:
-    """Where two logs begin to differ.
+    """The first commit in which two logs differ, as it is in each (None if a log ended before it).
 
-    Attributes:
-        commit: the first commit that differs.
-        one: that commit in the first log, None if the log ended before it.
-        other: that commit in the second log.
-        times_only: whether only the time differs.
+    `times_only`: the events are equal, and the times differ.
     """
 
     commit: int
@@ -303,12 +284,12 @@ def _state_before(divergence: Divergence, one: LogReader) -> Document | None:
             for row in rows
             if state.request_of[row] is not None
         },
-        "blocks": {block: _block(state, block) for block in blocks[:64] if block < state.pool.num_blocks},
+        "blocks": {
+            block: {"ref_cnt": state.pool.ref_cnt(block), "is_findable": state.pool.key_of(block) is not None}
+            for block in blocks[:64]
+            if block < state.pool.num_blocks
+        },
     }
-
-
-def _block(state: LedgerState, block: int) -> Document:
-    return {"ref_cnt": state.pool.ref_cnt(block), "is_findable": state.pool.key_of(block) is not None}
 
 
 def describe_divergence(divergence: Divergence) -> list[str]:

@@ -2,19 +2,25 @@
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 from ..figures import shown
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
 
 
 def print_json(payload: Any) -> None:
     """Print one JSON document with its keys in the given order. Raises ValueError for NaN."""
     json.dump(payload, sys.stdout, indent=2, allow_nan=False, ensure_ascii=False)
     sys.stdout.write("\n")
+
+
+def print_result(result: Any, as_text: Callable[[Any], None], json: bool) -> None:
+    """Print a document, or a result with `to_dict`, as JSON or by `as_text`."""
+    if json:
+        print_json(result if isinstance(result, dict) else result.to_dict())
+    else:
+        as_text(result)
 
 
 def console(stderr: bool = False):
@@ -69,60 +75,48 @@ def print_assumptions(assumptions: Mapping[str, Any], where: str = "") -> None:
     out.print(table(None, ("assumption", "value"), rows, left=(0, 1)))
 
 
-class NoProgress:
-    """Replaces a progress bar where there is no terminal: same calls, no output, no library loaded."""
+class Bar(AbstractContextManager["Bar"]):
+    """A progress bar on standard error; without a terminal it does nothing and loads no library.
 
-    disable = True
+    Attributes:
+        is_shown: whether there is a terminal.
+    """
 
-    def __enter__(self) -> "NoProgress":
-        return self
+    def __init__(self, description: str = "", total: float | None = None) -> None:
+        self.is_shown = sys.stderr.isatty()
+        if self.is_shown:
+            from rich import progress as rich
 
-    def __exit__(self, *_: object) -> None:
-        return
+            columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn())
+            self._bar = rich.Progress(
+                *columns, rich.TimeRemainingColumn(), console=console(stderr=True), transient=True
+            )
+            self._task = self._bar.add_task(description, total=total)
 
-    def update(self, _: Any, **__: Any) -> None:
-        """Nothing to show."""
-
-    def advance(self, _: Any, __: float = 1) -> None:
-        """Nothing to show."""
-
-
-def progress(description: str, total: float | None = None) -> "tuple[Progress | NoProgress, TaskID]":
-    """A progress bar on standard error with its only task; silent if that is no terminal."""
-    if not sys.stderr.isatty():
-        return NoProgress(), cast("TaskID", 0)
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console(stderr=True),
-        transient=True,
-    )
-    return bar, bar.add_task(description, total=total)
-
-
-class PartsProgress:
-    """Shows a study's progress on standard error, part by part; silent if that is no terminal."""
-
-    def __init__(self) -> None:
-        self._bar, self._task = progress("")
-
-    def __enter__(self) -> "PartsProgress":
-        self._bar.__enter__()
+    def __enter__(self) -> "Bar":
+        if self.is_shown:
+            self._bar.__enter__()
         return self
 
     def __exit__(self, *reason: Any) -> None:
-        self._bar.__exit__(*reason)
+        if self.is_shown:
+            self._bar.__exit__(*reason)
 
-    def update(self, text: str, completed: int, total: int | None) -> None:
-        """Show the current activity and how much of it is done."""
-        self._bar.update(self._task, description=text, completed=completed, total=total)
+    def update(self, **changes: Any) -> None:
+        """Change the description, how much is `completed`, or the `total`; or `advance` by some."""
+        if self.is_shown:
+            self._bar.update(self._task, **changes)
+
+    def count(self, completed: int) -> None:
+        """Show how much is done."""
+        self.update(completed=completed)
+
+    def part(self, text: str, completed: int, total: int | None) -> None:
+        """Show the current part of a study, and how much of it is done."""
+        self.update(description=text, completed=completed, total=total)
 
     def part_ended(self, part: str, reason: str | None) -> None:
-        """Print one line for a part: done, or why it was skipped."""
-        if not self._bar.disable:
+        """Print one line for a part of a study: done, or why it was skipped."""
+        if self.is_shown:
             said = "done" if reason is None else f"skipped, {reason}"
             console(stderr=True).print(f"{part}: {said}", markup=False)

@@ -6,13 +6,13 @@ from typing import Any
 from ...core.deployment.diagnosis import Diagnosis
 from ...core.deployment.plan import DeploymentPlan
 from ...core.deployment.remedies import fitting_values
-from ...core.deployment.startup_log import PoolExplanation, log_lines
+from ...core.deployment.startup_log import log_lines
 from ...core.memory.ledger import LedgerRow, RowRole, RowSource
 from ...core.planner.report import CapacityRow
 from ...core.quantities import GIB, MIB, format_bytes, format_gib
 from ..figures import Document, percent
 from ..scenario.deployment import PlanQuestion
-from ..scenario.plan import PlanResult, explanation, option_of, totals, with_options
+from ..scenario.plan import LogExplanation, PlanResult, explanation, option_of, totals, with_options
 from .console import console, print_hanging, print_list, table
 
 # Part of the bar -> its character and its colour.
@@ -28,8 +28,8 @@ _FILLS = {
 _BETWEEN = "   "  # separates entries of the legend
 
 
-def print_plan(result: PlanResult, *, explain: bool) -> None:
-    """Print everything, the most important figures first."""
+def print_plan(result: PlanResult, *, explain: bool, mix: str | None = None) -> None:
+    """Print everything, the most important figures first; then the users of the mix that was asked about."""
     question, plan = result.question, result.plan
     out = console()
     out.print(_headline(question, plan), style="bold", markup=False)
@@ -49,6 +49,8 @@ def print_plan(result: PlanResult, *, explain: bool) -> None:
         out.print("\n[bold]Formulas with their numbers[/bold]")
         for line in explanation(plan):
             out.print(line, markup=False, soft_wrap=True)
+    if result.mix is not None:
+        out.print(f"Concurrent users of the mix {mix}: {result.mix['users']:,}", markup=False)
 
 
 def _headline(question: PlanQuestion, plan: DeploymentPlan) -> str:
@@ -281,11 +283,6 @@ def _print_diagnosis(out: Any, diagnosis: Diagnosis) -> None:
     out.print()
 
 
-def print_mix(mix: str, users: int) -> None:
-    """Print the users of a mix of context lengths."""
-    console().print(f"Concurrent users of the mix {mix}: {users:,}", markup=False)
-
-
-def print_explanation(found: PoolExplanation) -> None:
+def print_explanation(explanation: LogExplanation) -> None:
     """Print what two lines of a vLLM log mean."""
-    print_list(console(), "What these two lines mean", found.sentences())
+    print_list(console(), "What these two lines mean", explanation.found.sentences())

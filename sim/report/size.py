@@ -223,6 +223,7 @@ class SizeProgress(SearchWatch):
             *(rich.TextColumn("{task.description}"), rich.BarColumn(bar_width=24), rich.MofNCompleteColumn()),
             *(rich.TimeElapsedColumn(), rich.TextColumn("left"), rich.TimeRemainingColumn()),
         )
+        super().__init__()
         is_silent = not sys.stderr.isatty()
         self._bars = rich.Progress(*columns, console=console(stderr=True), transient=True, disable=is_silent)
         self._runs = self._bars.add_task("searching", total=None)
@@ -252,6 +253,7 @@ class SizeProgress(SearchWatch):
 
     def ended(self, trial: Trial) -> None:
         """Advance the first bar."""
+        super().ended(trial)
         self._num_done += 1
         self._bars.update(self._runs, completed=self._num_done)
 

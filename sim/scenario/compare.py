@@ -236,11 +236,7 @@ def longest_request(max_model_len: int | None, model: TokenBytes | None, lengths
 
 
 def read_lengths(trace: Trace, on_progress: Callable[[int], None] = lambda count: None) -> Lengths:
-    """Every request's lengths.
-
-    Raises:
-        InputError: there is no request.
-    """
+    """Every request's lengths. Raises InputError: there is no request."""
     lengths = Lengths()
     for number, request in enumerate(trace, start=1):
         lengths.append(request.input_length, request.output_length)

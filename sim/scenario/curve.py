@@ -9,7 +9,7 @@ from ...core.errors import InputError
 from ..cache.capacity_curve import CapacityCurve, capacity_curve
 from ..figures import Document
 from ..traces import Trace, TraceInfo, TraceRequest
-from .options import ENGINE, OUTPUT, option, options
+from .options import ENGINE, OUTPUT, option, options, whole_numbers
 from .results import Table
 from .scenario import Scenario
 from .traffic import open_traffic
@@ -36,6 +36,12 @@ class CurveOptions:
         f"{DEFAULT_POLICIES}.",
         metavar="POLICY,...",
     )
+
+    @property
+    def sizes(self) -> list[int] | None:
+        """The given cache sizes in blocks. Raises InputError for anything that is not a whole number."""
+        text = self.capacities
+        return None if text is None else whole_numbers(text, "--capacities", "blocks", "1000,5000")
 
 
 @attrs.frozen(kw_only=True)
@@ -115,7 +121,7 @@ def curve_of_scenario(
     policies = asked.policy or _default_policies(source, scenario.block_size)
     curve = capacity_curve(
         CountedTrace(source, on_progress),
-        capacities=None if asked.capacities is None else parse_capacities(asked.capacities),
+        capacities=asked.sizes,
         policies=[name.strip() for name in policies.split(",")],
         block_size=scenario.block_size,
         on_point=on_point,
@@ -126,28 +132,10 @@ def curve_of_scenario(
     return CurveResult(curve=curve, bytes_per_block=size)
 
 
-def parse_capacities(text: str) -> list[int]:
-    """`1000,5000` -> [1000, 5000].
-
-    Raises:
-        InputError: anything that is not a whole number.
-    """
-    sizes: list[int] = []
-    for piece in text.split(","):
-        try:
-            sizes.append(int(piece))
-        except ValueError:
-            raise InputError(
-                f"--capacities {text}: {piece.strip()!r} is not a whole number of blocks; give sizes such as 1000,5000"
-            ) from None
-    return sizes
-
-
 def bytes_per_block(model: str, kv_cache_dtype: str, block_size: int) -> int:
     """Bytes of one block of a model's keys and values, over all its layers and GPUs.
 
-    Raises:
-        InputError: not every token of the model takes the same bytes.
+    Raises InputError: not every token of the model takes the same bytes.
     """
     from ...core.models.geometry import load_geometry  # most curves need no model
 

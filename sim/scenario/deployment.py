@@ -38,11 +38,7 @@ class PlanQuestion:
 
 
 def read_question(scenario: Scenario) -> PlanQuestion:
-    """The deployment that a scenario describes.
-
-    Raises:
-        InputError: something is missing, unknown or contradictory.
-    """
+    """The deployment that a scenario describes. Raises InputError: something is missing, unknown or contradictory."""
     if scenario.model is None:
         raise InputError("no model is given; give --model with a built-in name or the path of a config.json")
     if scenario.enforce_eager and scenario.graph_bytes is not None:
@@ -179,8 +175,7 @@ def _layout(name: str) -> KVCacheLayout:
 def read_log(path: str) -> StartupLog:
     """A start-up log from a file, or from standard input (`-`).
 
-    Raises:
-        InputError: it cannot be read, or holds none of the known lines.
+    Raises InputError: it cannot be read, or holds none of the known lines.
     """
     if path == "-":
         return read_startup_log(sys.stdin, "standard input")

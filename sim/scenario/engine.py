@@ -125,8 +125,7 @@ def pool_of(scenario: Scenario) -> Pool:
 def allocator_of_plan(plan: DeploymentPlan, scenario: Scenario) -> AllocatorConfig:
     """The pool of a plan that fits, with the planner's groups.
 
-    Raises:
-        InputError: a cache of the model has no rules for the allocator.
+    Raises InputError: a cache of the model has no rules for the allocator.
     """
     deployment, pool = plan.deployment, plan.pool
     return AllocatorConfig(
@@ -172,8 +171,7 @@ def roofline_of_plan(plan: DeploymentPlan, device: Device, weights_dtype: str) -
 def latency_of(scenario: Scenario, pool: Pool) -> LatencyModel:
     """The latency model: `roofline` for a model on a device, else `linear`; `table` reads measured steps.
 
-    Raises:
-        InputError: the model needs something that is not given, or something given has no effect on it.
+    Raises InputError: the model needs something that is not given, or something given has no effect on it.
     """
     inputs = LatencyInputs(
         base_ms=scenario.base_ms,

@@ -125,11 +125,7 @@ class FleetOptions(RoutingOptions):
         )
 
     def transfer(self, pool: Pool) -> TransferModel:
-        """The links of a disaggregated fleet.
-
-        Raises:
-            InputError: a finite bandwidth, and no bytes to copy.
-        """
+        """The links of a disaggregated fleet. Raises InputError: a finite bandwidth, and no bytes to copy."""
         bytes_per_block = self.transfer_bytes_per_block or (pool.plan.bytes_per_block if pool.plan else None)
         if not bytes_per_block and self.transfer_gb_s != math.inf:
             raise InputError(
@@ -155,8 +151,7 @@ class FleetOptions(RoutingOptions):
     def _tiers(self) -> tuple[Tier, ...]:
         """From the nearest to the farthest.
 
-        Raises:
-            InputError: a size without a bandwidth or the other way round, or an SSD without host memory before it.
+        Raises InputError: a size without a bandwidth or the other way round, or an SSD without host memory before it.
         """
         out: list[Tier] = []
         for name, blocks, gb_s in (("host", self.host_blocks, self.host_gb_s), ("ssd", self.ssd_blocks, self.ssd_gb_s)):

@@ -7,8 +7,9 @@ the text of a sweep's grid, or the JSON of a recorded run.
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
+from collections.abc import Iterable, Mapping
+from types import NoneType
+from typing import Any, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 import attrs
 
@@ -52,6 +53,7 @@ class Declared:
         help: one sentence.
         names: spellings on the command line, the first one leading; empty: the field's name with dashes.
         unit: `count` (32K), `bytes` (12GiB) or empty.
+        least: the smallest number allowed, if there is one.
         is_argument: whether the command line takes it by position.
         metavar: what stands for the value in the help text.
     """
@@ -60,22 +62,17 @@ class Declared:
     help: str
     names: tuple[str, ...] = ()
     unit: str = ""
+    least: int | None = None
     is_argument: bool = False
     metavar: str | None = None
 
 
-def option(
-    default: Any,
-    panel: str,
-    help: str,
-    *names: str,
-    unit: str = "",
-    is_argument: bool = False,
-    metavar: str | None = None,
-) -> Any:
-    """Declare a field of an options class; see `Declared`."""
-    declared = Declared(panel=panel, help=help, names=names, unit=unit, is_argument=is_argument, metavar=metavar)
-    return attrs.field(default=default, metadata={"declared": declared})
+def option(default: Any, panel: str, help: str, *names: str, **how: Any) -> Any:
+    """Declare a field of an options class; `how` has further attributes of `Declared`.
+
+    The default `attrs.NOTHING` stands for an option that must be given.
+    """
+    return attrs.field(default=default, metadata={"declared": Declared(panel=panel, help=help, names=names, **how)})
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -106,27 +103,24 @@ def value_type(field: "attrs.Attribute[Any]", owner: type) -> type:
 
 
 def _plain_type(hint: Any) -> type:
-    members = [member for member in get_args(hint) if member is not type(None)] or [hint]
-    first = members[0]
-    return tuple if getattr(first, "__origin__", None) is tuple or hint is tuple or _is_tuple(hint) else first
-
-
-def _is_tuple(hint: Any) -> bool:
-    return getattr(hint, "__origin__", None) is tuple
+    if get_origin(hint) is tuple:
+        return tuple
+    return next(kind for kind in (*get_args(hint), hint) if kind is not NoneType)
 
 
 def _converter(field: "attrs.Attribute[Any]", hint: Any) -> Any:
-    convert = {bool: _to_bool, int: _to_count, float: _to_float, str: _to_text, tuple: _to_tuple}[_plain_type(hint)]
-    if declared(field).unit == "bytes":
-        convert = _to_bytes
-    if hint == tuple[float, ...]:
-        convert = _to_floats
-    is_required = field.default is not None
+    kind, how = _plain_type(hint), declared(field)
+    convert = _to_bytes if how.unit == "bytes" else _CONVERTERS[get_args(hint)[0] if kind is tuple else kind]
 
     def converted(value: Any) -> Any:
         if value is None:
-            return field.default if is_required else None
-        return convert(field.name, value)
+            return None if field.default is attrs.NOTHING else field.default
+        if kind is tuple:
+            return tuple(convert(field.name, item) for item in ([value] if isinstance(value, str) else value))
+        number = convert(field.name, value)
+        if how.least is not None and number < how.least:
+            raise InputError(f"{spelling(field)} is {number}; it must be at least {how.least}")
+        return number
 
     return converted
 
@@ -167,16 +161,24 @@ def _to_float(name: str, value: Any) -> float:
         raise InputError(f"{name} is {value!r}; it must be a number") from None
 
 
-def _to_text(name: str, value: Any) -> str:
-    return str(value)
+_CONVERTERS = {bool: _to_bool, int: _to_count, float: _to_float, str: lambda name, value: str(value)}
 
 
-def _to_tuple(name: str, value: Any) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+def whole_numbers(text: str, option: str, unit: str, example: str, least: int = 0) -> list[int]:
+    """`1000,5000` -> [1000, 5000].
 
-
-def _to_floats(name: str, value: Any) -> tuple[float, ...]:
-    return tuple(_to_float(name, item) for item in _to_tuple(name, value))
+    Raises InputError: anything else, or a number below `least`; the message names the option and the unit, and gives
+    the example.
+    """
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < least:
+        raise InputError(
+            f"{option} is {text!r}; it must be whole numbers of {unit} with commas between them, such as {example}"
+        )
+    return numbers
 
 
 def given_values(instance: Any) -> dict[str, Any]:
@@ -185,20 +187,24 @@ def given_values(instance: Any) -> dict[str, Any]:
     return {field.name: value for field in fields if (value := getattr(instance, field.name)) != field.default}
 
 
+def _names(field: "attrs.Attribute[Any]") -> tuple[list[str], list[str]]:
+    """The option's spellings without dashes, and those that negate it, as far as they are declared."""
+    parts = [name.split("/") for name in declared(field).names or (spelling(field),)]
+    return [yes.lstrip("-") for yes, *_ in parts], [name.lstrip("-") for _, *no in parts for name in no]
+
+
 def texts_of(instance: Any) -> dict[str, str]:
     """`spelling -> text` of every option that is not at its default, without positional ones; `yes`/`no` for flags."""
     out: dict[str, str] = {}
     for name, value in given_values(instance).items():
         field = attrs.fields_dict(type(instance))[name]
+        (spelled, *_), negated = _names(field)
         if declared(field).is_argument:
             continue
-        first = (declared(field).names or (spelling(field),))[0]
-        if value is False and "/" in first:
-            out[first.partition("/")[2].removeprefix("--")] = "yes"
-        elif isinstance(value, bool):
-            out[spelling(field).removeprefix("--")] = "yes" if value else "no"
+        if value is False and negated:
+            out[negated[0]] = "yes"
         else:
-            out[spelling(field).removeprefix("--")] = str(value)
+            out[spelled] = str(value) if not isinstance(value, bool) else "yes" if value else "no"
     return out
 
 
@@ -234,34 +240,26 @@ class OptionSet:
 def read_texts(sets: Iterable[OptionSet], texts: Mapping[str, str], command: str) -> list[Any]:
     """An instance of each set's class, from options as typed: `{"max-num-seqs": "64", "async-scheduling": "yes"}`.
 
-    Raises:
-        InputError: the command has no such option, or a value is wrong.
+    Raises InputError: the command has no such option, or a value is wrong.
     """
     chosen = list(sets)
-    places = {name: place for place in _places(chosen) for name in place[3]}
+    places: dict[str, tuple[int, str, bool]] = {}  # name -> index of the set, field, whether the name negates it
+    for index, options in enumerate(chosen):
+        for field in options.fields:
+            names, negated = _names(field)
+            places |= dict.fromkeys([*names, field.name], (index, field.name, False))
+            if value_type(field, options.cls) is bool:
+                places |= dict.fromkeys(negated or [f"no-{name}" for name in names], (index, field.name, True))
     values: list[dict[str, Any]] = [{} for _ in chosen]
     for text, value in texts.items():
         name = text.strip().lstrip("-")
-        place = places.get(name)
-        if place is None:
+        if name not in places:
             near = difflib.get_close_matches(name, places, n=1)
             hint = f"; did you mean --{near[0]}?" if near else ""
             raise InputError(f"kvledger {command} has no option --{name}{hint}")
-        index, field, is_negated, _ = place
+        index, field, is_negated = places[name]
         values[index][field] = (not _to_bool(field, value)) if is_negated else value
     return [options.cls(**given) for options, given in zip(chosen, values, strict=True)]
-
-
-def _places(sets: list[OptionSet]) -> Iterator[tuple[int, str, bool, list[str]]]:
-    """(index of the set, field, whether the name negates it, names without dashes)."""
-    for index, chosen in enumerate(sets):
-        for field in chosen.fields:
-            names = declared(field).names or (spelling(field),)
-            yes = [name.partition("/")[0].lstrip("-") for name in names]
-            yield index, field.name, False, [*yes, field.name]
-            no = [name.partition("/")[2].lstrip("-") for name in names if "/" in name]
-            if value_type(field, chosen.cls) is bool:
-                yield index, field.name, True, no or [f"no-{name}" for name in yes]
 
 
 def spelled(text: str, names: Iterable[str]) -> str:

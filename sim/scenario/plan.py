@@ -25,7 +25,7 @@ from ...core.planner.report import CapacityRow, capacity_mix, explain_plan, plan
 from ...core.planner.verdict import PlanRefusedError
 from ..figures import Document
 from .deployment import PlanQuestion, read_log, read_question
-from .options import HARDWARE, OUTPUT, TRAFFIC, option, options, spelled
+from .options import HARDWARE, OUTPUT, TRAFFIC, option, options, spelled, whole_numbers
 from .results import Table
 from .scenario import Scenario
 
@@ -100,29 +100,19 @@ class PlanResult:
 
 
 def plan_scenario(scenario: Scenario, asked: PlanOptions | None = None) -> PlanResult:
-    """Plan a scenario's deployment.
-
-    Raises:
-        InputError: something is missing, unknown or contradictory.
-    """
+    """Plan a scenario's deployment. Raises InputError: something is missing, unknown or contradictory."""
     asked = asked or PlanOptions()
     question = read_question(scenario)
+    lengths = whole_numbers(asked.context_lengths, "--context-lengths", "tokens", "2048,8192")
     plan = plan_deployment(question.deployment)
     return PlanResult(
         question=question,
         plan=plan,
-        capacity=capacity_mix(plan.pool, _lengths(asked.context_lengths)).rows,
+        capacity=capacity_mix(plan.pool, lengths).rows,
         diagnoses=_diagnoses(question, plan, asked),
         warnings=(*plan.warnings, *_neighbour_warnings(question, asked)),
         mix=None if asked.context_mix is None else _mix_as_dict(plan, asked.context_mix),
     )
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdigit() for part in parts):
-        raise InputError(f"--context-lengths {text!r}: give token counts separated by commas, e.g. 2048,8192")
-    return tuple(int(part) for part in parts)
 
 
 def _mix_as_dict(plan: DeploymentPlan, text: str) -> Document:
@@ -215,8 +205,7 @@ class LogExplanation:
 def explain_log(scenario: Scenario, asked: PlanOptions) -> LogExplanation:
     """Explain the pool of a start-up log, or of its two lines.
 
-    Raises:
-        InputError: a line is missing or cannot be read.
+    Raises InputError: a line is missing or cannot be read.
     """
     log = _logged_lines(scenario, asked)
     if log.available is None or log.kv_cache_tokens is None:

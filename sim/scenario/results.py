@@ -41,8 +41,7 @@ class Table:
     def to_frame(self) -> Any:
         """A pandas data frame, or a polars one where only polars is installed.
 
-        Raises:
-            InputError: neither is installed.
+        Raises InputError: neither is installed.
         """
         columns = {name: list(values) for name, values in self.columns.items()}
         for library in ("pandas", "polars"):

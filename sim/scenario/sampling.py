@@ -7,7 +7,7 @@ import attrs
 from ...core.errors import InputError
 from ..engine.sampling import BeamSearch, DraftTree, ParallelSampling, SamplingReport, run_sampling
 from ..figures import Document
-from .options import ENGINE, option, options
+from .options import ENGINE, option, options, whole_numbers
 from .results import trace_as_dict
 from .scenario import Scenario
 from .traffic import open_traffic
@@ -37,11 +37,7 @@ class SamplingOptions:
     )
 
     def kind(self) -> ParallelSampling | BeamSearch | DraftTree:
-        """The kind that is given.
-
-        Raises:
-            InputError: none or several are, or something does not belong to it.
-        """
+        """The kind that is given. Raises InputError: none or several are, or something does not belong to it."""
         given = {"--n": self.n, "--beam-width": self.beam_width, "--draft-tree": self.draft_tree}
         chosen = [name for name, value in given.items() if value is not None]
         if len(chosen) != 1:
@@ -56,7 +52,8 @@ class SamplingOptions:
             return ParallelSampling(self.n)
         if self.beam_width is not None:
             return BeamSearch(self.beam_width, DEFAULT_REPLACED if self.beam_replaced is None else self.beam_replaced)
-        return DraftTree(_branching(self.draft_tree or ""), self.draft_acceptance_rate or 0.0)
+        branching = whole_numbers(self.draft_tree or "", "--draft-tree", "children at each depth", "3,2,1")
+        return DraftTree(tuple(branching), self.draft_acceptance_rate or 0.0)
 
 
 @attrs.frozen(kw_only=True)
@@ -85,24 +82,13 @@ def sample_scenario(
 ) -> SamplingResult:
     """Run each request alone with its samples, beams or drafts.
 
-    Raises:
-        InputError: an option is missing or wrong, or the trace is.
+    Raises InputError: an option is missing or wrong, or the trace is.
     """
-    kind, seed, block_size = (
-        asked.kind(),
-        scenario.seed or 0,
-        DEFAULT_BLOCK_SIZE if scenario.block_size is None else scenario.block_size,
-    )
+    kind, seed = asked.kind(), scenario.seed or 0
+    block_size = DEFAULT_BLOCK_SIZE if scenario.block_size is None else scenario.block_size
     # The seed has an effect on what is drawn here, whatever the trace.
     source = open_traffic(scenario.evolve(seed=None) if scenario.trace else scenario)
     report = run_sampling(source, kind, block_size=block_size, seed=seed, on_progress=on_progress)
     return SamplingResult(
         report=report, trace=trace_as_dict(source.info), kind=kind.as_dict(), block_size=block_size, seed=seed
     )
-
-
-def _branching(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(piece) for piece in text.split(","))
-    except ValueError:
-        raise InputError(f"--draft-tree is {text!r}; give children at each depth, such as 3,2,1") from None

@@ -38,8 +38,7 @@ class Scenario:
 
     Numbers of tokens and blocks may be written as `32K`, amounts of memory as `12GiB`.
 
-    Raises:
-        InputError: a value of the wrong type; the field and the value are named.
+    Raises InputError: a value of the wrong type; the field and the value are named.
     """
 
     # Traffic
@@ -262,8 +261,7 @@ class Scenario:
     def evolve(self, **changes: Any) -> "Scenario":
         """The same scenario with some fields changed; values may be written as on the command line.
 
-        Raises:
-            InputError: an unknown field or a wrong value.
+        Raises InputError: an unknown field or a wrong value.
         """
         _check_names(changes)
         return attrs.evolve(self, **changes)
@@ -274,11 +272,7 @@ class Scenario:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Scenario":
-        """The scenario that `to_dict` described.
-
-        Raises:
-            InputError: an unknown field or a wrong value.
-        """
+        """The scenario that `to_dict` described. Raises InputError: an unknown field or a wrong value."""
         _check_names(values)
         return cls(**values)
 

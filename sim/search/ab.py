@@ -213,8 +213,7 @@ class Side:
 def ab_document(question: AbQuestion) -> Document:
     """Run both sides; returns their figures side by side, the options and assumptions that differ, and why.
 
-    Raises:
-        InputError: a side cannot run; the message gives the reason.
+    Raises InputError: a side cannot run; the message gives the reason.
     """
     a, b = _run(question, "A", question.a), _run(question, "B", question.b)
     document: Document = {

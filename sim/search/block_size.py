@@ -7,13 +7,12 @@ are within a tolerance of the best of any size.
 
 from collections.abc import Callable, Sequence
 
-import attrs
-
 from ...core.errors import InputError
 from ..figures import Document, at_path
-from ..scenario.options import texts_of
+from ..scenario.options import SEARCH, option, options, texts_of, whole_numbers
 from ..scenario.scenario import Scenario
-from .sweep import Point, content_of, run_sweep
+from .kept import content_of
+from .sweep import Point, run_sweep
 
 # Path in the replay's document, name, whether more is better.
 JUDGED: tuple[tuple[str, str, bool], ...] = (
@@ -27,90 +26,70 @@ OVERRIDE = "num-gpu-blocks-override"
 SHOWN = ("ttft_s.p50", "preemptions.total", "kv_cache_usage.max", "assumptions.num_blocks", "assumptions.max_model_len")
 
 
-@attrs.frozen(kw_only=True)
-class BlockSizeQuestion:
-    """The block sizes to try, and the scenario.
+@options
+class BlockSizeOptions:
+    """The block sizes to try, and how."""
 
-    Attributes:
-        scenario: what is replayed, without a block size.
-        block_sizes: in tokens.
-        tolerance: largest unnoticeable distance from the best figure, as a share of it.
-        num_workers: processes.
-        kept_in: folder of finished runs.
-    """
-
-    scenario: Scenario
-    block_sizes: tuple[int, ...]
-    tolerance: float
-    num_workers: int = 1
-    kept_in: str | None = None
+    block_sizes: str = option(
+        "16,32,64,128,256",
+        SEARCH,
+        "Tokens per block to try. A pool given in blocks has blocks of the first size.",
+        metavar="TOKENS,...",
+    )
+    tolerance: float = option(0.01, SEARCH, "Share by which a figure may be worse than the best of all sizes.")
+    jobs: int = option(1, SEARCH, "Processes that run at the same time.", least=1, metavar="N")
+    keep: str | None = option(None, SEARCH, "Folder of finished runs, which are not run again.", metavar="FOLDER")
 
     def __attrs_post_init__(self) -> None:
         if not 0 <= self.tolerance < 1:
             raise InputError(f"--tolerance is {self.tolerance}; it must be a share from 0 to below 1")
-        if len(self.block_sizes) < 2:
-            raise InputError(f"--block-sizes names {len(self.block_sizes)} size; give two or more to compare")
+        if len(self.sizes) < 2:
+            raise InputError(f"--block-sizes names {len(self.sizes)} size; give two or more to compare")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The block sizes in tokens, ascending."""
+        return tuple(sorted(set(whole_numbers(self.block_sizes, "--block-sizes", "tokens", "16,32,64", least=1))))
 
 
-def parse_block_sizes(text: str) -> tuple[int, ...]:
-    """`16,32,64` -> (16, 32, 64), ascending. Raises InputError unless all are whole numbers above 0."""
-    try:
-        sizes = tuple(sorted({int(word) for word in text.split(",")}))
-    except ValueError:
-        sizes = ()
-    if not sizes or sizes[0] < 1:
-        raise InputError(f"--block-sizes is {text!r}; it must be whole numbers of tokens such as 16,32,64")
-    return sizes
-
-
-def block_size_document(question: BlockSizeQuestion, on_row: Callable[[Document], None] = lambda row: None) -> Document:
+def block_size_document(
+    scenario: Scenario, asked: BlockSizeOptions, on_row: Callable[[Document], None] = lambda row: None
+) -> Document:
     """Replay every size; returns a row per size and the answer. A size that the model or trace forbids has an `error`.
 
     `on_row` is called with each finished row of the sweep.
 
-    Raises:
-        InputError: no size has a result.
+    Raises InputError: no size has a result.
     """
-    files = question.scenario.trace
-    content = content_of(files)
-    points = [
-        Point(command="replay", files=files, options=_options(question, size), content=content)
-        for size in question.block_sizes
-    ]
-    results = run_sweep(points, num_workers=question.num_workers, kept_in=question.kept_in, on_row=on_row)
-    rows = [_row(size, result) for size, result in zip(question.block_sizes, results, strict=True)]
+    sizes, given_blocks, files = asked.sizes, scenario.num_gpu_blocks_override, scenario.trace
+    content, points = content_of(files), []
+    for size in sizes:
+        options = {**texts_of(scenario), "block-size": str(size)}
+        if given_blocks is not None:  # of the smallest size; the pool keeps its tokens at every size
+            options[OVERRIDE] = str(given_blocks * sizes[0] // size)
+        points.append(Point(command="replay", files=files, options=tuple(options.items()), content=content))
+    results = run_sweep(points, num_workers=asked.jobs, kept_in=asked.keep, on_row=on_row)
+    rows = [_row(size, result) for size, result in zip(sizes, results, strict=True)]
     done = [row for row in rows if "error" not in row]
     if not done:
         raise InputError(f"no block size has a result; {rows[0]['block_size']}: {rows[0]['error']}")
-    answer = judged(done, question.tolerance)
-    given_blocks = question.scenario.num_gpu_blocks_override
-    pool = f"{given_blocks} blocks of {question.block_sizes[0]} tokens; the same number of tokens at each size"
+    first = next(result["result"] for result in results if "result" in result)
+    pool = f"{given_blocks} blocks of {sizes[0]} tokens; the same number of tokens at each size"
+    answer = judged(done, asked.tolerance)
     return {
-        "trace": next(result["result"]["trace"] for result in results if "result" in result),
-        "tolerance": question.tolerance,
+        "trace": first["trace"],
+        "tolerance": asked.tolerance,
         "pool": "planned for each size" if given_blocks is None else pool,
         "answer": answer,
         "rows": rows,
-        "assumptions": next(result["result"]["assumptions"] for result in results if "result" in result),
+        "assumptions": first["assumptions"],
     }
-
-
-def _options(question: BlockSizeQuestion, size: int) -> tuple[tuple[str, str], ...]:
-    """A point's options. A pool given in blocks of the smallest size keeps its tokens at every size."""
-    blocks = question.scenario.num_gpu_blocks_override
-    options = {**texts_of(question.scenario), "block-size": str(size)}
-    if blocks is not None:
-        options[OVERRIDE] = str(blocks * question.block_sizes[0] // size)
-    return tuple(options.items())
 
 
 def _row(size: int, result: Document) -> Document:
     if "error" in result:
         return {"block_size": size, "error": result["error"]}
-    document = result["result"]
-    figures = {path: at_path(document, path) for path, _, _ in JUDGED} | {
-        path: at_path(document, path) for path in SHOWN
-    }
+    figures = {path: at_path(result["result"], path) for path in (*(path for path, _, _ in JUDGED), *SHOWN)}
     longest = -(-figures["assumptions.max_model_len"] // size)
     return {"block_size": size, "figures": figures, "blocks_of_the_longest_request": longest}
 

@@ -1,5 +1,6 @@
 """The most that a better eviction policy can gain over LRU with one pool, in tokens, GPU hours and money."""
 
+from bisect import bisect_left
 from typing import Any
 
 import attrs
@@ -70,14 +71,8 @@ class Worth:
     def lru_blocks_for_the_same(self) -> int:
         """The smallest LRU capacity that serves as much as the optimum does with the pool."""
         wanted = self.curve.policies["optimum"][0].hit_tokens
-        low, high = self.capacity, max(self.capacity, self.curve.lru.smallest_for(1.0))
-        while low < high:
-            middle = (low + high) // 2
-            if self.curve.lru.at(middle).hit_tokens >= wanted:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        sizes = range(self.capacity, max(self.capacity, self.curve.lru.smallest_for(1.0)))
+        return self.capacity + bisect_left(sizes, wanted, key=lambda size: self.curve.lru.at(size).hit_tokens)
 
     @property
     def window_s(self) -> float:
@@ -159,9 +154,8 @@ class Worth:
 def optimum_worth(scenario: Scenario, asked: OptimumOptions | None = None) -> Worth:
     """Compare eviction policies on a scenario's traffic at the pool of its engine.
 
-    Raises:
-        InputError: a price without a model, a trace that claims no reuse, a pool smaller than a block of the trace, or
-            a model whose blocks are not all of one kind.
+    Raises InputError: a price without a model, a trace that claims no reuse, a pool smaller than a block of the trace,
+    or a model whose blocks are not all of one kind.
     """
     price_per_gpu_hour = None if asked is None else asked.price_per_gpu_hour
     trace, engine = open_traffic(scenario), engine_of(scenario)

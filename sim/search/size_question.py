@@ -8,7 +8,7 @@ import attrs
 from ...core.errors import InputError
 from ..scenario.engine import Engine
 from ..scenario.fleet import RoutingOptions
-from ..scenario.options import FLEET, SEARCH, option, options
+from ..scenario.options import FLEET, SEARCH, option, options, whole_numbers
 from ..scenario.scenario import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
@@ -17,9 +17,9 @@ from ..scenario.scenario import (
 )
 from ..scenario.traffic import open_traffic
 from .jobs import SIZE
+from .kept import content_of
 from .sizing import FleetSearch, RateSearch, Search, Setting
-from .slo import KeptTrials, Slo
-from .sweep import content_of
+from .slo import Slo
 
 SIZES_UNLESS_GIVEN = (1, 2, 4, 8)
 # Names of kept runs contain these values for options that are not given, as before those options could be None.
@@ -44,27 +44,34 @@ class SizeOptions(RoutingOptions):
         None, SEARCH, "GPUs of a replica to try, such as 2,4,8. Unless given: 1,2,4,8 with --model.", metavar="N,..."
     )
     replicas: int | None = option(
-        None, FLEET, "Find the highest request rate of this many replicas instead.", metavar="N"
+        None, FLEET, "Find the highest request rate of this many replicas instead.", least=1, metavar="N"
     )
-    max_replicas: int = option(64, SEARCH, "Largest fleet to try.", metavar="N")
+    max_replicas: int = option(64, SEARCH, "Largest fleet to try.", least=1, metavar="N")
     seeds: int | None = option(
         None, SEARCH, "Number of seeds of a workload; 1 unless given. The worst one counts.", metavar="N"
     )
     probes: int = option(
-        1, SEARCH, "Further runs on either side of the answer, to check that more replicas are better.", metavar="N"
+        1,
+        SEARCH,
+        "Further runs on either side of the answer, to check that more replicas are better.",
+        least=0,
+        metavar="N",
     )
     tornado: bool = option(False, SEARCH, "Show how the answer moves with each assumption.", "--tornado")
-    jobs: int = option(1, SEARCH, "Processes for the tornado.", metavar="N")
+    jobs: int = option(1, SEARCH, "Processes for the tornado.", least=1, metavar="N")
     keep: str | None = option(
         None, SEARCH, "Folder of finished runs: an interrupted search goes on where it stopped.", metavar="FOLDER"
     )
     price_per_gpu_hour: float | None = option(None, SEARCH, "Price of a GPU hour: gives the answer in money.")
 
+    def __attrs_post_init__(self) -> None:
+        _ = self.slo  # refuses none, or a wrong one
 
-def _slo_of(question: "SizeQuestion") -> Slo:
-    asked = question.asked
-    p99 = {"ttft_p99_s": asked.slo_ttft_p99, "tpot_p99_s": asked.slo_tpot_p99}
-    return Slo(**p99, goodput_share=asked.slo_goodput, ttft_s=asked.slo_ttft, tpot_s=asked.slo_tpot)
+    @property
+    def slo(self) -> Slo:
+        """The SLO to keep."""
+        p99 = {"ttft_p99_s": self.slo_ttft_p99, "tpot_p99_s": self.slo_tpot_p99}
+        return Slo(**p99, goodput_share=self.slo_goodput, ttft_s=self.slo_ttft, tpot_s=self.slo_tpot)
 
 
 @attrs.frozen(kw_only=True)
@@ -74,23 +81,16 @@ class SizeQuestion:
     Attributes:
         scenario: traffic and engine; `sizes` replaces its tensor-parallel size.
         asked: the options.
-        slo: the SLO to keep.
 
     Raises:
-        InputError: an option is missing, wrong or has no effect.
+        InputError: an option has no effect on the scenario.
     """
 
     scenario: Scenario
     asked: SizeOptions
-    slo: Slo = attrs.field(init=False, default=attrs.Factory(_slo_of, takes_self=True))
 
     def __attrs_post_init__(self) -> None:
         asked = self.asked
-        least = {"max-replicas": (asked.max_replicas, 1), "replicas": (asked.replicas, 1)}
-        least |= {"probes": (asked.probes, 0), "jobs": (asked.jobs, 1)}
-        for name, (value, bound) in least.items():
-            if value is not None and value < bound:
-                raise InputError(f"--{name} is {value}; it must be at least {bound}")
         is_drawn = self.scenario.workload is not None or self.scenario.fit is not None
         if asked.seeds is not None and (asked.seeds < 1 or not is_drawn):
             raise InputError(
@@ -103,18 +103,17 @@ class SizeQuestion:
             raise InputError(f"--price-per-gpu-hour is {price}; it must be above 0, and needs --model and --gpu")
 
     @property
+    def slo(self) -> Slo:
+        """The SLO to keep."""
+        return self.asked.slo
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """GPUs of a replica to try."""
         text = self.asked.tensor_parallel_sizes
         if text is None:
             return SIZES_UNLESS_GIVEN if self.scenario.model else (1,)
-        try:
-            sizes = tuple(sorted({int(word) for word in text.split(",")}))
-        except ValueError:
-            sizes = ()
-        if not sizes or sizes[0] < 1:
-            raise InputError(f"--tensor-parallel-sizes is {text!r}; it must be whole numbers such as 2,4,8")
-        return sizes
+        return tuple(sorted(set(whole_numbers(text, "--tensor-parallel-sizes", "GPUs", "2,4,8", least=1))))
 
     @property
     def seeds(self) -> tuple[int | None, ...]:
@@ -146,7 +145,7 @@ class SizeQuestion:
             data_parallel_size=self.scenario.data_parallel_size,
             event_delay_s=asked.event_delay_s,
             named={} if asked.keep is None else self._named(size, seed),
-            kept=KeptTrials(None if asked.keep is None else Path(asked.keep)),
+            kept_in=asked.keep,
         )
 
     def _named(self, size: int, seed: int | None) -> dict[str, Any]:

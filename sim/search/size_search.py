@@ -1,7 +1,7 @@
 """Runs `kvledger size`: searches engine shapes and seeds for the smallest fleet, or the highest rate, with an SLO."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -16,7 +16,7 @@ from .idle_engine import idle_bound
 from .jobs import reason
 from .size_question import SizeOptions, SizeQuestion
 from .sizing import SearchWatch, Setting
-from .slo import SearchResult, Slo, Trial, confidence_interval, search_result
+from .slo import SearchResult, Slo, confidence_interval, search_result
 from .tornado import assumptions_of, most_important, ranked, tornado
 
 HOURS_A_MONTH = 730
@@ -27,20 +27,11 @@ SHARE_OF_FEASIBLE = 0.99
 def answer_of(question: SizeQuestion, best: Mapping[str, Any], trace: Mapping[str, Any]) -> Document:
     """The answer of the best shape."""
     gpu = question.scenario.gpu
-    out: Document = {
-        "sentence": "",
-        "gpu": gpu,
-        "gpus": best["gpus"] if gpu else None,
-        "replicas": best["replicas"],
-        "tensor_parallel_size": best["tensor_parallel_size"],
-    }
+    out: Document = {"sentence": "", "gpu": gpu, "gpus": best["gpus"] if gpu else None}
+    out |= {name: best[name] for name in ("replicas", "tensor_parallel_size", "rate_scale") if name in best}
     if "rate_scale" in best:
-        out["rate_scale"] = best["rate_scale"]
         out["requests_per_s"] = _requests_per_s(best["rate_scale"], trace)
-        out["sentence"] = _rate_sentence(question, best, out["requests_per_s"])
-    else:
-        out["sentence"] = _fleet_sentence(question, best)
-    out["sentence"] += "".join(_doubts(best))
+    out["sentence"] = _sentence(question, best, out.get("requests_per_s")) + _doubts(best)
     out["cost"] = _cost(question, best)
     return out
 
@@ -104,43 +95,28 @@ def answer_trial(best: Mapping[str, Any], name: str) -> Document:
     return next(trial for trial in trials if trial["value"] == best[name] and trial["met"])
 
 
-def _engine(question: SizeQuestion, best: Mapping[str, Any]) -> str:
-    gpu = question.scenario.gpu
-    return f"{best['gpus_per_replica']} x {gpu}" if gpu else "one engine"
-
-
-def _replicas(number: int) -> str:
-    return "1 replica" if number == 1 else f"{number:,} replicas"
-
-
-def _fleet_sentence(question: SizeQuestion, best: Mapping[str, Any]) -> str:
-    gpu, replicas = question.scenario.gpu, best["replicas"]
+def _sentence(question: SizeQuestion, best: Mapping[str, Any], per_s: float | None) -> str:
+    """What keeps the SLO: a fleet, or a fleet at a rate."""
+    gpu, replicas, promised = question.scenario.gpu, best["replicas"], promises(question.slo)
+    engine = f"{best['gpus_per_replica']} x {gpu}" if gpu else "one engine"
+    fleet = f"1 replica of {engine}" if replicas == 1 else f"{replicas:,} replicas of {engine}"
+    if "rate_scale" in best:
+        rate = "" if per_s is None else f", {per_s:,.3g} requests/s,"
+        serve, keep = ("serves", "keeps") if replicas == 1 else ("serve", "keep")
+        return f"{fleet} {serve} {best['rate_scale']:.3g} times the traffic{rate} and {keep} {promised}"
     total = f"{best['gpus']:,} x {gpu}: " if gpu else ""
-    keep = "keeps" if replicas == 1 else "each keep"
-    return f"{total}{_replicas(replicas)} of {_engine(question, best)} {keep} {promises(question.slo)}"
+    return f"{total}{fleet} {'keeps' if replicas == 1 else 'each keep'} {promised}"
 
 
-def _rate_sentence(question: SizeQuestion, best: Mapping[str, Any], per_s: float | None) -> str:
-    rate = "" if per_s is None else f", {per_s:,.3g} requests/s,"
-    who = f"{_replicas(best['replicas'])} of {_engine(question, best)}"
-    serve, keep = ("serves", "keeps") if best["replicas"] == 1 else ("serve", "keep")
-    return f"{who} {serve} {best['rate_scale']:.3g} times the traffic{rate} and {keep} {promises(question.slo)}"
-
-
-def _doubts(best: Mapping[str, Any]) -> list[str]:
-    """Warnings that belong to the answer."""
-    doubts: list[str] = []
-    for search in best["searches"]:
-        if search["is_monotone"]:
-            continue
-        pair = search["contradictions"][0]
-        unit = "times the rate" if "rate_scale" in best else "replicas"
-        way = "up to {:.4g}" if "rate_scale" in best else "from {:.4g} on"
-        safe = "" if search["safe"] is None else f"; every run {way.format(search['safe'])} kept it"
-        doubts.append(
-            f" (NOT MONOTONE: {pair['missed']:.4g} {unit} missed the SLO although {pair['met']:.4g} kept it{safe})"
-        )
-    return doubts[:1]
+def _doubts(best: Mapping[str, Any]) -> str:
+    """A warning that belongs to the answer, if a search contradicts itself."""
+    search = next((search for search in best["searches"] if not search["is_monotone"]), None)
+    if search is None:
+        return ""
+    pair = search["contradictions"][0]
+    unit, way = ("times the rate", "up to {:.4g}") if "rate_scale" in best else ("replicas", "from {:.4g} on")
+    safe = "" if search["safe"] is None else f"; every run {way.format(search['safe'])} kept it"
+    return f" (NOT MONOTONE: {pair['missed']:.4g} {unit} missed the SLO although {pair['met']:.4g} kept it{safe})"
 
 
 def _requests_per_s(rate_scale: float, trace: Mapping[str, Any]) -> float | None:
@@ -167,27 +143,6 @@ def _cost(question: SizeQuestion, best: Mapping[str, Any]) -> dict[str, float] |
 INTERRUPTED = "interrupted before it finished"
 
 
-class _Recorder(SearchWatch):
-    """Keeps the runs of the current search and passes every call on."""
-
-    def __init__(self, listener: SearchWatch) -> None:
-        self._listener = listener
-        self.trials: dict[float, Trial] = {}
-
-    def starts(self, value: float, num_requests: int | None) -> None:
-        self._listener.starts(value, num_requests)
-
-    def routed(self, num_requests: int) -> None:
-        self._listener.routed(num_requests)
-
-    def ended(self, trial: Trial) -> None:
-        self.trials[trial.value] = trial  # a full replay replaces a run that stopped early
-        self._listener.ended(trial)
-
-    def left(self, num_runs: int) -> None:
-        self._listener.left(num_runs)
-
-
 class SizeStudy:
     """Searches every shape. `to_dict` may be called at any time and holds the results so far."""
 
@@ -206,7 +161,7 @@ class SizeStudy:
         self._watch = watch or SearchWatch()
         self._shapes: list[Document] = []
         self._settings: dict[tuple[int, int | None], Setting] = {}
-        self._going_on: tuple[Document, int | None, _Recorder] | None = None
+        self._going_on: tuple[Document, int | None] | None = None  # row and seed of the current search
         self._rows: list[Document] = []
         self._instead: SizeStudy | None = None
         self._trace: Document | None = None
@@ -291,6 +246,7 @@ class SizeStudy:
     def _search_seeds(self, row: Document, engine: Engine, most: int) -> None:
         """Search every seed; the answer is that of the worst seed."""
         question, search = self._question, self._question.search(most)
+        more = "number of replicas" if self._name == "replicas" else "lower rate"
         answers: list[float] = []
         for seed in question.seeds:
             setting = question.setting(engine, row["tensor_parallel_size"], seed)
@@ -300,42 +256,29 @@ class SizeStudy:
                 figures = idle.verdict.figures
                 row["idle"], row["idle_share_in_time"] = figures, idle.share_in_time
                 if not idle.verdict.met:
-                    row["reason"] = (
-                        f"no {_more(self._name)} helps; each request alone on an idle engine gives{misses(figures)}"
-                    )
+                    row["reason"] = f"no {more} helps; each request alone on an idle engine gives{misses(figures)}"
                     row["assumptions"] = {**row["assumptions"], **setting.parts.latency.assumptions()}
                     return
-            found = self._searched(
-                row,
-                seed,
-                lambda watch, s=setting: search.find(
-                    s, start=answers[-1] if answers else None, probes=question.asked.probes, watch=watch
-                ),
-            )
+            self._going_on = row, seed
+            self._watch.trials.clear()
+            start = answers[-1] if answers else None
+            found = search.find(setting, start=start, probes=question.asked.probes, watch=self._watch)
+            self._going_on = None
+            row["searches"].append(_search_as_dict(seed, found, self._name))
             if found.answer is None:
                 row["reason"] = _why_none(found, most, self._name, is_bounded=most < question.asked.max_replicas)
                 return
             answers.append(found.answer if self._name == "rate_scale" else int(found.answer))
         row[self._name] = min(answers) if self._name == "rate_scale" else max(answers)
         row["gpus"] = row["replicas"] * row["gpus_per_replica"]
-        row[f"{self._name}_over_seeds"] = confidence_interval([float(answer) for answer in answers]).as_dict()
-
-    def _searched(self, row: Document, seed: int | None, find: Callable[[SearchWatch], SearchResult]) -> SearchResult:
-        recorder = _Recorder(self._watch)
-        self._going_on = row, seed, recorder
-        found = find(recorder)
-        self._going_on = None
-        row["searches"].append(_search_as_dict(seed, found, self._name))
-        return found
+        row[f"{self._name}_over_seeds"] = confidence_interval([float(answer) for answer in answers])
 
     def _note_what_goes_on(self) -> None:
         """Add the runs of an unfinished search, and the bounds of its answer."""
         if self._going_on is None:
             return
-        row, seed, recorder = self._going_on
-        self._going_on = None
-        trials = list(recorder.trials.values())
-        partial = search_result(trials, None, more_is_better=self._name == "replicas")
+        (row, seed), self._going_on = self._going_on, None
+        partial = search_result(list(self._watch.trials.values()), None, more_is_better=self._name == "replicas")
         row["searches"].append({**_search_as_dict(seed, partial, self._name), "not_done": INTERRUPTED})
         row["reason"] = INTERRUPTED + _between(partial, self._name)
 
@@ -391,23 +334,17 @@ def _empty_row(size: int, gpus: int, name: str, num_replicas: int | None) -> Doc
 
 def _search_as_dict(seed: int | None, found: SearchResult, name: str) -> Document:
     answer = found.answer if found.answer is None or name == "rate_scale" else int(found.answer)
+    tried = {trial.value for trial in found.trials}
+    not_run = [number for number in range(1, int(answer or 0)) if number not in tried]  # below the answer
     return {
         "seed": seed,
         name: answer,
         "is_monotone": found.is_monotone,
         "contradictions": [{"met": met, "missed": missed} for met, missed in found.contradictions],
         "safe": found.safe,
-        "not_run": _not_run(found) if name == "replicas" else [],
+        "not_run": not_run if name == "replicas" else [],
         "trials": [trial.as_dict() for trial in found.trials],
     }
-
-
-def _not_run(found: SearchResult) -> list[int]:
-    """Numbers below the answer that were not tried."""
-    if found.answer is None:
-        return []
-    tried = {trial.value for trial in found.trials}
-    return [number for number in range(1, int(found.answer)) if number not in tried]
 
 
 def _why_none(found: SearchResult, most: int, name: str, *, is_bounded: bool) -> str:
@@ -429,7 +366,3 @@ def _between(found: SearchResult, name: str) -> str:
     words += [f"at most {high:g}"] if high is not None else []
     unit = "times the rate" if name == "rate_scale" else "replicas"
     return f": {' and '.join(words)} {unit}" if words else ""
-
-
-def _more(name: str) -> str:
-    return "number of replicas" if name == "replicas" else "lower rate"

@@ -1,7 +1,7 @@
 """Searches how many engines keep an SLO on a trace, by replaying fleets of different sizes."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
@@ -10,7 +10,10 @@ from ..fleet.fleet import EngineParts, FleetShape, replay_fleet
 from ..fleet.routing import make_router
 from ..traces import Trace
 from ..traces.derived import ChangedTrace
-from .slo import KeptTrials, SearchResult, Slo, SloTally, Trial, highest_meeting, smallest_meeting
+from .kept import digest, kept
+from .slo import TRIAL_KEYS, SearchResult, Slo, SloTally, Trial, highest_meeting, smallest_meeting
+
+TRIAL_FORMAT = 1
 
 
 class _Missed(Exception):
@@ -30,7 +33,7 @@ class Setting:
         data_parallel_size: data-parallel ranks per replica.
         event_delay_s: see `FleetShape`.
         named: plain values that identify this setting among kept trials.
-        kept: where trials are kept.
+        kept_in: folder of finished trials; None: they are not kept.
     """
 
     open_trace: Callable[[], Trace]
@@ -41,7 +44,7 @@ class Setting:
     data_parallel_size: int = 1
     event_delay_s: float = 0.0
     named: Mapping[str, Any] = attrs.field(factory=dict)
-    kept: KeptTrials = attrs.field(factory=KeptTrials)
+    kept_in: str | None = None
 
     def at_rate(self, rate: float) -> "Setting":
         """The same setting with requests arriving `rate` times as fast."""
@@ -50,7 +53,14 @@ class Setting:
 
 
 class SearchWatch:
-    """Callbacks of a search; here they do nothing."""
+    """Callbacks of a search, which keep its runs and do nothing else.
+
+    Attributes:
+        trials: the runs of the current search by value; a full replay replaces a run that stopped early.
+    """
+
+    def __init__(self) -> None:
+        self.trials: dict[float, Trial] = {}
 
     def starts(self, value: float, num_requests: int | None) -> None:
         """A run of `value` starts; the trace has `num_requests` requests, if known."""
@@ -60,6 +70,7 @@ class SearchWatch:
 
     def ended(self, trial: Trial) -> None:
         """A run ended."""
+        self.trials[trial.value] = trial
 
     def left(self, num_runs: int) -> None:
         """At most `num_runs` runs are left."""
@@ -69,23 +80,6 @@ class SearchWatch:
 
     def tornado(self, num_done: int, num_rows: int) -> None:
         """`num_done` assumptions of the tornado are done."""
-
-
-class Search(Protocol):
-    """Searches for the number at which a fleet just keeps the SLO."""
-
-    @property
-    def name(self) -> str:
-        """Name of the number in JSON."""
-        ...
-
-    def find(self, setting: Setting, *, start: float | None, probes: int, watch: SearchWatch) -> SearchResult:
-        """Find the answer; the runs on both sides of it are full replays."""
-        ...
-
-    def replay(self, setting: Setting, value: float) -> Trial:
-        """Replay one value in full."""
-        ...
 
 
 def try_fleet(
@@ -110,9 +104,13 @@ def try_fleet(
     may_end_early = num_requests is not None
     watch.starts(num_replicas if value is None else value, num_requests)
     named = {**setting.named, "replicas": num_replicas, "may_end_early": may_end_early}
-    trial = setting.kept.trial(named, lambda: _replayed(setting, num_replicas, num_requests, watch))
-    if value is not None:
-        trial = attrs.evolve(trial, value=value)
+    document = kept(
+        setting.kept_in,
+        digest(TRIAL_FORMAT, named),
+        lambda: _replayed(setting, num_replicas, num_requests, watch).as_dict(),
+        required=TRIAL_KEYS,
+    )
+    trial = Trial.from_dict(document if value is None else {**document, "value": value})
     watch.ended(trial)
     return trial
 
@@ -215,6 +213,9 @@ class RateSearch:
     def replay(self, setting: Setting, value: float) -> Trial:
         """Replay the fleet at `value` times the rate."""
         return try_fleet(setting.at_rate(value), self.num_replicas, value=value)
+
+
+Search = FleetSearch | RateSearch
 
 
 def _run_to_its_end(found: SearchResult, missed: Trial, replay: Callable[[], Trial]) -> SearchResult:

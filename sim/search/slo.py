@@ -1,12 +1,8 @@
 """Service-level objectives, whether a run met them, and searches for the boundary."""
 
-import hashlib
-import json
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -157,6 +153,7 @@ TOLERANCE = 0.02
 # After a missed run, this many runs in a row must meet the SLO before the first of them counts as safe.
 IN_A_ROW = 2
 MOST_UNTIL_SAFE = 16
+TRIAL_KEYS = ("value", "met", "slo")
 
 
 @attrs.frozen(kw_only=True)
@@ -175,6 +172,13 @@ class Trial:
     def as_dict(self) -> Document:
         """For JSON."""
         return {"value": self.value, "met": self.met, "slo": self.verdict.figures, **self.figures}
+
+    @classmethod
+    def from_dict(cls, document: Document) -> "Trial":
+        """The trial that `as_dict` described."""
+        figures = {name: value for name, value in document.items() if name not in TRIAL_KEYS}
+        value, met, slo = (document[name] for name in TRIAL_KEYS)
+        return cls(value=value, verdict=Verdict(met=met, figures=slo), figures=figures)
 
 
 @attrs.frozen(kw_only=True)
@@ -224,10 +228,6 @@ Run = Callable[[Any], Trial]
 OnLeft = Callable[[int], None]
 
 
-def _no_callback(left: int) -> None:
-    """Ignore how many runs are left."""
-
-
 class _Runs:
     """Runs each value once."""
 
@@ -245,7 +245,7 @@ class _Runs:
 
 
 def smallest_meeting(
-    run: Run, *, start: int = 1, most: int = 64, probes: int = 1, on_left: OnLeft = _no_callback
+    run: Run, *, start: int = 1, most: int = 64, probes: int = 1, on_left: OnLeft = lambda left: None
 ) -> SearchResult:
     """Find the smallest whole number, from 1 to `most`, whose run meets the SLO.
 
@@ -305,7 +305,7 @@ def highest_meeting(
     highest: float = 64.0,
     tolerance: float = TOLERANCE,
     probes: int = 1,
-    on_left: OnLeft = _no_callback,
+    on_left: OnLeft = lambda left: None,
 ) -> SearchResult:
     """Find the highest rate, within a relative tolerance, whose run meets the SLO.
 
@@ -313,8 +313,7 @@ def highest_meeting(
     answer r ran and met the SLO, and a rate of at most `r * (1 + tolerance)` ran and missed it. `probes` more rates on
     either side, each farther away, check that results are monotone.
 
-    Raises:
-        InputError: `start` is out of bounds, or the tolerance is not positive.
+    Raises InputError: `start` is out of bounds, or the tolerance is not positive.
     """
     if not 0 < lowest <= start <= highest or not tolerance > 0:
         raise InputError(
@@ -387,25 +386,10 @@ def _bracket(runs: _Runs, start: float, lowest: float, highest: float) -> tuple[
 
 # Two-sided 95 % quantiles of Student's t distribution for 1, 2, ... degrees of freedom (any table of it).
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-_T_95_MORE = 2.131
 
 
-@attrs.frozen(kw_only=True)
-class Interval:
-    """A mean over seeds and its 95 % confidence interval (Student's t); the bounds are None for one seed."""
-
-    mean: float
-    low: float | None
-    high: float | None
-    num_samples: int
-
-    def as_dict(self) -> Document:
-        """For JSON."""
-        return attrs.asdict(self)
-
-
-def confidence_interval(samples: Sequence[float]) -> Interval:
-    """The mean of the samples and its 95 % confidence interval.
+def confidence_interval(samples: Sequence[float]) -> dict[str, float | None]:
+    """The mean over seeds and its 95 % confidence interval (Student's t); `low` and `high` are None for one seed.
 
     Beyond 16 samples the quantile of 15 degrees of freedom is used, which is a little too wide.
     """
@@ -414,50 +398,7 @@ def confidence_interval(samples: Sequence[float]) -> Interval:
     count = len(samples)
     mean = sum(samples) / count
     if count == 1:
-        return Interval(mean=mean, low=None, high=None, num_samples=1)
+        return {"mean": mean, "low": None, "high": None, "num_samples": 1}
     variance = sum((sample - mean) ** 2 for sample in samples) / (count - 1)
-    quantile = _T_95[count - 2] if count - 2 < len(_T_95) else _T_95_MORE
-    half = quantile * (variance / count) ** 0.5
-    return Interval(mean=mean, low=mean - half, high=mean + half, num_samples=count)
-
-
-TRIAL_FORMAT = 1
-
-
-@attrs.frozen
-class KeptTrials:
-    """Keeps each trial in a file named after its inputs, so that a stopped search continues; None: keeps nothing."""
-
-    folder: Path | None = None
-
-    def trial(self, named: Mapping[str, Any], run: Callable[[], Trial]) -> Trial:
-        """The kept trial with this name, or the result of `run`, which is then kept atomically."""
-        if self.folder is None:
-            return run()
-        path = self.folder / f"{_digest(named)}.json"
-        if path.is_file():
-            return _read(path)
-        trial = run()
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-            unfinished.write_text(json.dumps(trial.as_dict(), allow_nan=False), encoding="utf-8")
-            os.replace(unfinished, path)
-        except OSError as error:
-            raise InputError(f"--keep {self.folder}: {error.strerror or error}; give a folder to write to") from None
-        return trial
-
-
-def _digest(named: Mapping[str, Any]) -> str:
-    text = json.dumps([TRIAL_FORMAT, named], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _read(path: Path) -> Trial:
-    """Read a kept trial. Raises InputError if the file is not one."""
-    try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        verdict = Verdict(met=kept.pop("met"), figures=kept.pop("slo"))
-        return Trial(value=kept.pop("value"), verdict=verdict, figures=kept)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InputError(f"{path} is not a kept run ({error}); delete it to run it again") from None
+    half = _T_95[min(count - 2, len(_T_95) - 1)] * (variance / count) ** 0.5
+    return {"mean": mean, "low": mean - half, "high": mean + half, "num_samples": count}

@@ -1,19 +1,17 @@
 """Runs a command over a grid of options in any number of processes; resumable, with the same bytes every time."""
 
-import hashlib
-import json
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import attrs
 
 from ...core.errors import InputError, KVLedgerError
 from ..figures import Document, at_path, figure_at
+from ..scenario.options import SEARCH, TRAFFIC, option, options
 from .jobs import job, reason
+from .kept import content_of, digest, kept
 
 # Figures that depend on the machine are removed from a row.
 NOT_REPRODUCIBLE = ("timing",)
@@ -37,8 +35,7 @@ class Point:
     @property
     def key(self) -> str:
         """Identifies the point's inputs; the name of its kept result."""
-        text = json.dumps([POINT_FORMAT, self.command, self.content, sorted(self.options)])
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        return digest(POINT_FORMAT, self.command, self.content, sorted(self.options))
 
 
 def grid(axes: Mapping[str, Sequence[str]]) -> Iterator[tuple[tuple[str, str], ...]]:
@@ -50,8 +47,7 @@ def grid(axes: Mapping[str, Sequence[str]]) -> Iterator[tuple[tuple[str, str], .
 def parse_axis(text: str) -> tuple[str, tuple[str, ...]]:
     """Parse `block-size=16,32,64` or `seed=0..9` to name and values.
 
-    Raises:
-        InputError: no name, no values, or a repeated value.
+    Raises InputError: no name, no values, or a repeated value.
     """
     name, separator, listed = text.partition("=")
     name = name.strip().lstrip("-")
@@ -68,41 +64,21 @@ def parse_axis(text: str) -> tuple[str, tuple[str, ...]]:
     return name, values
 
 
-def content_of(files: Iterable[str]) -> str:
-    """A digest of the files, and of those in folders. Raises InputError for a file that cannot be read."""
-    digest = hashlib.sha256()
-    paths = [Path(name) for name in files]
-    inside = [sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path] for path in paths]
-    for name in (path for found in inside for path in found):
-        try:
-            with open(name, "rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        except OSError as error:
-            raise InputError(f"{name}: {error.strerror or error}") from None
-    return digest.hexdigest()
-
-
 def run_point(point: Point, kept_in: str | None) -> Document:
     """Run one point; its row has `options` and either `result` or `error`.
 
     A result in the folder `kept_in` is read, and a new one is written there atomically. Errors are not kept, so the
     next sweep tries again.
     """
-    kept = None if kept_in is None else Path(kept_in) / f"{point.key}.json"
-    if kept is not None and kept.is_file():
-        result = json.loads(kept.read_text(encoding="utf-8"))
-        return {"options": dict(point.options), "result": result}
-    try:
+
+    def run() -> Document:
         result = job(point.command).document(dict(point.options), point.files)
+        return {name: figure for name, figure in result.items() if name not in NOT_REPRODUCIBLE}
+
+    try:
+        return {"options": dict(point.options), "result": kept(kept_in, point.key, run)}
     except KVLedgerError as error:
         return {"options": dict(point.options), "error": f"{type(error).__name__}: {reason(error)}"}
-    for name in NOT_REPRODUCIBLE:
-        result.pop(name, None)
-    if kept is not None:
-        unfinished = kept.with_name(f"{kept.name}.{os.getpid()}.unfinished")
-        unfinished.write_text(json.dumps(result, allow_nan=False), encoding="utf-8")
-        os.replace(unfinished, kept)
-    return {"options": dict(point.options), "result": result}
 
 
 def run_sweep(
@@ -123,15 +99,11 @@ def run_sweep(
         on_row: called with each finished row, in order.
 
     Raises:
-        InputError: `num_workers` is below 1, or Ray is not installed.
+        InputError: Ray is not installed.
         KeyboardInterrupt: passed on; `on_row` was called with the finished rows, and they are kept.
     """
     from joblib import Parallel, delayed, parallel_config
 
-    if num_workers < 1:
-        raise InputError(f"--jobs is {num_workers}; it must be at least 1")
-    if kept_in is not None:
-        Path(kept_in).mkdir(parents=True, exist_ok=True)
     backend = _ray_backend() if cluster else "loky"
     # Ray's backend returns all results at once, so it gets the points in portions.
     portion = PORTION_OF_A_WORKER * num_workers if cluster else max(len(points), 1)
@@ -192,20 +164,30 @@ def _meets(result: Document, path: str, relation: str, bound: float) -> bool:
     return figure <= bound if relation == "<=" else figure >= bound
 
 
-@attrs.frozen(kw_only=True)
+@options
 class SweepQuestion:
     """The options of `kvledger sweep`, as typed."""
 
-    command: str
-    files: tuple[str, ...]
-    axes: tuple[str, ...]
-    fixed: tuple[str, ...]
-    minimize: str | None = None
-    maximize: str | None = None
-    require: tuple[str, ...] = ()
-    num_workers: int = 1
-    kept_in: str | None = None
-    cluster: bool = False
+    files: tuple[str, ...] = option(
+        (), TRAFFIC, "Trace files, as the command takes them.", is_argument=True, metavar="TRACE"
+    )
+    command: str = option(
+        "replay", SEARCH, "What to run: replay, fleet, size, optimum, curve, compare or plan.", "--command"
+    )
+    axes: tuple[str, ...] = option(
+        (), SEARCH, "NAME=V1,V2,... or NAME=0..9: values of an option of the command; repeatable.", "--grid"
+    )
+    fixed: tuple[str, ...] = option(
+        (), SEARCH, "NAME=VALUE, the same for every point; NAME=yes for a switch; repeatable.", "--set"
+    )
+    minimize: str | None = option(None, SEARCH, "Best row: the smallest figure, such as ttft_s.p99.")
+    maximize: str | None = option(None, SEARCH, "Best row: the largest figure, such as prefix_cache.hit_rate.")
+    require: tuple[str, ...] = option((), SEARCH, "Condition on the best row, such as ttft_s.p99<=2; repeatable.")
+    num_workers: int = option(1, SEARCH, "Processes that run at the same time.", "--jobs", least=1, metavar="N")
+    kept_in: str | None = option(
+        None, SEARCH, "Folder of finished runs, which are not run again.", "--keep", metavar="FOLDER"
+    )
+    cluster: bool = option(False, SEARCH, "Run on Ray instead of processes here.", "--cluster")
 
     def __attrs_post_init__(self) -> None:
         job(self.command)  # refuses an unknown one
@@ -217,8 +199,7 @@ class SweepQuestion:
     def points(self) -> list[Point]:
         """Every point, in the order of the grid.
 
-        Raises:
-            InputError: no axis, a repeated option, or a file that cannot be read.
+        Raises InputError: no axis, a repeated option, or a file that cannot be read.
         """
         if not self.axes:
             raise InputError("a sweep needs --grid NAME=V1,V2,... at least once")
@@ -257,8 +238,7 @@ class Sweep:
     def run(self, on_row: Callable[[Document], None] = lambda row: None) -> None:
         """Run every point; `on_row` is called with each finished row.
 
-        Raises:
-            KeyboardInterrupt: passed on; `to_dict` has the finished rows.
+        Raises KeyboardInterrupt: passed on; `to_dict` has the finished rows.
         """
 
         def keep(row: Document) -> None:

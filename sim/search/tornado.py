@@ -1,6 +1,6 @@
 """Changes one assumption at a time and searches again, to show how the answer depends on each."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -66,8 +66,11 @@ def tornado(
         num_workers: processes; the rows are the same for any number.
         on_row: called with each finished row, in the order of the assumptions.
     """
+    from joblib import Parallel, delayed
+
+    parallel: Any = Parallel(n_jobs=num_workers, return_as="generator")
     rows: list[Document] = []
-    for row in _rows(setting, search, answer, assumptions, num_workers):
+    for row in parallel(delayed(tornado_row)(setting, search, answer, one) for one in assumptions):
         rows.append(row)
         on_row(row)
     return ranked(rows, search.name)
@@ -82,19 +85,6 @@ def most_important(rows: Sequence[Document], name: str) -> list[str]:
     """The (at most two) assumptions that change the answer, or else its SLO figure, most."""
     moving = [row["assumption"] for row in rows if row[f"swing_{name}"] or row["swing_slo"]]
     return moving[:2]
-
-
-def _rows(
-    setting: Setting, search: Search, answer: Trial, assumptions: Sequence[Assumption], num_workers: int
-) -> Iterator[Document]:
-    if num_workers == 1:
-        for one in assumptions:
-            yield tornado_row(setting, search, answer, one)
-        return
-    from joblib import Parallel, delayed
-
-    parallel: Any = Parallel(n_jobs=num_workers, return_as="generator")
-    yield from parallel(delayed(tornado_row)(setting, search, answer, one) for one in assumptions)
 
 
 def tornado_row(setting: Setting, search: Search, answer: Trial, one: Assumption) -> Document:

@@ -14,7 +14,7 @@ from ..figures import Document
 from ..fleet.fleet import EngineParts
 from ..latency.devices import find_device
 from ..scenario.compare import Sourced, compare_on, compare_sentences, read_lengths, token_bytes
-from ..scenario.curve import CountedTrace, CurveOptions, bytes_per_block, parse_capacities
+from ..scenario.curve import CountedTrace, CurveOptions, bytes_per_block
 from ..scenario.deployment import PlanQuestion, read_question
 from ..scenario.engine import Engine, Pool, allocator_of_plan, roofline_of_plan, scheduler_of
 from ..scenario.plan import plan_scenario
@@ -54,8 +54,7 @@ class StudyQuestion:
     def of(cls, scenario: Scenario, curve: CurveOptions) -> "StudyQuestion":
         """Checks the options; without model and GPU, an example deployment is used.
 
-        Raises:
-            InputError: something is missing, unknown or contradictory.
+        Raises InputError: something is missing, unknown or contradictory.
         """
         trace = open_traffic(scenario)
         note: tuple[str, ...] = ()
@@ -74,8 +73,7 @@ class StudyQuestion:
             )
         question = read_question(scenario)
         question = attrs.evolve(question, assumptions=(*note, *question.assumptions))
-        if curve.capacities is not None:
-            parse_capacities(curve.capacities)
+        _ = curve.sizes  # refuses what is no number, before a part has run
         return cls(scenario=scenario, curve=curve, trace=trace, plan_question=question)
 
     @property
@@ -151,7 +149,7 @@ def curve_part(
 
 
 def _capacities(asked: CurveOptions, pool_blocks: int) -> list[int] | None:
-    given = None if asked.capacities is None else parse_capacities(asked.capacities)
+    given = asked.sizes
     if given is None and not pool_blocks:
         return None
     sizes = {int(pool_blocks * pools) for pools in POOLS} if given is None else {*given, pool_blocks}

@@ -46,7 +46,7 @@ class LedgerMetrics:
                 case PrefixAdopted(group=0):
                     self._hit_tokens += len(event.blocks) * self._block_size
                 case BlocksAllocated():
-                    self._taken += np.count_nonzero(event.blocks)
+                    self._taken += sum(block > 0 for block in as_ints(event.blocks))
                     self._evicted += len(event.lost_keys) - event.lost_keys.count(None)
                 case BlockCopied():
                     self._taken += 1

@@ -15,7 +15,7 @@ from kvledger.sim.scenario.scenario import Scenario
 from kvledger.sim.scenario.traffic import open_traffic
 from kvledger.sim.search.idle_engine import idle_bound, idle_records
 from kvledger.sim.search.sizing import FleetSearch, RateSearch, SearchWatch, Setting, try_fleet
-from kvledger.sim.search.slo import TOLERANCE, KeptTrials, Slo, SloTally
+from kvledger.sim.search.slo import TOLERANCE, Slo, SloTally
 
 CODE = {"workload": "code", "limit": 150, "rate_scale": 15.0}
 CHAT = {"workload": "conversation", "limit": 60, "rate_scale": 4.0}
@@ -148,7 +148,7 @@ def test_the_highest_rate_is_met_and_a_tolerance_more_is_not_both_by_full_replay
 
 
 def test_a_kept_run_is_read_and_not_run_again(tmp_path: Path) -> None:
-    asked = attrs.evolve(setting(SLOS["ttft"], **CODE, **POOL), kept=KeptTrials(tmp_path), named={"question": 1})
+    asked = attrs.evolve(setting(SLOS["ttft"], **CODE, **POOL), kept_in=str(tmp_path), named={"question": 1})
     search = FleetSearch(most=8)
     first = search.find(asked, start=None, probes=1, watch=SearchWatch())
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
@@ -171,7 +171,7 @@ def test_a_kept_run_is_read_and_not_run_again(tmp_path: Path) -> None:
 
 
 def test_a_kept_file_that_is_no_run_is_named(tmp_path: Path) -> None:
-    asked = attrs.evolve(setting(SLOS["ttft"], **CODE, **POOL), kept=KeptTrials(tmp_path), named={"question": 1})
+    asked = attrs.evolve(setting(SLOS["ttft"], **CODE, **POOL), kept_in=str(tmp_path), named={"question": 1})
     try_fleet(asked, 1, num_requests=150)
     (path,) = tmp_path.iterdir()
     path.write_text("{}")

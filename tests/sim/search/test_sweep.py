@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from kvledger.core import InputError
-from kvledger.sim.search.sweep import Point, SweepQuestion, best_row, content_of, grid, parse_axis, run_point
+from kvledger.sim.search.kept import content_of
+from kvledger.sim.search.sweep import Point, SweepQuestion, best_row, grid, parse_axis, run_point
 
 BIN = Path(sys.executable).parent / "kvledger"
 BASE = ("--set", "workload=code", "--set", "limit=6")
