@@ -185,6 +185,10 @@ class KVCacheAllocator:
             request.cache_boundary = match.boundary
         return match
 
+    def num_dropped_tokens(self, request: Request, match: PrefixMatch) -> int:
+        """Count the tokens behind a hit that are cached too, and that EAGLE or MTP computes again."""
+        return self._prefixes.num_dropped_tokens(request, match)
+
     def begin_step(self) -> None:
         """Note that the steps so far have run: the states which they leave can be copied now."""
         self._prefixes.states_of_step.clear()

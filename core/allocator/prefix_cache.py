@@ -184,6 +184,18 @@ class PrefixCache:
         values = request.request_id, count * size, (tuple(blocks),), (tuple(keys[:count]),), 0, sequence
         return PrefixMatch._make(values)
 
+    def num_dropped_tokens(self, request: Request, match: PrefixMatch) -> int:
+        """Count the tokens right behind a hit whose blocks full attention, or else the first kind, finds too."""
+        if not self._use_eagle:
+            return 0
+        kind, group_ids = self._kinds[0]
+        end = match.num_hit_tokens + self._unit
+        if end >= request.num_tokens:
+            return 0
+        keys = self.block_keys(request, kind, match.num_hit_tokens // kind.block_size, end // kind.block_size)
+        is_found = len(keys) > 0 and all(self._pool.find(key, group) for key in keys for group in group_ids)
+        return self._unit if is_found else 0
+
     # -- keys of the blocks to register ------------------------------------------------------------------------------
 
     def due(

@@ -11,8 +11,9 @@ import attrs
 from ..errors import InputError, non_negative, positive
 from ..memory.budget import BudgetSemantics
 from ..memory.ledger import LedgerRow, RowRole, given_row
+from ..models.drafts import Drafts
 from ..models.geometry import ModelGeometry
-from ..models.layer_cache import CompressedCache, state_aligned_block_size
+from ..models.layer_cache import CompressedCache, LayerCaches, state_aligned_block_size
 from ..models.weights import QuantizationScheme, scheme_from_config
 from ..planner.layout import KVCacheLayout
 from ..planner.parallel import layers_per_stage, tensor_parallel_layers
@@ -55,6 +56,7 @@ class Deployment:
         quantization: quantisation of the weights; None: as in the config.
         ignore_config_quantization: whether to count the weights unquantised whatever the config says.
         block_size: tokens per block; None: 16, or more if the model's caches need it.
+        drafts: how drafts are made and what that stores; None: no drafts.
         state_cache_mode: when state layers take snapshots; None: vLLM's rule, or no such layers.
         layout: physical order of the cache's axes.
         disable_hybrid_kv_cache_manager: size windowed layers like full ones; None: as vLLM does for the architecture.
@@ -91,6 +93,7 @@ class Deployment:
     quantization: QuantizationScheme | None = None
     ignore_config_quantization: bool = False
     block_size: int | None = attrs.field(default=None, validator=attrs.validators.optional(positive))
+    drafts: Drafts | None = None
     state_cache_mode: StateCacheMode | None = None
     layout: KVCacheLayout = KVCacheLayout.LBNHC
     disable_hybrid_kv_cache_manager: bool | None = None
@@ -169,6 +172,11 @@ class Deployment:
             return None
         return scheme_from_config(self.geometry.quantization_config, self.geometry.name)
 
+    @property
+    def layers(self) -> LayerCaches:
+        """What every layer stores, a drafter's layers behind the model's own."""
+        return self.geometry.layers if self.drafts is None else self.drafts.layers_with(self.geometry)
+
     def resolved_block_size(self) -> tuple[int, str]:
         """Tokens per block, and the reason.
 
@@ -176,12 +184,10 @@ class Deployment:
         """
         storage = self.geometry.cache_format(self.cache_dtype)
         wanted = self.block_size or DEFAULT_BLOCK_SIZE
-        aligned = state_aligned_block_size(
-            self.geometry.layers, storage, STATE_BLOCK_ALIGNMENT, self.tensor_parallel_size
-        )
+        aligned = state_aligned_block_size(self.layers, storage, STATE_BLOCK_ALIGNMENT, self.tensor_parallel_size)
         if aligned is not None and aligned > wanted:
             return aligned, f"a state is one page, so a block of {aligned} tokens is the smallest that holds one"
-        caches = [cache for layer in self.geometry.layers for cache in layer]
+        caches = [cache for layer in self.layers for cache in layer]
         per_state = max((cache.tokens_per_state for cache in caches if isinstance(cache, CompressedCache)), default=1)
         if self.block_size is None and wanted % per_state:
             return per_state, f"one state covers up to {per_state} tokens"
@@ -194,9 +200,8 @@ class Deployment:
             InputError: KV heads or states that the ranks can neither split nor replicate evenly.
         """
         block_size, _ = self.resolved_block_size()
-        return tensor_parallel_layers(
-            self.geometry.layer_specs(block_size, self.cache_dtype), self.tensor_parallel_size
-        )
+        specs = self.geometry.layer_specs(block_size, self.cache_dtype, self.layers)
+        return tensor_parallel_layers(specs, self.tensor_parallel_size)
 
     def stage_layers(self) -> tuple[range, ...]:
         """Layers of each pipeline stage."""
@@ -216,6 +221,7 @@ class Deployment:
         ranks = self.tensor_parallel_size * self.pipeline_parallel_size
         rows = [
             _given(given.weights_bytes, "weights", resident) or self._weights_row(layers),
+            self._draft_weights_row(layers),
             _given(given.non_torch_bytes, "non-torch", resident) or non_torch_row(ranks, constants),
             _given(given.workspace_bytes, "sampler and workspace", resident),
         ]
@@ -246,6 +252,21 @@ class Deployment:
             tensor_parallel_size=self.tensor_parallel_size,
             constants=self.constants,
         )
+
+    def _draft_weights_row(self, layers: range) -> LedgerRow | None:
+        """Weights of the drafter, which is on the last stage; given weights count them already."""
+        is_last = layers.stop == self.geometry.num_hidden_layers
+        groups = self.drafts.weights(self.geometry) if self.drafts is not None and is_last else ()
+        if not groups or self.given.weights_bytes is not None:
+            return None
+        row = weights_row(
+            groups,
+            dtype=self.weight_dtype,
+            scheme=self.scheme,
+            tensor_parallel_size=self.tensor_parallel_size,
+            constants=self.constants,
+        )
+        return attrs.evolve(row, name="draft weights")
 
     def _activation_row(self, layers: range) -> LedgerRow:
         return activation_row(

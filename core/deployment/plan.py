@@ -117,12 +117,13 @@ def plan_deployment(deployment: Deployment) -> DeploymentPlan:
     if pinned is not None and pinned <= 0:
         raise InputError(f"kv_cache_memory_bytes is {pinned}; give the size of the pool in bytes, above 0")
     specs = deployment.layer_specs()
+    last_layer = deployment.geometry.num_hidden_layers - 1  # a drafter's layers are on its stage
     stages = [_stage(deployment, index, layers) for index, layers in enumerate(deployment.stage_layers())]
     inputs = PlanInputs(
         layer_specs=specs,
         available_bytes=tuple(_pool_limit_bytes(deployment, stage.ledger) for stage in stages for _ in stage.ranks),
         rank_layers=tuple(
-            tuple(name for name in specs if int(name.split(".")[1]) in stage.layers)
+            tuple(name for name in specs if min(int(name.split(".")[1]), last_layer) in stage.layers)
             for stage in stages
             for _ in stage.ranks
         ),

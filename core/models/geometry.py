@@ -121,11 +121,16 @@ class ModelGeometry:
         """
         return cache_format(kv_cache_dtype, self.dtype)
 
-    def layer_specs(self, block_size: int, kv_cache_dtype: str) -> Mapping[str, KVCacheSpec]:
-        """The whole model's caches as pages of `block_size` tokens, by layer name; divide them by TP afterwards."""
+    def layer_specs(
+        self, block_size: int, kv_cache_dtype: str, layers: LayerCaches | None = None
+    ) -> Mapping[str, KVCacheSpec]:
+        """The whole model's caches as pages of `block_size` tokens, by layer name; divide them by TP afterwards.
+
+        `layers` stands for the model's own where a drafter's are to be counted too (`Drafts.layers_with`).
+        """
         storage = self.cache_format(kv_cache_dtype)
         specs: dict[str, KVCacheSpec] = {}
-        for index, caches in enumerate(self.layers):
+        for index, caches in enumerate(self.layers if layers is None else layers):
             for cache in caches:
                 name = f"layers.{index}.{'indexer' if cache.part is CachePart.INDEXER else cache.label}"
                 if name in specs:

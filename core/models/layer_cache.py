@@ -177,7 +177,8 @@ class StateCache(LayerCache):
     """A state of fixed size per sequence: a convolution's inputs and a recurrent matrix per head (delta nets, KDA).
 
     The convolution keeps `kernel - 1` inputs of the query, key and value channels; the matrix is key_dim x value_dim
-    per value head, in fp32 unless a model says otherwise.
+    per value head, in fp32 unless a model says otherwise. Each of `num_draft_tokens` drafts adds an input, and a state
+    of its own for each request.
     """
 
     label = "state"
@@ -190,6 +191,7 @@ class StateCache(LayerCache):
     value_head_dim: int
     conv_dtype: str = "bf16"
     recurrent_dtype: str = "fp32"
+    num_draft_tokens: int = 0
 
     @property
     def conv_channels(self) -> int:
@@ -199,7 +201,8 @@ class StateCache(LayerCache):
     @property
     def states(self) -> tuple[StateArray, StateArray]:
         """The two arrays, with the axis that tensor parallelism divides."""
-        conv = StateArray((self.conv_kernel_size - 1, self.conv_channels), self.conv_dtype, "conv state", tp_axis=1)
+        num_inputs = self.conv_kernel_size - 1 + self.num_draft_tokens
+        conv = StateArray((num_inputs, self.conv_channels), self.conv_dtype, "conv state", tp_axis=1)
         recurrent = StateArray(
             (self.num_value_heads, self.key_head_dim, self.value_head_dim),
             self.recurrent_dtype,
@@ -210,7 +213,7 @@ class StateCache(LayerCache):
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
         """One page is one state, whatever the cache dtype."""
-        return MambaLikeSpec(block_size=block_size, states=self.states)
+        return MambaLikeSpec(block_size=block_size, states=self.states, num_speculative_blocks=self.num_draft_tokens)
 
     def floor_bytes(self, num_tokens: int, cache_format: CacheFormat) -> int:
         """Both arrays, whatever the number of tokens."""

@@ -35,6 +35,8 @@ class SchedulerConfig:
             and recomputes otherwise.
         swap_space_blocks: blocks of host memory for swapped requests; needed for "swap".
         num_speculative_tokens: draft tokens verified per request and decode step; 0: no speculative decoding.
+        num_lookahead_tokens: slots that a step reserves for the next step's drafts; below 0: `num_speculative_tokens`.
+            0 where drafts need no keys and values before they are verified (n-grams).
         reserve_full_sequence: whether a request is admitted only when all its known tokens fit (vLLM's
             scheduler_reserve_full_isl), not just its first chunk.
     """
@@ -48,9 +50,12 @@ class SchedulerConfig:
     preemption_mode: str = "recompute"
     swap_space_blocks: int = 0
     num_speculative_tokens: int = 0
+    num_lookahead_tokens: int = -1
     reserve_full_sequence: bool = True
 
     def __attrs_post_init__(self) -> None:
+        if self.num_lookahead_tokens < 0:
+            object.__setattr__(self, "num_lookahead_tokens", self.num_speculative_tokens)
         for name, minimum in _MINIMA.items():
             if getattr(self, name) < minimum:
                 raise InputError(f"{name} must be at least {minimum}, not {getattr(self, name)}")

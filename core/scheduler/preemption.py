@@ -21,7 +21,7 @@ class PreemptedRequests:
     """
 
     def __init__(self, config: SchedulerConfig, allocator: KVCacheAllocator, stats: SchedulerStats) -> None:
-        self._num_speculative_tokens = config.num_speculative_tokens
+        self._num_draft_slots = config.num_speculative_tokens + config.num_lookahead_tokens
         self._allocator = allocator
         self._stats = stats
         self._num_free_swap_blocks = config.swap_space_blocks
@@ -99,7 +99,7 @@ class PreemptedRequests:
 
     def blocks_to_protect(self, request: Request) -> int:
         """Further blocks that must be free when a request comes back: the drafts of its first decode step."""
-        if not self._num_speculative_tokens or request not in self:
+        if not self._num_draft_slots or request not in self:
             return 0
         tables = self._allocator.state.tables
         blocks = [table.num_to_take(-(-request.num_tokens // table.block_size)) for table in tables]
@@ -107,7 +107,7 @@ class PreemptedRequests:
 
     def _blocks_to_continue(self, num_tokens: int, row: int | None = None) -> int:
         """Blocks for `num_tokens` tokens with the drafts and lookahead of a decode step, less those of the row."""
-        with_drafts = num_tokens + 2 * self._num_speculative_tokens
+        with_drafts = num_tokens + self._num_draft_slots
         num_slots = max(num_tokens, min(with_drafts, self._allocator.config.max_model_len))
         tables = self._allocator.state.tables
         held = [0 if row is None else table.count(row) for table in tables]

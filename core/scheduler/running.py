@@ -159,8 +159,7 @@ class RunningRequests:
         return counts
 
     def _append(self, batch: TokenBatch, reserved_blocks: int, all_decode: bool = False) -> bool:
-        lookahead = self._config.num_speculative_tokens
-        if not lookahead:
+        if not self._config.num_speculative_tokens:
             return self._allocator.append(
                 batch.rows, 1 if all_decode else batch.counts, reserved_blocks=reserved_blocks
             )
@@ -169,7 +168,7 @@ class RunningRequests:
             batch.rows,
             batch.counts,
             num_draft_tokens=np.maximum(batch.counts - missing, 0),
-            num_lookahead_tokens=lookahead,
+            num_lookahead_tokens=self._config.num_lookahead_tokens,
             reserved_blocks=reserved_blocks,
             first_positions=batch.first_positions,
         )
@@ -223,7 +222,7 @@ class RunningRequests:
         fits = self._allocator.num_appendable(
             part.rows,
             part.counts,
-            num_lookahead_tokens=self._config.num_speculative_tokens,
+            num_lookahead_tokens=self._config.num_lookahead_tokens,
             reserved_blocks=reserved_blocks,
             first_positions=part.first_positions,
         )

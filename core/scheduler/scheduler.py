@@ -117,7 +117,8 @@ class Scheduler:
         """Raise `DoesNotFitError` with the numbers if the request can never be served (D01)."""
         # The last output token is never computed, so it needs no slot.
         longest = request.num_prompt_tokens + request.max_tokens - 1
-        with_drafts = min(longest + 2 * self.config.num_speculative_tokens, self.allocator.config.max_model_len)
+        draft_slots = self.config.num_speculative_tokens + self.config.num_lookahead_tokens
+        with_drafts = min(longest + draft_slots, self.allocator.config.max_model_len)
         self.allocator.check_fits(max(longest, with_drafts), f"request {request.request_id!r}")
         if not self.config.enable_chunked_prefill and request.num_prompt_tokens > self.config.max_num_batched_tokens:
             raise DoesNotFitError(

@@ -16,6 +16,7 @@ class SchedulerStats:
         max_preemptions_per_request: most preemptions of a single request.
         prefix_queries_tokens: tokens looked up at first admissions.
         prefix_hits_tokens: tokens found at first admissions (the headline hit rate's numerator).
+        dropped_hits_tokens: tokens that would have been found without the block that EAGLE or MTP gives back.
         external_hits_tokens: tokens copied in behind those at first admissions (host memory, disk, another engine).
         readmission_queries_tokens: tokens looked up when preempted requests came back.
         readmission_hits_tokens: tokens found then, mostly a request's own; never part of the hit rate (D04).
@@ -36,6 +37,7 @@ class SchedulerStats:
     max_preemptions_per_request: int = 0
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
+    dropped_hits_tokens: int = 0
     external_hits_tokens: int = 0
     readmission_queries_tokens: int = 0
     readmission_hits_tokens: int = 0

@@ -132,6 +132,7 @@ class WaitingAdmission:
                 continue
             external = self._num_external_tokens(request, match)
             found = match.num_hit_tokens + external
+            dropped = self._allocator.num_dropped_tokens(request, match)
             num_new_tokens = self._first_chunk(request, found, budget)
             if not num_new_tokens or self._allocator.hits_state_of_this_step(match):
                 break
@@ -140,7 +141,7 @@ class WaitingAdmission:
             waiting.pop_head()
             row = self._allocator.row_of(request.request_id)
             running.enter(request, row, found)
-            self._note(request, row, match, external)
+            self._note(request, row, match, external, dropped)
             admitted.append((row, found, num_new_tokens))
             budget -= num_new_tokens
         if not admitted:
@@ -200,7 +201,7 @@ class WaitingAdmission:
             num_new_tokens,
             match,
             num_external_tokens=external,
-            num_lookahead_tokens=self._config.num_speculative_tokens,
+            num_lookahead_tokens=self._config.num_lookahead_tokens,
             reserved_blocks=reserved,
             use_watermark=use_watermark,
         )
@@ -233,11 +234,12 @@ class WaitingAdmission:
         # pool's size wait forever.
         return len(self._running) > 0
 
-    def _note(self, request: Request, row: int, match: PrefixMatch, external: int) -> None:
+    def _note(self, request: Request, row: int, match: PrefixMatch, external: int, dropped: int) -> None:
         if request in self._preempted:
             self._preempted.come_back(request, row, match, external, 0 if self._external is not None else external)
             return
         self._note_first(request, match, external)
+        self._stats.dropped_hits_tokens += dropped
         if self._remote is not None:
             self._remote.admitted(request, 0)
 

@@ -172,6 +172,8 @@ def counted_figures(stats: SchedulerStats, num_output_tokens: int, seconds: floa
             "queries_tokens": stats.prefix_queries_tokens,
             "hits_tokens": stats.prefix_hits_tokens,
             "hit_rate": share(stats.prefix_hits_tokens, stats.prefix_queries_tokens),
+            # What EAGLE or MTP costs: cached tokens that are computed again for their hidden states.
+            "dropped_for_drafts_tokens": stats.dropped_hits_tokens,
             "readmission_queries_tokens": stats.readmission_queries_tokens,
             "readmission_hits_tokens": stats.readmission_hits_tokens,
             "readmission_shared_tokens": stats.readmission_shared_tokens,

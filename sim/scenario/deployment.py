@@ -11,13 +11,16 @@ from ...core.deployment.estimates import EstimateConstants, reserves_graph_memor
 from ...core.deployment.startup_log import StartupLog, calibrated_rows, read_startup_log
 from ...core.errors import InputError
 from ...core.memory.budget import BudgetSemantics, requested_bytes
+from ...core.models.drafts import drafts_for
 from ...core.models.geometry import ModelGeometry, load_geometry
 from ...core.models.weights import scheme_by_name
 from ...core.planner.layout import KVCacheLayout
 from ...core.quantities import format_bytes, parse_bytes
 from ..latency.devices import find_device
+from .options import spelled
 from .scenario import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, DEFAULT_UTILIZATION, Scenario
 
+DRAFT_OPTIONS = ("speculative_method", "num_draft_layers")
 # Rows of the ledger that a scenario may give in bytes.
 GIVEN_ROWS = ("weights", "non_torch", "workspace", "encoder", "activation", "graph")
 
@@ -75,6 +78,13 @@ def read_question(scenario: Scenario) -> PlanQuestion:
         quantization=None if scenario.quantization is None else scheme_by_name(scenario.quantization),
         ignore_config_quantization=scenario.quantization == "none",
         block_size=scenario.block_size,
+        drafts=drafts_for(
+            geometry,
+            scenario.num_speculative_tokens,
+            method=scenario.speculative_method,
+            num_layers=scenario.num_draft_layers,
+            model=None if scenario.draft_model is None else load_geometry(scenario.draft_model),
+        ),
         state_cache_mode=_state_cache_mode(scenario.mamba_cache_mode),
         layout=_layout(scenario.kv_cache_layout),
         disable_hybrid_kv_cache_manager=scenario.disable_hybrid_kv_cache_manager,
@@ -214,6 +224,8 @@ def _derived(deployment: Deployment) -> list[str]:
     out: list[str] = []
     if geometry.from_class:
         out.append(f"{', '.join(geometry.from_class)}: left out of the config, so as the architecture's class has it")
+    if deployment.drafts is not None:
+        out.append(spelled(deployment.drafts.assumption(), DRAFT_OPTIONS))
     block_size, why = deployment.resolved_block_size()
     if deployment.block_size != block_size:
         out.append(f"blocks of {block_size} tokens: {why}")

@@ -9,6 +9,7 @@ from ...core.cache_kinds import FullAttention
 from ...core.deployment.deployment import DEFAULT_BLOCK_SIZE
 from ...core.deployment.plan import DeploymentPlan, plan_deployment
 from ...core.errors import InputError
+from ...core.models.drafts import METHODS
 from ...core.planner.groups import allocator_groups
 from ...core.planner.verdict import hybrid_waste
 from ...core.scheduler.config import SchedulerConfig
@@ -19,7 +20,8 @@ from ..latency.devices import Device, find_device
 from ..latency.linear import SwapLatency
 from ..latency.models import LatencyInputs, make_latency
 from ..latency.roofline import RooflineLatency
-from .deployment import read_question
+from .deployment import DRAFT_OPTIONS, read_question
+from .options import spelled
 from .scenario import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, Scenario
 
 # No published model has a longer context; a pool without a model serves requests up to this length.
@@ -90,6 +92,7 @@ def scheduler_of(scenario: Scenario) -> SchedulerConfig:
         preemption_mode=scenario.preemption_mode,
         swap_space_blocks=scenario.swap_space_blocks,
         num_speculative_tokens=scenario.num_speculative_tokens,
+        num_lookahead_tokens=0 if scenario.speculative_method == "ngram" else -1,
     )
 
 
@@ -137,6 +140,7 @@ def allocator_of_plan(plan: DeploymentPlan, scenario: Scenario) -> AllocatorConf
         retention_interval=ENGINE_RETENTION,
         max_in_flight_tokens=deployment.max_concurrent_batches * deployment.max_num_batched_tokens,
         watermark_blocks=scenario.watermark_blocks,
+        use_eagle=deployment.drafts is not None and deployment.drafts.uses_hidden_states,
         hash_block_size=pool.hash_block_size,
         scheduler_block_size=pool.scheduler_block_size,
         eviction=scenario.eviction,
@@ -215,6 +219,7 @@ def _pool_of_given_size(scenario: Scenario) -> Pool:
         raise InputError(
             "--kv-cache-dtype, --quantization and the parallel sizes have no effect without --model; leave them out"
         )
+    method = _method_without_a_model(scenario)
     block_size = _given(scenario.block_size, DEFAULT_BLOCK_SIZE)
     limit = None if scenario.max_model_len == -1 else scenario.max_model_len  # -1: the longest that fits
     held_tokens = (scenario.num_gpu_blocks_override - 1) * block_size
@@ -225,10 +230,28 @@ def _pool_of_given_size(scenario: Scenario) -> Pool:
         max_num_reqs=_given(scenario.max_num_seqs, DEFAULT_MAX_NUM_SEQS),
         enable_caching=scenario.enable_prefix_caching,
         watermark_blocks=scenario.watermark_blocks,
+        use_eagle=method in ("mtp", "eagle"),
         eviction=scenario.eviction,
         key_algorithm="trace ids",
     )
-    return Pool(allocator=allocator, facts={"pool": "given in blocks, one full-attention group, no model"})
+    facts = {"pool": "given in blocks, one full-attention group, no model"}
+    if method is not None:
+        facts["drafts"] = f"by {method} (--speculative-method); the drafter's own layers are not in the pool"
+    return Pool(allocator=allocator, facts=facts)
+
+
+def _method_without_a_model(scenario: Scenario) -> str | None:
+    """How drafts are made where no model is given: eagle unless something else is; None without drafts."""
+    if scenario.draft_model is not None or scenario.num_draft_layers is not None:
+        raise InputError("--draft-model and --num-draft-layers say what a drafter stores beside a model; give --model")
+    if scenario.num_speculative_tokens == 0:
+        if scenario.speculative_method is not None:
+            raise InputError("--speculative-method says how drafts are made; give --num-speculative-tokens too")
+        return None
+    method = scenario.speculative_method or "eagle"
+    if method not in METHODS:
+        raise InputError(f"--speculative-method is {method!r}; it must be one of {', '.join(METHODS)}")
+    return method
 
 
 def _facts(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any]:
@@ -245,6 +268,8 @@ def _facts(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any]:
         "bytes_per_block_per_gpu": plan.bytes_per_block,
         "num_blocks_if_estimates_are_off": list(plan.blocks_range),
     }
+    if deployment.drafts is not None:
+        facts["drafts"] = spelled(deployment.drafts.assumption(), DRAFT_OPTIONS)
     waste = hybrid_waste(deployment.layer_specs(), plan.pool.max_model_len)
     if waste.floor_bytes < waste.full_bytes:
         facts["saved_by_windows_at_max_model_len"] = {

@@ -132,6 +132,18 @@ class Scenario:
     num_speculative_tokens: int = option(
         0, ENGINE, "Draft tokens verified per request and decode step; 0 turns drafts off.", metavar="TOKENS"
     )
+    speculative_method: str | None = option(
+        None,
+        ENGINE,
+        "Who makes the drafts: mtp, eagle, draft_model or ngram. Unless given: mtp where the model's config has "
+        "predictor layers, else eagle. With mtp and eagle a cache hit gives its last block back.",
+    )
+    num_draft_layers: int | None = option(
+        None, ENGINE, "Draft layers that store keys and values. Unless given: as the config says, or 1.", least=1
+    )
+    draft_model: str | None = option(
+        None, ENGINE, "Model that makes the drafts: a built-in name or a config.json.", metavar="MODEL"
+    )
     draft_acceptance_rate: float | None = option(
         None, ENGINE, "Probability that a draft is accepted if the one before it was; needed with drafts."
     )

@@ -136,7 +136,7 @@ MUTANTS = (
     Mutant(
         "a group looks beyond what the others found",
         "core/allocator/prefix_cache.py",
-        "hits = kind.find_hit(keys[: room // block_size], indexes",
+        "hits = kind.find_hit(keys[: room // size], indexes",
         "hits = kind.find_hit(keys, indexes",
     ),
     Mutant(
@@ -210,8 +210,8 @@ MUTANTS = (
     Mutant(
         "cached blocks count as free and as hit",
         "core/allocator/admission.py",
-        "max(wanted - max(skipped, len(hits[group]) + held), 0) + adopted_free",
-        "max(wanted - max(skipped, len(hits[group]) + held), 0)",
+        "max(wanted - max(skipped, len(hits[group]) + held), 0)) + adopted_free",
+        "max(wanted - max(skipped, len(hits[group]) + held), 0))",
         ("B09",),
     ),
     Mutant(
@@ -231,7 +231,7 @@ MUTANTS = (
     Mutant(
         "a reset drops keys while blocks are in use",
         "core/allocator/allocator.py",
-        "        held = self.state.pool.num_held_blocks\n        if held:",
+        "        held = self.state.pool.num_held_blocks\n        if held and not while_running:",
         "        held = self.state.pool.num_held_blocks\n        if False:",
         ("B10",),
     ),
@@ -306,8 +306,8 @@ MUTANTS = (
     Mutant(
         "the last complete block is not registered",
         "core/allocator/prefix_cache.py",
-        "sure = (end if end < known else known) // unit * unit",
-        "sure = ((end if end < known else known) - 1) // unit * unit",
+        "sure = end if end < known else known",
+        "sure = (end if end < known else known) - 1",
         ("B01", "B08", "B09", "C04"),
     ),
     Mutant(
@@ -332,9 +332,8 @@ MUTANTS = (
     Mutant(
         "what falls out of a window is released head first",
         "core/allocator/allocator.py",
-        "range(stop - 1, start - 1, -1))\n"
-        "                blocks = tuple(self.state.tables[group].blocks(row, start, stop)[::-1])",
-        "range(start, stop))\n                blocks = tuple(self.state.tables[group].blocks(row, start, stop))",
+        "for index in range(stop - 1, start - 1, -1) if held[index]",
+        "for index in range(start, stop) if held[index]",
     ),
     Mutant(
         "an event leaves out the keys that taken blocks lose",
@@ -400,8 +399,8 @@ MUTANTS = (
     Mutant(
         "sparse retention keeps a block of the window too few",
         "core/cache_kinds.py",
-        "range(end // self.block_size - need, end // self.block_size)",
-        "range(end // self.block_size - need + 1, end // self.block_size)",
+        "range(max(end - need, start), min(end, stop))",
+        "range(max(end - need + 1, start), min(end, stop))",
     ),
     Mutant(
         "sparse retention keeps the state behind the boundary",
