@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ..cache_kinds import NULL_BLOCK
 from ..errors import DoesNotFitError
 from ..ledger.state import LedgerState
 from ..types import Request
@@ -19,24 +20,24 @@ class Admission:
             kind.admission_cap_blocks(config.max_in_flight_tokens, config.max_model_len) for kind in config.groups
         ]
 
-    def blocks_needed(self, row: int | None, hits: Hits | None, wanted: Sequence[int], total: int) -> int:
+    def blocks_needed(self, row: int | None, hits: Hits | None, wanted: Sequence[int], total: int, known: int) -> int:
         """Count the blocks that must be free for a request to have `wanted` blocks of each group.
 
-        Unreferenced hit blocks count too (rule 18).
+        Unreferenced hit blocks count too (rule 18). `known` is where the known tokens of the step end.
         """
-        return sum([self._needed_of(group, row, hits, count, total) for group, count in enumerate(wanted)])
+        return sum([self._needed_of(group, row, hits, count, total, known) for group, count in enumerate(wanted)])
 
-    def _needed_of(self, group: int, row: int | None, hits: Hits | None, wanted: int, total: int) -> int:
+    def _needed_of(self, group: int, row: int | None, hits: Hits | None, wanted: int, total: int, known: int) -> int:
         table = self._state.tables[group]
         held = 0 if row is None else table.count(row)
         if row is not None and self._state.considered[group][row] >= 0:
-            return table.num_to_take(max(wanted - held, 0))
+            return max(wanted - max(held, table.first_taken(known)), 0)
         kind = self._config.groups[group]
-        skipped = kind.num_skipped_tokens(total) // kind.block_size
+        skipped, first = kind.num_skipped_tokens(total) // kind.block_size, table.first_taken(known)
         if hits is None:
-            return table.num_to_take(max(wanted - max(skipped, held), 0))
+            return max(wanted - max(skipped, held, first), 0)
         adopted_free = self._state.pool.num_free_among(hits[group][skipped:] if skipped else hits[group])
-        return table.num_to_take(max(wanted - max(skipped, len(hits[group]) + held), 0)) + adopted_free
+        return max(wanted - max(skipped, len(hits[group]) + held, first), 0) + adopted_free
 
     def blocks_needed_for_all(self, request: Request, match: PrefixMatch | None) -> int:
         """Count the blocks to be free for all known tokens of a request; windowed groups are capped (rule 16)."""
@@ -49,7 +50,7 @@ class Admission:
             wanted = -(-num_tokens // kind.block_size)
             if kind.holds_tokens:
                 wanted = self._capped(group, wanted)
-            need += self._needed_of(group, row, hits, wanted, total)
+            need += self._needed_of(group, row, hits, wanted, total, num_tokens)
         return need
 
     def blocks_held_at_most(self, num_tokens: int) -> int:
@@ -78,12 +79,7 @@ class Admission:
         usable = self._state.pool.num_usable_blocks
         held = 0
         if row is not None:
-            held = sum(
-                [
-                    table.count(row) - skipped[row]
-                    for table, skipped in zip(self._state.tables, self._state.skipped, strict=True)
-                ]
-            )
+            held = sum([table.count(row) - table.rows[row].count(NULL_BLOCK) for table in self._state.tables])
         if held + needed > usable:
             raise DoesNotFitError(
                 f"request {request.request_id!r} needs {held + needed:,} blocks at once, but the pool has "

@@ -26,6 +26,7 @@ from ..events import (
 )
 from ..ledger.state import LedgerState
 from ..pool.block_pool import BlockPool
+from ..pool.block_table import BlockTable
 from ..pool.eviction_order import EvictionOrder
 from ..types import EventSink, Request, sum_of
 from .admission import Admission
@@ -282,7 +283,7 @@ class KVCacheAllocator:
             spare -= self.config.watermark_blocks
         # Where even a cold request would fit, it does not matter which of the hit blocks are in use.
         fits = row is None and sum(wanted) <= spare
-        if not fits and self._lacks_blocks(request, row, hits, wanted, total, private, spare):
+        if not fits and self._lacks_blocks(request, row, hits, wanted, total, end, private, spare, num_external_tokens):
             return None
         # Tokens that are still to be copied in must not be found: another request would read them too early.
         row_keys: Sequence[RowKeys] = ()
@@ -297,11 +298,17 @@ class KVCacheAllocator:
         hits: Hits | None,
         wanted: Sequence[int],
         total: int,
+        end: int,
         private: Sequence[PrivateBlock],
         spare: int,
+        num_external_tokens: int,
     ) -> bool:
         """Whether more than `spare` blocks are needed; raises `DoesNotFitError` if there can never be enough."""
-        needed = self._admission.blocks_needed(row, hits, wanted, total)
+        known = min(end, max(request.num_tokens, total))
+        needed = self._admission.blocks_needed(row, hits, wanted, total, known)
+        if num_external_tokens:  # they bring a state of their own
+            tables = [self.state.tables[group] for group in self._state_groups]
+            needed += sum([table.first_taken(total) < table.first_taken(known) for table in tables])
         num_copies = sum([copy for *_, copy in private]) if private else 0
         if needed + num_copies <= spare:
             return False
@@ -323,6 +330,7 @@ class KVCacheAllocator:
         """Carry out an allocation whose blocks are free; `wanted` is how many the request then has, by group."""
         state, emit = self.state, self._emit
         start, written_from, total, end = span
+        known = min(end, max(request.num_tokens, total))
         events: list[Event] = []
         if row is None:
             row = self._assign_row(request, events)
@@ -338,13 +346,19 @@ class KVCacheAllocator:
             blocks = ()
             num_held.append(len(table.rows[row]))
             count = wanted[group] - num_held[group]
-            if count > 0:
-                blocks = state.pool.free_queue.peek(table.num_to_take(count))
-                if table.keeps_states:
-                    blocks = (NULL_BLOCK,) * (count - 1) + blocks
-                lost_keys = state.pool.keys_of(blocks)
-                lost_groups = state.pool.groups_of(blocks) if lost_keys and len(wanted) > 1 else ()
-                events.append(emit(BlocksAllocated.of_row(group, row, blocks, lost_keys, lost_groups)))
+            parts = ((count, 0),)
+            if table.keeps_states:
+                parts = self._parts_with_states(table, num_held[group], count, written_from, total, known)
+            for part, num_nulls in parts:
+                if part < 1:
+                    continue
+                new = state.pool.free_queue.peek(part - num_nulls)
+                if num_nulls:
+                    new = (NULL_BLOCK,) * num_nulls + new
+                lost_keys = state.pool.keys_of(new)
+                lost_groups = state.pool.groups_of(new) if lost_keys and len(wanted) > 1 else ()
+                events.append(emit(BlocksAllocated.of_row(group, row, new, lost_keys, lost_groups)))
+                blocks = blocks + new if blocks else new
             taken.append(blocks)
         for keys in row_keys:
             cached = self._prefixes.register_row(row, keys, request, num_held[keys[0]])
@@ -358,6 +372,19 @@ class KVCacheAllocator:
             events.append(emit(TokensPlaced.of_row(row, total, end - total)))
         self._commit(events)
         return tuple(taken)
+
+    @staticmethod
+    def _parts_with_states(
+        table: BlockTable, num_held: int, count: int, written_from: int, total: int, known: int
+    ) -> tuple[tuple[int, int], ...]:
+        """Split `count` new entries of a group of states into those to take at once: (entries, null ones before).
+
+        External tokens bring a state that the step starts from; the step leaves one where its known tokens end.
+        """
+        brought = max(_ceil_div(total, table.block_size) - num_held, 0) if written_from < total else 0
+        left = count - brought
+        nulls = min(max(table.first_taken(known) - num_held - brought, 0), max(left, 0))
+        return (brought, brought - 1), (left, nulls)
 
     def _adopt(self, row: int, hits: Hits | None, total: int, events: list[Event]) -> None:
         """Put the blocks of a hit, and null blocks for what the next token does not attend to, into an empty row."""
@@ -535,15 +562,28 @@ class KVCacheAllocator:
         end = np.minimum(first + new, self._longest)
         num_slots = np.minimum(end + num_lookahead_tokens, self._longest) if num_lookahead_tokens else end
         private = self._copies.of_batch(rows, first, placed, num_slots)
-        shortfalls = [table.shortfall(rows, end if table.keeps_states else num_slots) for table in state.tables]
-        total_short = sum(
-            [table.sum_to_take(counts) for table, (_, counts) in zip(state.tables, shortfalls, strict=True)]
-        )
+        shortfalls = self._shortfalls(rows, end, num_slots, num_draft_tokens)
+        total_short = sum([sum_of(counts) for which, counts, _ in shortfalls if len(which)])
+        if self._state_groups:
+            total_short -= sum([sum_of(nulls) for *_, nulls in shortfalls if nulls is not None])
         total_short += sum([copy for *_, copy in private])
         if total_short > len(state.pool.free_queue) - reserved_blocks:
             return False
         self._emit_append(rows, first, end, num_draft_tokens, shortfalls, private, may_roll_back=first is not placed)
         return True
+
+    def _shortfalls(
+        self, rows: Rows, end: NDArray[np.int64], num_slots: NDArray[np.int64], num_draft_tokens: IntOrEach
+    ) -> list[Shortfall]:
+        """What each group lacks for `num_slots` slots; no state is written for those of drafts to come."""
+        shortfalls: list[Shortfall] = []
+        for table in self.state.tables:
+            if table.keeps_states:
+                short = table.shortfall(rows, end)
+                shortfalls.append((*short, table.num_nulls(rows, short, end - num_draft_tokens)))
+            else:
+                shortfalls.append((*table.shortfall(rows, num_slots), None))
+        return shortfalls
 
     def _emit_append(
         self,
@@ -607,7 +647,9 @@ class KVCacheAllocator:
         num_slots = np.minimum(placed + num_new_tokens, self._longest)
         if self._copies.of_batch(rows, placed, placed, num_slots):
             return False
-        return sum([table.sum_to_take(table.shortfall(rows, num_slots)[1]) for table in state.tables]) <= num_free
+        shortfalls = self._shortfalls(rows, num_slots, num_slots, 0)
+        nulls = sum([sum_of(nulls) for *_, nulls in shortfalls if nulls is not None])
+        return sum([sum_of(counts) for _, counts, _ in shortfalls]) - nulls <= num_free
 
     def append_steps(self, rows: Rows, num_steps: int) -> tuple[int, ...]:
         """`append` one token to every row, `num_steps` times, as one commit with the same block ids.
@@ -633,7 +675,7 @@ class KVCacheAllocator:
                 "append one first"
             )
         blocks, first_used = blocks_for_steps(state.pool, table, rows, first, shortfall, num_steps)
-        self._emit_append(rows, first, end, 0, [shortfall], [], blocks)
+        self._emit_append(rows, first, end, 0, [(*shortfall, None)], [], blocks)
         return first_used
 
     def num_appendable(
@@ -641,6 +683,7 @@ class KVCacheAllocator:
         rows: Rows,
         num_new_tokens: IntOrEach = 1,
         *,
+        num_draft_tokens: IntOrEach = 0,
         num_lookahead_tokens: int = 0,
         reserved_blocks: int = 0,
         first_positions: NDArray[np.int64] | None = None,
@@ -648,15 +691,14 @@ class KVCacheAllocator:
         """Return how many of the rows, in order, an `append` with these arguments could serve with the free blocks."""
         state = self.state
         self._checks.rows(rows)
-        self._checks.counts(num_new_tokens, 0, num_lookahead_tokens, reserved_blocks)
+        self._checks.counts(num_new_tokens, num_draft_tokens, num_lookahead_tokens, reserved_blocks)
         placed = state.num_placed[rows]
         first = placed if first_positions is None else first_positions
         end = np.minimum(first + num_new_tokens, self._longest)
         num_slots = np.minimum(end + num_lookahead_tokens, self._longest)
         need = np.zeros(len(rows), dtype=np.int64)
-        for table in state.tables:
-            which, counts = table.shortfall(rows, end if table.keeps_states else num_slots)
-            need[which] += 1 if table.keeps_states else counts
+        for which, counts, nulls in self._shortfalls(rows, end, num_slots, num_draft_tokens):
+            need[which] += counts if nulls is None else counts - nulls
         for _, row, _, copy in self._copies.of_batch(rows, first, placed, num_slots):
             need[(rows == row).nonzero()[0]] += copy
         spare = len(state.pool.free_queue) - reserved_blocks
@@ -696,7 +738,7 @@ class KVCacheAllocator:
         keyed = [block for block in dict.fromkeys(blocks) if pool.key_of(block) is not None]
         if self._links is not None:
             keyed += self._links.descendants(keyed, pool)
-        if len(keyed) == self.state.pool.num_keyed_blocks and self.state.row_of:
+        if keyed and self.state.row_of and len(keyed) == self.state.pool.num_keyed_blocks:
             self._commit([self._emit(CacheReset())])
         elif keyed:
             keys: list[Key] = [pool.key_of(block) for block in keyed]

@@ -93,6 +93,13 @@ class CommandChecks:
                     f"request {request_id!r} cannot go back to {start} tokens: {kind} has released the first {gone}, "
                     "which the next token would attend to"
                 )
+        for group, table in enumerate(self._state.tables):
+            index = (start - 1) // table.block_size
+            if table.keeps_states and start and not table.block(row, index):
+                raise MisuseError(
+                    f"request {request_id!r} cannot go back to {start} tokens: the step that computed the last of them "
+                    f"went on, and left no state in block {index} of group {group}"
+                )
 
     def starts(self, rows: Rows, first: NDArray[np.int64], placed: NDArray[np.int64]) -> None:
         """Do the check `start` for a batch."""

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import repeat
 from typing import TypeAlias
 
 import numpy as np
@@ -15,8 +16,9 @@ from ..pool.block_table import BlockTable
 from ..types import sum_of
 from .checks import Rows
 
-# Places in a batch that need more blocks, and how many each of them needs.
-Shortfall: TypeAlias = tuple[NDArray[np.intp], NDArray[np.int64]]
+# Places in a batch that need more table entries, how many each of them needs, and how many of these are null blocks
+# before the others (None: none, as everywhere but in groups of states).
+Shortfall: TypeAlias = tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.int64] | None]
 # A block that a row is about to write into and must not as it is: (group, row, logical index, whether to copy it).
 PrivateBlock: TypeAlias = tuple[int, int, int, bool]
 
@@ -29,45 +31,51 @@ def taking_events(
     The caller made sure that enough blocks are free.
 
     Args:
-        state: whose pool gives the blocks, and whose tables receive them.
+        state: whose pool gives the blocks.
         rows: the rows of the batch.
         shortfalls: for each group, what it lacks.
         blocks: the blocks for a single group's shortfall, if not in the order of the queue.
     """
-    pool, tables = state.pool, state.tables
-    if len(shortfalls) == 1 and not tables[0].keeps_states:
-        which, counts = shortfalls[0]
+    pool = state.pool
+    if len(shortfalls) == 1 and shortfalls[0][2] is None:
+        which, counts, _ = shortfalls[0]
         if not len(which):
             return []
         taken = pool.free_queue.peek(sum_of(counts)) if blocks is None else blocks
         return [BlocksAllocated(0, tuple(rows[which].tolist()), tuple(counts.tolist()), taken, pool.keys_of(taken))]
     wanted = sorted(
-        (place, group, count)
-        for group, (which, counts) in enumerate(shortfalls)
-        for place, count in zip(which.tolist(), counts.tolist(), strict=True)
+        (place, group, count, null)
+        for group, (which, counts, nulls) in enumerate(shortfalls)
+        for place, count, null in zip(
+            which.tolist(), counts.tolist(), repeat(0, len(which)) if nulls is None else nulls.tolist(), strict=True
+        )
     )
-    head = pool.free_queue.peek(sum([tables[group].num_to_take(count) for _, group, count in wanted]))
+    head = pool.free_queue.peek(sum([count - null for *_, count, null in wanted]))
     shares: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in shortfalls]
     start = 0
-    for place, group, count in wanted:
+    for place, group, count, null in wanted:
         share_rows, share_counts, share_blocks = shares[group]
         share_rows.append(int(rows[place]))
         share_counts.append(count)
-        num_taken = tables[group].num_to_take(count)
-        share_blocks += (NULL_BLOCK,) * (count - num_taken) + head[start : start + num_taken]
-        start += num_taken
+        share_blocks += (NULL_BLOCK,) * null + head[start : start + count - null]
+        start += count - null
     events: list[BlocksAllocated] = []
     for group, (share_rows, share_counts, share_blocks) in enumerate(shares):
         if share_rows:
             lost_keys = pool.keys_of(share_blocks)
-            lost_groups = pool.groups_of(share_blocks) if lost_keys and len(tables) > 1 else ()
+            lost_groups = pool.groups_of(share_blocks) if lost_keys and len(shortfalls) > 1 else ()
             columns = tuple(share_rows), tuple(share_counts), tuple(share_blocks)
             events.append(BlocksAllocated(group, *columns, lost_keys, lost_groups))
     return events
 
 
 def blocks_for_steps(
-    pool: BlockPool, table: BlockTable, rows: Rows, first: NDArray[np.int64], shortfall: Shortfall, num_steps: int
+    pool: BlockPool,
+    table: BlockTable,
+    rows: Rows,
+    first: NDArray[np.int64],
+    shortfall: tuple[NDArray[np.intp], NDArray[np.int64]],
+    num_steps: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Choose the blocks for several decode steps at once, each block as the step that first uses it would take it.
 

@@ -122,11 +122,13 @@ class CheckedReplay:
         self._check_lost_groups(as_ints(event.blocks), event.lost_keys, event.lost_groups)
 
     def _check_states(self, counts: tuple[int, ...], blocks: tuple[int, ...]) -> None:
-        """Raise unless each row takes one block, for the state that its step leaves, with null blocks before it."""
+        """Raise unless each row takes null blocks first, and then at least one block for the state of its step."""
         start = 0
         for count in counts:
-            if count < 1 or any(blocks[start : start + count - 1]) or not blocks[start + count - 1]:
-                raise CorruptLedgerError(f"a step leaves one state, at its end, not {blocks[start : start + count]}")
+            entries = blocks[start : start + count]
+            taken = tuple(filter(None, entries))
+            if not taken or entries[count - len(taken) :] != taken:
+                raise CorruptLedgerError(f"a step leaves its state in the last of its blocks, not in {entries}")
             start += count
 
     def _blocks_cached(self, event: BlocksCached) -> None:

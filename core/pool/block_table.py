@@ -21,8 +21,8 @@ class BlockTable:
 
     Attributes:
         block_size: tokens per block.
-        keeps_states: whether a step leaves one state where it ends: of the entries that it adds to a row, only the
-            last one is a block, and those before it are null.
+        keeps_states: whether a step leaves one state, in the block where its known tokens end: the entries that it adds
+            to a row before that one are null.
         rows: the blocks of each row by logical index, null blocks included; read-only for callers.
         num_blocks_per_row: int32 `[max_num_reqs]`, how many entries each row has.
     """
@@ -65,13 +65,17 @@ class BlockTable:
             return which, _NO_BLOCKS
         return which, -(-short[which] // self.block_size)
 
-    def num_to_take(self, num_entries: int) -> int:
-        """Count the blocks to take for so many new entries of one row."""
-        return min(num_entries, 1) if self.keeps_states else num_entries
+    def first_taken(self, num_known: int) -> int:
+        """Return the first entry that takes a block in a step whose known tokens, drafts apart, end at `num_known`."""
+        return (num_known - 1) // self.block_size if self.keeps_states else 0
 
-    def sum_to_take(self, num_entries: NDArray[np.int64]) -> int:
-        """Do `num_to_take` for several rows, each with at least one new entry, and add up."""
-        return len(num_entries) if self.keeps_states else int(np.add.reduce(num_entries))
+    def num_nulls(
+        self, rows: NDArray[np.int64], shortfall: tuple[NDArray[np.intp], NDArray[np.int64]], known: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return how many of the new entries of a shortfall come before that, for each of its places."""
+        which, counts = shortfall
+        held = self.num_blocks_per_row[rows[which]].astype(np.int64)
+        return np.clip((known[which] - 1) // self.block_size - held, 0, counts)
 
     def extend(self, row: int, blocks: Sequence[int]) -> None:
         """Append blocks to one row."""

@@ -102,7 +102,8 @@ class PreemptedRequests:
         if not self._num_draft_slots or request not in self:
             return 0
         tables = self._allocator.state.tables
-        blocks = [table.num_to_take(-(-request.num_tokens // table.block_size)) for table in tables]
+        num_tokens = request.num_tokens
+        blocks = [-(-num_tokens // table.block_size) - table.first_taken(num_tokens) for table in tables]
         return self._blocks_to_continue(request.num_tokens) - sum(blocks)
 
     def _blocks_to_continue(self, num_tokens: int, row: int | None = None) -> int:
@@ -113,8 +114,8 @@ class PreemptedRequests:
         held = [0 if row is None else table.count(row) for table in tables]
         return sum(
             [
-                t.num_to_take(max(-(-num_slots // t.block_size) - count, 0))
-                for t, count in zip(tables, held, strict=True)
+                max(-(-num_slots // table.block_size) - max(count, table.first_taken(num_tokens)), 0)
+                for table, count in zip(tables, held, strict=True)
             ]
         )
 

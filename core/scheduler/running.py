@@ -219,9 +219,11 @@ class RunningRequests:
         if not places:
             return []
         part = _part(batch, places)
+        missing = self.known[part.rows] - part.first_positions
         fits = self._allocator.num_appendable(
             part.rows,
             part.counts,
+            num_draft_tokens=np.maximum(part.counts - missing, 0),
             num_lookahead_tokens=self._config.num_lookahead_tokens,
             reserved_blocks=reserved_blocks,
             first_positions=part.first_positions,

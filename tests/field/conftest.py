@@ -142,3 +142,26 @@ def simulate(
 @pytest.fixture
 def simulated() -> Callable[..., dict[str, Any]]:
     return simulate
+
+
+class HoldsAllButTheLast:
+    """Another engine that has the content of every prompt but its last token."""
+
+    def num_tokens_after(self, request: Request, num_hit_tokens: int) -> int:
+        return request.num_prompt_tokens - 1 - num_hit_tokens
+
+    def admitted(self, request: Request, num_tokens: int) -> None:
+        pass
+
+
+@pytest.fixture
+def copying() -> tuple[DrivenLedger, Scheduler]:
+    """A ledger of 8 blocks of 4 tokens, and a scheduler with one request, "d", whose content is being copied in."""
+    ledger = DrivenLedger(8, block_size=4)
+    limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
+    scheduler = Scheduler(limits, ledger.allocator, remote=HoldsAllButTheLast())
+    request = ledger.request("d", range(17))
+    request.max_tokens = 4
+    scheduler.submit(request)
+    assert scheduler.schedule() is None
+    return ledger, scheduler

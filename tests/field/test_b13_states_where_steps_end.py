@@ -1,10 +1,10 @@
-"""B13 and B14: a state exists only where a step ended, and chunks end where a state is to be kept."""
+"""B13: a state exists only where a step ended, and chunks end where a state is to be kept."""
 
 import pytest
 from kvledger.core import FullAttention, Scheduler, SequenceState
 from kvledger.core.scheduler.config import SchedulerConfig
 
-from tests.field.test_b12_eagle_and_retention import serve_one_by_one, tokens
+from tests.field.test_b12_eagle_and_retention import tokens
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,3 @@ def test_b13_a_state_of_this_step_is_not_copied_before_the_step_has_run(ledger_o
         counts.append((step.batch.first_positions.tolist(), step.batch.counts.tolist()))
         scheduler.complete(step)
     assert counts == [([0], [32]), ([32, 32], [8, 8]), ([40, 40], [1, 1])]
-
-
-@pytest.mark.parametrize("num_shared, hit_tokens", [(1600, 98_208), (1500, 65_472)])
-def test_b14_the_junction_of_many_prompts_is_kept(ledger_of, num_shared: int, hit_tokens: int) -> None:
-    ledger = ledger_of(4000, groups=[FullAttention(528), SequenceState(528)], retention_interval=0)
-    shared = tokens(num_shared)
-    prompts = [[*shared, *tokens(2200 - num_shared, seed=100 + number)] for number in range(64)]
-    hits = serve_one_by_one(ledger, prompts)
-    assert (sum(hit > 0 for hit in hits), sum(hits)) == (62, hit_tokens)

@@ -66,12 +66,16 @@ class ContentModel:
     ) -> str | None:
         """Place `tokens[start:]` through the request's tables. Says which token has no slot, or None.
 
-        Tokens before `computed_from` come from elsewhere; those that no computed token attends to need no slot.
+        Tokens before `computed_from` come from elsewhere; those that no computed token attends to need no slot. Nor do
+        the tokens before the last one in a group of states.
         """
         numbers = self.contents.of(tokens)
         for group, shape in enumerate(self._groups):
             table, size = view.tables[name][group], shape.block_size
             needed_from = start if computed_from is None else shape.attends_from(computed_from)
+            needed = set(range(needed_from, len(tokens)))
+            if shape.kind == "state":
+                needed = {len(tokens) - 1, *((needed_from,) if computed_from is not None and computed_from else ())}
             if len(table) * size < len(tokens):
                 return (
                     f"request {name!r} has {len(tokens)} tokens placed, but group {group} holds {len(table)} blocks of "
@@ -80,7 +84,7 @@ class ContentModel:
             for position in range(start, len(tokens)):
                 block = table[position // size]
                 if block == view.null_block:
-                    if position < needed_from:
+                    if position not in needed:
                         continue
                     return f"position {position} of request {name!r} is written to the null block of group {group}"
                 self._slots_to_write(block, group)[position % size] = numbers[position]
@@ -129,12 +133,14 @@ class ContentModel:
     def misread(self, name: str, tokens: Sequence[int], first: int, view: AllocatorView) -> str | None:
         """What the token at position `first` would read wrongly, or None.
 
-        In each group it reads the positions that it attends to, as far as `tokens` are placed.
+        In each group it reads the positions that it attends to, as far as `tokens` are placed; of a group of states,
+        those of earlier steps.
         """
         numbers = self.contents.of(tokens)
         for group, shape in enumerate(self._groups):
             table, size = view.tables[name][group], shape.block_size
-            start, stop = shape.attends_from(first), len(tokens)
+            # What the tokens of one step hand on to each other as a state is in no block.
+            start, stop = shape.attends_from(first), first if shape.kind == "state" else len(tokens)
             for index in range(start // size, -(-stop // size)):
                 block = table[index] if index < len(table) else view.null_block
                 low, high = max(start, index * size), min(stop, (index + 1) * size)

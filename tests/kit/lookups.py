@@ -59,7 +59,7 @@ class Lookups(Refusals):
     def _check_eagle_gives_a_block_back(self, request: TrialRequest, hit: int) -> None:
         """The block behind a hit was found too; of several groups it may be the last one of the request."""
         length = len(request.tokens) - (len(self.scenario.groups) == 1)
-        for size in [group.block_size for group in self.scenario.groups]:
+        for size in [group.block_size for group in self.scenario.groups if group.kind != "state"]:
             room = max(length // size - 1, 0) * size
             promises.LONGEST_HIT.require(
                 hit <= room, f"a hit of {hit} tokens; at most {room} may hit, as EAGLE needs the block of {size} behind"

@@ -42,7 +42,10 @@ OWN_CONTENT = Promise(
 WRITES_ARE_PRIVATE = Promise(
     "writes_are_private", "A block that new tokens are written into is held by their request alone."
 )
-SLOTS_EXIST = Promise("slots_exist", "Every placed token has a slot, and so has every lookahead token asked for.")
+SLOTS_EXIST = Promise(
+    "slots_exist",
+    "Every placed token has a slot, and so has every lookahead token asked for; of states, the last one of a step.",
+)
 NO_WASTE = Promise("no_waste", "A request holds no more blocks than its slots need: at most block_size - 1 are unused.")
 TABLES_ONLY_GROW = Promise(
     "tables_only_grow",
@@ -222,7 +225,7 @@ def check_writes_are_private(scenario: Scenario, name: str, start: int, stop: in
     """No block of the positions `start <= position < stop` is held by anybody else, whatever it is written."""
     for group, shape in enumerate(scenario.groups):
         written = after.tables[name][group][start // shape.block_size : -(-stop // shape.block_size)]
-        shared = [block for block in written if after.uses[block] > 1]
+        shared = [block for block in written if after.uses[block] > 1 and block != after.null_block]
         WRITES_ARE_PRIVATE.require(
             not shared,
             f"tokens {start} to {stop - 1} of request {name!r} are written into blocks {shared} of group {group}, "

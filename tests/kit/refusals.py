@@ -12,14 +12,18 @@ from kvledger.testing.trial_state import Step, TrialRequest, TrialState
 class Refusals(TrialState):
     """A trial's judgement of what a manager does not carry out."""
 
-    def _blocks_needed(self, request: TrialRequest, num_slots: int, found: FoundPrefix | None) -> int:
+    def _blocks_needed(self, request: TrialRequest, end: int, num_slots: int, found: FoundPrefix | None) -> int:
         """Blocks that must be free at most: the missing ones, and hit blocks that leave the free queue."""
         free = set(self._earlier().free.tolist())
         tables = self._earlier().tables.get(request.name, [[] for _ in self.scenario.groups])
         needed = 0
         for group, shape in enumerate(self.scenario.groups):
             num_hits = found.num_hit_tokens // shape.block_size if found else 0
-            needed += max(-(-num_slots // shape.block_size) - len(tables[group]) - num_hits, 0)
+            # External tokens bring a state of their own, in another block than the one that the step leaves.
+            brought = isinstance(self.commands[-1], Allocate) and self.commands[-1].external > 0
+            first = 0 if brought else shape.first_taken(min(end, len(request.tokens)))
+            wanted = -(-(end if shape.kind == "state" else num_slots) // shape.block_size)
+            needed += max(wanted - max(len(tables[group]) + num_hits, first), 0)
             if found is not None:
                 needed += num_hits if found.blocks is None else sum([block in free for block in found.blocks[group]])
         return needed
@@ -32,11 +36,12 @@ class Refusals(TrialState):
         for group, shape in enumerate(self.scenario.groups):
             wanted = -(-num_tokens // shape.block_size)
             if tables is not None:
-                needed += max(wanted - len(tables[group]), 0)
+                needed += max(wanted - max(len(tables[group]), shape.first_taken(num_tokens)), 0)
                 continue
             hits = found.blocks[group] if found and found.blocks else ()
             skipped = shape.attends_from(found.num_hit_tokens if found else 0) // shape.block_size
-            needed += max(wanted - max(skipped, len(hits)), 0) + sum([block in free for block in hits[skipped:]])
+            needed += max(wanted - max(skipped, len(hits), shape.first_taken(num_tokens)), 0)
+            needed += sum([block in free for block in hits[skipped:]])
         return needed
 
     def _copies_needed(self, request: TrialRequest, start: int, num_slots: int) -> int:
@@ -44,7 +49,7 @@ class Refusals(TrialState):
         uses, tables = self._earlier().uses, self._earlier().tables.get(request.name, ())
         return sum(
             [
-                int(uses[block]) > 1
+                int(uses[block]) > 1 and block != self._earlier().null_block
                 for shape, table in zip(self.scenario.groups, tables, strict=False)
                 for block in table[start // shape.block_size : -(-num_slots // shape.block_size)]
             ]
@@ -58,7 +63,7 @@ class Refusals(TrialState):
         needed = copies = 0
         for request, total, new in steps:
             num_slots = self._slots(total + new, limits)
-            needed += self._blocks_needed(request, num_slots, found)
+            needed += self._blocks_needed(request, total + new, num_slots, found)
             copies += self._copies_needed(request, total, num_slots)
         if isinstance(answer, RefusedError):
             promises.JUSTIFIED_REFUSAL.require(

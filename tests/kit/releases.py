@@ -39,7 +39,7 @@ class Releases(Lookups):
             return
         self.num_changes += 1
         request.placed = request.placed[:num_tokens]
-        request.slots_asked = num_tokens
+        request.slots_asked = request.states_asked = num_tokens
         if command.forget:
             request.tokens = request.tokens[: max(num_tokens, 1)]
             request.found, request.num_prompt, request.junction = None, 0, 0
@@ -87,7 +87,8 @@ class Releases(Lookups):
         lost = set(before.keyed) - set(keyed)
         for request in self.requests.values():
             tables = self.view.tables.get(request.name, ())
-            request.lost_a_key |= any(not lost.isdisjoint(table) for table in tables)
+            # Where nothing at all can be found any more, all content may be outdated.
+            request.lost_a_key |= (bool(lost) and not keyed) or any(not lost.isdisjoint(table) for table in tables)
         still = [block for block in command.blocks if block in keyed]
         promises.EVICTION_IS_EXACT.require(not still, f"blocks {still} can still be found")
         more = lost.difference(command.blocks)

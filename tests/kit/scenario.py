@@ -14,7 +14,8 @@ class GroupShape:
 
     Attributes:
         kind: "full", "sliding" (a window), "chunked" (the own chunk), "compressed" (one stored state covers several
-            tokens) or "state" (only the state after the previous token).
+            tokens) or "state" (only the state after the previous token; a step leaves it in the block where its known
+            tokens end, and null blocks in those that it runs past).
         block_size: tokens a block.
         span: tokens of the window, of a chunk, or of one compressed state; 0 where the kind has none.
     """
@@ -34,6 +35,10 @@ class GroupShape:
                 return max(0, position - 1)
             case _:
                 return 0
+
+    def first_taken(self, num_known: int) -> int:
+        """The first table entry that takes a block where a step's known tokens, drafts apart, end at `num_known`."""
+        return (num_known - 1) // self.block_size if self.kind == "state" else 0
 
     @property
     def attends_to_all(self) -> bool:

@@ -205,6 +205,7 @@ class Trial(Releases):
             request.placed = [*valid, *[self._token_at(request, position) for position in range(total, total + new)]]
             request.is_live = True
             request.slots_asked = max(request.slots_asked, self._slots(total + new, limits))
+            request.states_asked = max(request.states_asked, total + new)
             self._check_slots(request)
             problem = self.model.write(request.name, request.placed, total, self.view, computed_from)
             promises.SLOTS_EXIST.require(problem is None, str(problem))
@@ -220,9 +221,9 @@ class Trial(Releases):
             request.loads_from = None
             if total < request.num_prompt <= request.num_valid:
                 boundary = (request.num_prompt - 1) // self.scenario.alignment * self.scenario.alignment
-                self._check_found_again(request, boundary, promises.PROMPTS_ARE_FOUND_AGAIN)
+                self._check_found_again(request, total, boundary, promises.PROMPTS_ARE_FOUND_AGAIN)
             if total < request.junction <= request.num_valid:
-                self._check_found_again(request, request.junction, promises.JUNCTIONS_ARE_FOUND_AGAIN)
+                self._check_found_again(request, total, request.junction, promises.JUNCTIONS_ARE_FOUND_AGAIN)
 
     def _load_later(self, request: TrialRequest, start: int, num_tokens: int) -> None:
         """What was placed is to be copied in before the request's next command, and nobody may find it before."""
@@ -282,12 +283,17 @@ class Trial(Releases):
                 not orphans, f"block {orphans[0][0] if orphans else ''} became findable behind one that is not"
             )
 
-    def _check_found_again(self, request: TrialRequest, boundary: int, promise: promises.Promise) -> None:
-        """That what the token at an aligned boundary attends to can be found, as far as the request holds it."""
+    def _check_found_again(self, request: TrialRequest, start: int, boundary: int, promise: promises.Promise) -> None:
+        """That what the token at an aligned boundary attends to can be found, as far as the request holds it.
+
+        Of states that is so where this step or the one before it ended.
+        """
         if self.view.keyed is None or not self.scenario.enable_caching or self.scenario.use_eagle or request.lost_a_key:
             return
         for group, shape in enumerate(self.scenario.groups):
             size, table = shape.block_size, self.view.tables[request.name][group]
+            if shape.kind == "state" and boundary not in (start, request.num_valid):
+                continue
             for index in range(shape.attends_from(boundary) // size, boundary // size):
                 promise.require(
                     table[index] == self.view.null_block
@@ -313,7 +319,8 @@ class Trial(Releases):
             return
         self.num_changes += 1
         born = TrialRequest(command.child, list(parent.tokens), list(parent.placed), is_live=True)
-        born.slots_asked, born.lost_a_key = len(born.placed), parent.lost_a_key
+        born.slots_asked = born.states_asked = len(born.placed)
+        born.lost_a_key = parent.lost_a_key
         self.requests[command.child] = born
         self.model.copy_at_fork(parent.name, born.name, self.view)
         self._check_slots(born)

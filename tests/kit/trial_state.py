@@ -33,9 +33,10 @@ class TrialRequest:
         tokens: every known token.
         placed: the tokens that have slots, drafts included; empty while it holds nothing.
         is_live: whether it holds blocks.
-        slots_asked: the most slots asked for since it holds blocks (or was truncated).
+        slots_asked, states_asked: the most slots asked for since it holds blocks (or was truncated), with and without
+            those of drafts to come.
         found: what its last lookup returned, and after how many changes that was.
-        lost_a_key: whether a block of it was evicted by id while it held it.
+        lost_a_key: whether a block of it was evicted by id while it held it, or all that could be found was.
         is_loading: whether the content of its external tokens is still to come.
         loads_from: the position of the first of them, until its next tokens are placed; else None.
         junction: where its last lookup could have ended, had full attention been alone, if that is further; else 0.
@@ -48,6 +49,7 @@ class TrialRequest:
     placed: list[int] = attrs.field(factory=list[int])
     is_live: bool = False
     slots_asked: int = 0
+    states_asked: int = 0
     found: FoundPrefix | None = None
     found_after: int = 0
     lost_a_key: bool = False
@@ -66,7 +68,8 @@ class TrialRequest:
 
     def end(self) -> None:
         """It holds nothing any more."""
-        self.placed, self.is_live, self.slots_asked, self.lost_a_key = [], False, 0, False
+        self.placed, self.is_live, self.lost_a_key = [], False, False
+        self.slots_asked = self.states_asked = 0
         self.is_loading, self.loads_from, self.junction = False, None, 0
         if len(self.tokens) != self.num_prompt:
             self.num_prompt = 0  # if it comes again, its outputs so far may be part of its prompt
@@ -175,10 +178,12 @@ class TrialState:
 
     def _check_slots(self, request: TrialRequest) -> None:
         for group, shape in enumerate(self.scenario.groups):
-            held, needed = len(self.view.tables[request.name][group]), -(-request.slots_asked // shape.block_size)
+            # No state is written for the slots of drafts to come.
+            num_slots = request.states_asked if shape.kind == "state" else request.slots_asked
+            held, needed = len(self.view.tables[request.name][group]), -(-num_slots // shape.block_size)
             detail = (
                 f"request {request.name!r} holds {held} blocks of {shape.block_size} in group {group} for "
-                f"{request.slots_asked} slots, which need {needed}"
+                f"{num_slots} slots, which need {needed}"
             )
             promises.SLOTS_EXIST.require(held >= needed, detail)
             promises.NO_WASTE.require(held <= needed, detail)

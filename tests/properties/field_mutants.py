@@ -3,6 +3,98 @@
 from tests.properties.mutant import Mutant
 
 FIELD_MUTANTS = (
+    # Drafts, states and resets
+    Mutant(
+        "retention forgets the block behind a boundary that EAGLE needs",
+        "core/cache_kinds.py",
+        "ends = [end // self.block_size + drop_last for end in boundaries]",
+        "ends = [end // self.block_size for end in boundaries]",
+        ("B12",),
+    ),
+    Mutant(
+        "retention keeps the last boundary although EAGLE gives a block back",
+        "core/allocator/prefix_cache.py",
+        "ends = {max((length // unit - 1) * unit, 0) for length in (prompt - 1, prompt)}",
+        "ends = {length // unit * unit for length in (prompt - 1, prompt)}",
+        ("B12",),
+    ),
+    Mutant(
+        "a state that a chunk overwrote is registered",
+        "core/allocator/prefix_cache.py",
+        "return index if passes else -1",
+        "return -1",
+        ("B13",),
+    ),
+    Mutant(
+        "a state is copied before the step that writes it has run",
+        "core/allocator/allocator.py",
+        "return bool(states) and any(",
+        "return False and any(",
+        ("B13",),
+    ),
+    Mutant(
+        "no chunk ends at the last boundary of a prompt",
+        "core/scheduler/chunks.py",
+        "stops = [last, start + (junction - start) // size * size]",
+        "stops = [start + (junction - start) // size * size]",
+        ("B12", "B13"),
+    ),
+    Mutant(
+        "no chunk ends where prompts part",
+        "core/scheduler/chunks.py",
+        "stops = [last, start + (junction - start) // size * size]",
+        "stops = [last]",
+        ("B14",),
+    ),
+    Mutant(
+        "how much of an image lies in a block does not count",
+        "core/keys/extra_keys.py",
+        'entry = ("multimodal", item.content_id, item.offset - block_start, inside)',
+        'entry = ("multimodal", item.content_id)',
+        ("B15",),
+    ),
+    Mutant(
+        "what runs during a reset is registered afterwards",
+        "core/ledger/state.py",
+        "self.outdated.update(self.row_of.values())",
+        "pass",
+        ("B16",),
+    ),
+    Mutant(
+        "copies in host memory outlive a reset",
+        "core/scheduler/scheduler.py",
+        "self._preempted.drop_copies()",
+        "pass",
+        ("B16",),
+    ),
+    Mutant(
+        "any copy may end in any direction",
+        "core/scheduler/queues.py",
+        'if not state or (state == "sending") != (direction == "sent"):',
+        "if not state:",
+        ("C07",),
+    ),
+    Mutant(
+        "held blocks of an aborted copy are nothing unfinished",
+        "core/scheduler/scheduler.py",
+        "transfers.held or transfers.ready",
+        "transfers.ready",
+        ("C08",),
+    ),
+    Mutant(
+        "an abort gives blocks back that are still written",
+        "core/scheduler/queues.py",
+        'self.held[request_id] = "aborted", step\n            return True',
+        "del self.held[request_id]\n            return False",
+        ("C07", "C08", "C09"),
+    ),
+    Mutant(
+        "n-grams give a block back too",
+        "core/models/drafts.py",
+        'return self.method in ("mtp", "eagle")',
+        "return True",
+        ("D08",),
+    ),
     # Keys
     Mutant(
         "an adapter is known by its name alone",

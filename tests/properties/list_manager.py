@@ -34,6 +34,7 @@ class ListManager:
         self.tables: dict[str, list[int]] = {}
         self.placed: dict[str, int] = {}
         self.considered: dict[str, int] = {}
+        self.outdated: set[str] = set()  # held blocks when everything was evicted: they register nothing more
 
     # -- the pool ----------------------------------------------------------------------------------------------------
 
@@ -164,6 +165,8 @@ class ListManager:
             raise RefusedError("max_num_reqs requests hold blocks already")
         self.placed[child_id] = self.placed[parent_id]
         self.considered[child_id] = self.considered[parent_id]
+        if parent_id in self.outdated:
+            self.outdated.add(child_id)
         self.tables[child_id] = self.tables[parent_id][: -(-self.placed[parent_id] // self.size)]
         for block in self.tables[child_id]:
             self.ref_cnt[block] += 1
@@ -173,6 +176,7 @@ class ListManager:
             raise RefusedError("it holds nothing")
         self.release_blocks(self.tables.pop(request_id)[::-1])
         del self.placed[request_id], self.considered[request_id]
+        self.outdated.discard(request_id)
 
     preempt = free
 
@@ -183,8 +187,11 @@ class ListManager:
     def evict(self, blocks: Sequence[int]) -> None:
         if any(not 0 <= block < self.scenario.num_blocks for block in blocks):
             raise RefusedError("no such block")
+        before = len(self.registered)
         for block in blocks:
             self.unregister(block)
+        if before and not self.registered:
+            self.outdated.update(self.placed)
 
     def reset(self) -> None:
         if any(self.ref_cnt):
@@ -241,7 +248,9 @@ class ListManager:
         name = placement.request_id
         self.placed[name] = end
         complete = min(end, len(placement.tokens)) // self.size
-        if not self.scenario.enable_caching or not placement.num_new_tokens:  # what is copied in later is not there yet
+        if not self.scenario.enable_caching or name in self.outdated:
+            return
+        if not placement.num_new_tokens:  # what is copied in later is not there yet
             return
         for index in range(self.considered[name], complete):
             block = self.tables[name][index]

@@ -210,8 +210,8 @@ MUTANTS = (
     Mutant(
         "cached blocks count as free and as hit",
         "core/allocator/admission.py",
-        "max(wanted - max(skipped, len(hits[group]) + held), 0)) + adopted_free",
-        "max(wanted - max(skipped, len(hits[group]) + held), 0))",
+        "max(wanted - max(skipped, len(hits[group]) + held, first), 0) + adopted_free",
+        "max(wanted - max(skipped, len(hits[group]) + held, first), 0)",
         ("B09",),
     ),
     Mutant(
@@ -338,7 +338,7 @@ MUTANTS = (
     Mutant(
         "an event leaves out the keys that taken blocks lose",
         "core/allocator/allocator.py",
-        "lost_keys = state.pool.keys_of(blocks)",
+        "lost_keys = state.pool.keys_of(new)",
         "lost_keys = ()",
     ),
     Mutant(
