@@ -143,7 +143,7 @@ def _unit(name: str) -> str:
 
 
 def fit_latency(steps: MeasuredSteps, terms: tuple[str, ...] = WITH_CONTEXT) -> FittedLatency:
-    """Fit costs that are not negative by median regression: of steps with equal work, half took longer.
+    """Fit the costs of a step, none of them negative, by median regression: half of the steps took longer.
 
     Steps that something else on the machine delayed therefore have no influence. The fit is a least-squares fit of the
     differences relative to the predicted time (relative to the measured time, long steps would count too little and

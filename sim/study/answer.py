@@ -1,7 +1,7 @@
 """The answer of a study: a few sentences; each figure in them has its unit, its source and its main assumption.
 
-A figure comes from the study's JSON document, or from the formula of such figures that its `source` gives. The
-terminal, the JSON and the page show the same sentences.
+The `source` of a figure names its place in the study's JSON document, or the formula by which it is computed from
+several such places. The terminal, the JSON and the page show the same sentences.
 """
 
 from bisect import bisect_right

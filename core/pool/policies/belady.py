@@ -1,4 +1,4 @@
-"""Belady's MIN: the block that is used again latest goes first. It needs to know the future."""
+"""Belady's MIN: the block that is used again latest is evicted first. It needs to know the requests to come."""
 
 import math
 from collections import OrderedDict
@@ -106,7 +106,9 @@ class Belady(EvictionPolicy):
 
 
 class BeladyOrder(PolicyOrder):
-    """Next used latest, or never, first; ties by LRU. An upper bound for studies: no server knows the future.
+    """Evicts the block whose next use is farthest away, or never comes; among equals the least recently used one.
+
+    An upper bound for studies: no server knows which requests will come.
 
         future = FutureUses(keys_of_requests)
         allocator = KVCacheAllocator(config, sinks=[log], eviction=BeladyOrder(config.num_blocks, future))
