@@ -87,7 +87,7 @@ class PrefillRecorder(Recorder):
             super()._finished(row, request, now)
             return
         self._gone_on.add(request.request_id)
-        self._hand_over(request, RequestTimes(*self._times_in(row)))
+        self._hand_over(request, self._times_in(row))
 
 
 @attrs.frozen(kw_only=True)

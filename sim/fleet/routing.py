@@ -1,17 +1,6 @@
 """Routers: which replica serves a request, decided from the events that a router can see.
 
-A router is a class in the registry; `--routing` takes its name:
-
-    @routers.register("random")
-    class RandomReplica:
-        def __init__(self):
-            self._random = random.Random(0)
-
-        def choose(self, routed, replicas):
-            return self._random.randrange(len(replicas))
-
-        def assumptions(self):
-            return {"routing": "random"}
+A router is a class in the registry; `--routing` takes its name. docs/extending.md shows one.
 """
 
 from collections import OrderedDict, deque
