@@ -210,11 +210,9 @@ class ReservedPlacement:
         self._slots_to_reserve = slots_to_reserve
 
     def can_ever_hold(self, sequence: Sequence) -> bool:
-        """Whether the reservation fits into the largest chunk of the pool."""
         return self._slots_to_reserve(sequence) <= self._buddy.largest_possible
 
     def admit(self, sequence: Sequence, is_alone: bool) -> bool:
-        """Reserve a chunk."""
         sequence.capacity = self._slots_to_reserve(sequence)
         sequence.place = self._buddy.allocate(sequence.capacity)
         return sequence.place is not None
@@ -224,7 +222,6 @@ class ReservedPlacement:
         return num_tokens <= sequence.capacity
 
     def release(self, sequence: Sequence) -> None:
-        """Return the chunk."""
         self._buddy.release(sequence.place)
 
 
@@ -262,7 +259,6 @@ class GrowingPlacement:
         self._largest_capacity = min(max_model_len, num_slots)
 
     def can_ever_hold(self, sequence: Sequence) -> bool:
-        """Whether the whole sequence fits into the heap."""
         return sequence.total_tokens <= self.heap.num_slots
 
     def admit(self, sequence: Sequence, is_alone: bool) -> bool:
@@ -286,7 +282,6 @@ class GrowingPlacement:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Return the region."""
         self.heap.release(sequence.place)
 
     def _doubled(self, num_slots: int) -> int:
@@ -313,7 +308,6 @@ class PagedPlacement:
         return self._num_blocks(sequence.total_tokens) <= self._num_usable
 
     def admit(self, sequence: Sequence, is_alone: bool) -> bool:
-        """Allocate blocks for the present tokens and one more."""
         num_blocks = self._num_blocks(sequence.start_tokens + 1)
         kept_free = 0 if is_alone else self._watermark_blocks
         if num_blocks + kept_free > self._num_free:
@@ -323,7 +317,6 @@ class PagedPlacement:
         return True
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate one more block."""
         if not self._num_free:
             return False
         self._num_free -= 1
@@ -331,7 +324,6 @@ class PagedPlacement:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Return the blocks."""
         self._num_free += sequence.capacity // self._block_size
 
     def _num_blocks(self, num_tokens: int) -> int:

@@ -119,11 +119,9 @@ class FittedLatency:
     untold: tuple[str, ...] = ()  # terms that the steps do not determine; they cost nothing here
 
     def step_seconds(self, load: StepLoad) -> float:
-        """Seconds that the step takes."""
         return sum([cost * _amount(load, name) for name, cost in self.costs.items()])
 
     def assumptions(self) -> dict[str, object]:
-        """The costs in microseconds, and their source."""
         return {
             "latency_model": "linear in " + ", ".join(name.replace("_", " ") for name in self.costs),
             **{f"us_per_{_unit(name)}": cost * 1e6 for name, cost in self.costs.items()},

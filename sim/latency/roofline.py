@@ -249,7 +249,6 @@ class RooflineLatency:
         return peak * self.factors.compute_efficiency
 
     def assumptions(self) -> dict[str, object]:
-        """Every coefficient with its unit and source."""
         work, device = self.work, self.device
         figures: dict[str, object] = {
             "latency_model": "roofline: sum over kernels of max(arithmetic, memory traffic), collectives, fixed costs",
