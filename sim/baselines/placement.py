@@ -173,19 +173,15 @@ class BuddyAllocator:
 
 @attrs.define(eq=False)
 class Sequence:
-    """A running request. `start_tokens` are computed when it is admitted; each iteration then adds one token.
-
-    `preemptions` counts how often it was preempted, `order` is its number among all admissions, `started` its first
-    iteration, `capacity` the slots requested (before an allocator rounds them), `place` belongs to the placement.
-    """
+    """A running request. `start_tokens` are computed when it is admitted; each iteration then adds one token."""
 
     start_tokens: int
     output_tokens: int
-    preemptions: int = 0
-    order: int = 0
-    started: int = 0
-    capacity: int = 0
-    place: Any = None
+    preemptions: int = 0  # how often it was preempted
+    order: int = 0  # its number among all admissions
+    started: int = 0  # its first iteration
+    capacity: int = 0  # slots requested, before an allocator rounds them
+    place: Any = None  # belongs to the placement
 
     @property
     def total_tokens(self) -> int:

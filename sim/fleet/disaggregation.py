@@ -22,8 +22,8 @@ from ..engine.distributions import QuantileSketch, RunHistograms
 from ..engine.engine import MAX_REJECTIONS_KEPT, NANOSECONDS, RunListener
 from ..engine.metrics import Recorder, RequestRecord, RequestTimes
 from ..engine.replay import ReplayReport
+from ..figures import at_least_one, not_negative
 from ..traces.trace import TraceRequest
-from ..validators import at_least_one, not_negative
 from .fleet import (
     Dispatcher,
     EngineName,

@@ -9,7 +9,7 @@ import attrs
 
 from ...core.errors import InputError
 from ...core.quantities import GIB
-from ..validators import not_negative, share
+from ..figures import not_negative, share
 
 
 @attrs.frozen

@@ -6,7 +6,7 @@ import attrs
 
 from ...core.errors import InputError
 from ...core.types import LatencyModel, StepLoad
-from ..validators import above_zero, not_negative
+from ..figures import above_zero, not_negative
 from .models import LatencyInputs, latency_models
 
 
