@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
@@ -123,10 +123,6 @@ class Recorder:
         self._admitted_in = [0] * num_rows
         self._first_in = [_NO_TOKEN] * num_rows
         self._last_in = np.full(num_rows, _NO_TOKEN, dtype=np.int64)
-        self._handlers: dict[type, Callable[[Any], None]] = {
-            RowsAssigned: self._rows_assigned,
-            RowsReleased: self._rows_released,
-        }
         for listener in self._listeners:
             listener.started(self)
 
@@ -153,11 +149,12 @@ class Recorder:
 
     def apply(self, commit: Commit) -> None:
         """Follow requests into and out of rows; a preempted one keeps its times."""
-        handlers = self._handlers
         for event in commit.events:
-            handler = handlers.get(type(event))
-            if handler is not None:
-                handler(event)
+            if type(event) is RowsAssigned:
+                self._rows_assigned(event)
+            elif type(event) is RowsReleased:
+                for request_id, row in zip(event.requests, as_ints(event.rows), strict=True):
+                    self._away[request_id] = self._times_in(row)
         for listener in self._listeners:
             listener.apply(self._now_ns(), commit)
 
@@ -168,10 +165,6 @@ class Recorder:
                 now = self._now_ns()
                 times = (self._arrival_ns.pop(request_id, now), now, _NO_TOKEN, _NO_TOKEN)
             self._arrival_in[row], self._admitted_in[row], self._first_in[row], self._last_in[row] = times
-
-    def _rows_released(self, event: RowsReleased) -> None:
-        for request_id, row in zip(event.requests, as_ints(event.rows), strict=True):
-            self._away[request_id] = self._times_in(row)
 
     def _times_in(self, row: int) -> RequestTimes:
         return self._arrival_in[row], self._admitted_in[row], self._first_in[row], self._last_in.item(row)

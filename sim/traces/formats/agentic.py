@@ -42,7 +42,6 @@ ROUNDING_S = 1.0
 class ConversationRequest:
     """One request. Times are seconds on the conversation's clock; `when` is `t`, or later if the request waited."""
 
-    where: str
     order: int
     t: float
     input_length: int
@@ -101,7 +100,7 @@ class ConversationReader:
                 if entry.get("type") == SUB_CONVERSATION:
                     items.append(self._sub_conversation(entry, where, clock))
                     continue
-                request = self._request(entry, where, clock)
+                request = self._request(entry, clock)
                 if request.t < latest:
                     raise RowError("out_of_order", f"is {request.t}, earlier than the request before it", "t")
                 self._check(request)
@@ -111,7 +110,7 @@ class ConversationReader:
                 self.bad_rows.append(error.at(0, f"{self._where}: {where}"))
         return items
 
-    def _request(self, entry: dict[str, object], where: str, clock: float) -> ConversationRequest:
+    def _request(self, entry: dict[str, object], clock: float) -> ConversationRequest:
         if entry.get("type", REQUEST_TYPES[0]) not in REQUEST_TYPES:
             known = f"requests ({', '.join(REQUEST_TYPES)}) or {SUB_CONVERSATION}"
             raise RowError("unknown_type", f"is {rows.shown(entry['type'])}; entries are {known}", "type")
@@ -119,7 +118,6 @@ class ConversationReader:
         ids = entry.get("hash_ids")
         self._order += 1
         return ConversationRequest(
-            where=f"{self._where}: {where}",
             order=self._order,
             t=clock + rows.timestamp(rows.required(entry, "t"), "t", 1),
             input_length=rows.num_tokens(rows.required(entry, "in"), "in"),
