@@ -149,6 +149,17 @@ def timestamp(value: Any, field: str, units_per_second: int) -> int | float:
     return number
 
 
+def timed_lengths(row: Mapping[str, object], units_per_second: int) -> tuple[int | float, int, int]:
+    """The fields `timestamp`, `input_length` and `output_length` of a row."""
+    when, num_input, num_output = (
+        required(row, "timestamp"),
+        required(row, "input_length"),
+        required(row, "output_length"),
+    )
+    when = timestamp(when, "timestamp", units_per_second)
+    return when, num_tokens(num_input, "input_length"), num_tokens(num_output, "output_length")
+
+
 def hash_ids(value: Any, field: str = "hash_ids") -> tuple[int, ...]:
     """A list of block ids, each a whole number in [0, 2**63)."""
     value = as_list(value, field, "block ids")

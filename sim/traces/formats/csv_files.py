@@ -29,9 +29,13 @@ class CsvFormat(TraceFormat):
         return has_columns(lines, self.required)
 
     def read_rows(self, source: TraceSource) -> Iterator[Row | BadRow]:
+        time, turn, optional, (_, *lengths) = self.time, self.turn, self.optional, self.required
+
         def parse(place: int, cells: list[str | None]) -> Row:
-            when, num_input, num_output = self.time(cells[0], source), *map(tokens_in, cells[1:3], self.required[1:])
-            return place, when, num_input, num_output, None, self.turn(num_input, num_output, *cells[3:]), 0
+            when = time(cells[0], source)
+            num_input, num_output = tokens_in(cells[1], lengths[0]), tokens_in(cells[2], lengths[1])
+            record = turn(num_input, num_output, *cells[3:]) if optional else None
+            return place, when, num_input, num_output, None, record, 0
 
         return read_cells(source, self.required, self.optional, parse)
 
@@ -68,15 +72,16 @@ class Azure(CsvFormat):
         found = DATE_AND_TIME.fullmatch(cell)
         if not found:
             raise RowError("not_a_date", f"{shown(cell)} is not a date such as 2023-11-16 18:17:03.9799600", field)
-        *date_and_time, fraction, _, sign, zone_hours, zone_minutes = found.groups()
+        year, month, day, hour, minute, second, fraction, _, sign, zone_hours, zone_minutes = found.groups()
         zone = UTC
         try:
             if sign:
                 offset = timedelta(hours=int(zone_hours), minutes=int(zone_minutes))
                 zone = timezone(-offset if sign == "-" else offset)
-            since = datetime(*map(int, date_and_time), tzinfo=zone) - EPOCH
+            date = datetime(int(year), int(month), int(day), int(hour), int(minute), int(second), tzinfo=zone)
         except ValueError as error:
             raise RowError("not_a_date", f"{shown(cell)} is not a date ({error})", field) from None
+        since = date - EPOCH
         return (since.days * 86_400 + since.seconds) * NANOSECONDS + int((fraction or "").ljust(9, "0"))
 
 
