@@ -224,7 +224,6 @@ class _OneRequest:
         self._prompt = request.input_length
         self._output = max(request.output_length, 1)
         self._sampling = sampling
-        self._block_size = block_size
         self._report = report
         depth = len(sampling.branching) if isinstance(sampling, DraftTree) else 0
         longest = self._prompt + self._output + depth + 1
