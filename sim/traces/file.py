@@ -48,16 +48,11 @@ class OpenOptions:
 
     def check_against(self, trace_format: TraceFormat, path: Path) -> None:
         """Raise `InputError` for an option without effect on this format, and for one that it needs."""
-        title = trace_format.title
+        title, unit = trace_format.title, trace_format.timestamp_unit
         rate = None if self.request_rate is None else f"{self.request_rate:g}"
         for option, value, has_effect, reason in (
             ("trace-block-size", self.trace_block_size, trace_format.block_size_is_settable, "carries no hash ids"),
-            (
-                "timestamp-unit",
-                self.timestamp_unit,
-                trace_format.unit_is_settable,
-                f"has {trace_format.timestamp_unit}",
-            ),
+            ("timestamp-unit", self.timestamp_unit, trace_format.unit_is_settable, f"times are {unit}"),
             ("tokenizer", self.tokenizer, trace_format.text_block_size is not None, "carries token counts"),
             ("request-rate", rate, trace_format.arrivals_unless_given, "records arrivals (--rate-scale scales them)"),
         ):
