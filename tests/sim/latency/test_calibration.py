@@ -86,9 +86,7 @@ def test_only_the_free_factors_move_and_long_prompts_tell_the_compute_efficiency
     step = MeasuredStep(latency=latency, load=load, seconds=latency.step_seconds(load), label="prompt")
     fitted = fit_factors([step], start=DeviceFactors(), free=["compute_efficiency"], measurement_error=1e-4)
     assert fitted.factors.compute_efficiency == pytest.approx(0.5, rel=1e-3)
-    assert attrs.evolve(fitted.factors, compute_efficiency=0.65, source="") == attrs.evolve(
-        DeviceFactors(), source=""
-    )
+    assert attrs.evolve(fitted.factors, compute_efficiency=0.65, source="") == attrs.evolve(DeviceFactors(), source="")
 
 
 def test_fitted_efficiencies_stay_below_one():
