@@ -5,7 +5,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -104,9 +105,7 @@ class TraceArrivals:
         self._send = send
         self._make_request = partial(traced_request, block_size=block_size, trace_block_size=trace_block_size)
         self._next_ns = float("inf")
-        self._session_of: dict[str, str] = {}
         self._sessions: SessionArrivals | None = None
-        self.on_ended: Callable[[Request], None] | None = None
         self.last_ended_ns = 0
 
     def run(
@@ -144,31 +143,21 @@ class TraceArrivals:
         if not (records_think_times if closed_loop is None else closed_loop):
             self._env.process(self._open_loop(trace, on_progress))
             return
-        num_sent = 0
+        num_sent = count(1)
 
-        def make(row: TraceRequest, ordinal: int, arrival_s: float) -> Request:
-            nonlocal num_sent
-            request = self._make_request(row, ordinal, arrival_s)
-            if row.turn is not None:
-                self._session_of[request.request_id] = row.turn.session
-            num_sent += 1
-            on_progress(num_sent)
-            return request
+        def send(request: Request, session: str | None) -> None:
+            on_progress(next(num_sent))
+            self._send(request, session)
 
         unknown = info is None or records_think_times
-        self._sessions = SessionArrivals(self._env, self, trace, make, waits_for_unknown_answers=unknown)
+        self._sessions = SessionArrivals(self._env, send, trace, self._make_request, waits_for_unknown_answers=unknown)
         self._sessions.start()
-
-    def submit(self, request: Request) -> bool:
-        """A session sends its next turn."""
-        self._send(request, self._session_of.pop(request.request_id, None))
-        return True
 
     def ended(self, request: Request) -> None:
         """A request was answered or refused."""
         self.last_ended_ns = int(self._env.now)
-        if self.on_ended is not None:
-            self.on_ended(request)
+        if self._sessions is not None:
+            self._sessions.ended(request)
 
     def next_arrival_ns(self) -> float:
         """The earliest time of the next request. In a closed loop, any engine's step may cause one."""
@@ -216,16 +205,6 @@ def traced_request(
     )
 
 
-class SubmitTo(Protocol):
-    """Accepts requests, and calls `on_ended` for each that was answered or refused."""
-
-    on_ended: Callable[[Request], None] | None
-
-    def submit(self, request: Request) -> bool:
-        """Hand a request over now."""
-        ...
-
-
 # A row that was read but not answered, and its number in the order of reading.
 _Read = tuple[TraceRequest, int]
 
@@ -247,7 +226,8 @@ class SessionArrivals:
     is faster, a turn may be due before its recorded time, so rows are read ahead of the clock by as much as simulated
     answers are ahead of recorded ones. Memory: the open sessions, the rows that are read ahead, and 16 bytes a request.
 
-        arrivals = SessionArrivals(env, engine, trace, make_request)
+        arrivals = SessionArrivals(env, send, trace, make_request)
+        engine.on_ended = arrivals.ended
         arrivals.start()
         env.run()
     """
@@ -255,7 +235,7 @@ class SessionArrivals:
     def __init__(
         self,
         env: "simpy.Environment",
-        engine: SubmitTo,
+        send: Callable[[Request, str | None], object],
         rows: Iterable[TraceRequest],
         make_request: RequestMaker,
         waits_for_unknown_answers: bool = False,
@@ -265,8 +245,7 @@ class SessionArrivals:
         `waits_for_unknown_answers`: whether the trace records think times without the times of answers.
         """
         self._env = env
-        self._engine = engine
-        engine.on_ended = self._ended
+        self._send_to = send
         self._rows = iter(rows)
         self._make_request = make_request
         self._looks_ahead = waits_for_unknown_answers
@@ -377,12 +356,12 @@ class SessionArrivals:
         request = self._make_request(row, ordinal, now / NANOSECONDS)
         self._sent_ns[row.place - self._first_place] = now
         self._under_way[request.request_id] = read
-        self._engine.submit(request)
+        self._send_to(request, None if row.turn is None else row.turn.session)
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    def _ended(self, request: Request) -> None:
-        """The engine's callback. Handling one end may end further requests at once, which then queue here."""
+    def ended(self, request: Request) -> None:
+        """A request was answered or refused. Handling one end may end further requests, which then queue here."""
         self._to_end.append(request)
         if self._is_ending:
             return
