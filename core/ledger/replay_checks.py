@@ -138,6 +138,8 @@ class CheckedReplay:
         self._check_held(rows)
         _check_same_length(rows=rows, starts=starts, stops=stops, counts=counts, parents=event.parents)
         _check_counts(counts, indices=indices, blocks=blocks, keys=event.keys)
+        if not self.state.outdated.isdisjoint(rows):
+            raise CorruptLedgerError(f"rows {rows} register blocks; one was held when every key was dropped")
         table = self.state.tables[event.group]
         at = 0
         for row, start, stop, count in zip(rows, starts, stops, counts, strict=True):
