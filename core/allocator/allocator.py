@@ -36,8 +36,9 @@ from .orphans import ChainLinks
 from .prefix_cache import BatchKeys, Hits, PrefixCache, PrefixMatch, RowKeys
 from .taking import CopyOnWrite, PrivateBlock, Shortfall, blocks_for_steps, taking_events
 
-# Positions in a request: where it continues, where its external tokens begin, where its new tokens begin and end.
-_Span: TypeAlias = tuple[int, int, int, int]
+# Positions in a request: where it continues, where its external tokens begin, where its new tokens begin and end, and
+# where those of them end that are no drafts (told apart for states only).
+_Span: TypeAlias = tuple[int, int, int, int, int]
 
 
 class KVCacheAllocator:
@@ -271,7 +272,8 @@ class KVCacheAllocator:
         if end > longest:
             end = longest
         num_slots = min(end + num_lookahead_tokens, longest) if num_lookahead_tokens else end
-        span = start, total - num_external_tokens, total, end
+        known = end if not self._state_groups else min(end, max(request.num_tokens, total))
+        span = start, total - num_external_tokens, total, end, known
         private: Sequence[PrivateBlock] = ()
         if row is not None and (row in state.guarded or start < state.placed[row]):
             private = self._copies.of_row(row, span[1], num_slots)
@@ -283,7 +285,7 @@ class KVCacheAllocator:
             spare -= self.config.watermark_blocks
         # Where even a cold request would fit, it does not matter which of the hit blocks are in use.
         fits = row is None and sum(wanted) <= spare
-        if not fits and self._lacks_blocks(request, row, hits, wanted, total, end, private, spare, num_external_tokens):
+        if not fits and self._lacks_blocks(request, row, span, hits, wanted, private, spare):
             return None
         # Tokens that are still to be copied in must not be found: another request would read them too early.
         row_keys: Sequence[RowKeys] = ()
@@ -295,18 +297,16 @@ class KVCacheAllocator:
         self,
         request: Request,
         row: int | None,
+        span: _Span,
         hits: Hits | None,
         wanted: Sequence[int],
-        total: int,
-        end: int,
         private: Sequence[PrivateBlock],
         spare: int,
-        num_external_tokens: int,
     ) -> bool:
         """Whether more than `spare` blocks are needed; raises `DoesNotFitError` if there can never be enough."""
-        known = min(end, max(request.num_tokens, total))
+        _, written_from, total, _, known = span
         needed = self._admission.blocks_needed(row, hits, wanted, total, known)
-        if num_external_tokens:  # they bring a state of their own
+        if written_from < total:  # external tokens bring a state of their own
             tables = [self.state.tables[group] for group in self._state_groups]
             needed += sum([table.first_taken(total) < table.first_taken(known) for table in tables])
         num_copies = sum([copy for *_, copy in private]) if private else 0
@@ -329,8 +329,7 @@ class KVCacheAllocator:
     ) -> tuple[tuple[int, ...], ...]:
         """Carry out an allocation whose blocks are free; `wanted` is how many the request then has, by group."""
         state, emit = self.state, self._emit
-        start, written_from, total, end = span
-        known = min(end, max(request.num_tokens, total))
+        start, written_from, total, end, known = span
         events: list[Event] = []
         if row is None:
             row = self._assign_row(request, events)
