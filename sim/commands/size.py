@@ -31,7 +31,7 @@ def size(scenario: Scenario, asked: SizeOptions, plots: Plots = None, json: Json
     progress = SizeProgress()
     study = SizeStudy(scenario, asked, progress)
     try:
-        with progress:
+        with progress.bar:
             study.run()
     except KeyboardInterrupt:
         if study.has_runs:

@@ -46,26 +46,10 @@ def print_block_sizes(document: Mapping[str, Any]) -> None:
 
     out = console()
     out.print(f"[bold]{escape(document['answer']['sentence'])}[/bold]", soft_wrap=True)
-    columns = (
-        "tokens",
-        "blocks",
-        "hit rate",
-        "TTFT p50",
-        "TTFT p99",
-        "TPOT p99",
-        "tokens/s",
-        "preempted",
-        "worst gap",
-    )
+    columns = ("tokens", "blocks", "hit rate", "TTFT p50", "TTFT p99", "TPOT p99", "tokens/s", "preempted", "worst gap")
     rows = [_cells(row, document["answer"]["block_size"]) for row in document["rows"] if "error" not in row]
-    out.print(
-        table(
-            "Block sizes (* the answer; worst gap: largest distance of a figure from the best size)",
-            columns,
-            rows,
-            left=(),
-        )
-    )
+    title = "Block sizes (* the answer; worst gap: largest distance of a figure from the best size)"
+    out.print(table(title, columns, rows, left=()))
     for row in document["rows"]:
         if "error" in row:
             out.print(f"{row['block_size']}: {escape(row['error'])}", soft_wrap=True)
@@ -99,12 +83,7 @@ def print_worth(document: Mapping[str, Any]) -> None:
     out.print(f"[bold]{escape(document['answer']['sentence'])}[/bold]", soft_wrap=True)
     pool = document["pool"]
     rows = [
-        (
-            row["policy"],
-            percent(row["token_hit_rate"]),
-            millions(row["hit_tokens"]),
-            millions(row["computed_tokens"]),
-        )
+        (row["policy"], percent(row["token_hit_rate"]), millions(row["hit_tokens"]), millions(row["computed_tokens"]))
         for row in document["policies"]
     ]
     title = f"Pool of {pool['num_blocks']:,} blocks of {pool['block_size']} tokens"

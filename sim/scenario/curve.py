@@ -1,7 +1,7 @@
 """Curve of a scenario: the prefix-cache hit rate of its traffic at every capacity."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -13,6 +13,9 @@ from .options import ENGINE, OUTPUT, option, options, whole_numbers
 from .results import Table
 from .scenario import Scenario
 from .traffic import open_traffic
+
+if TYPE_CHECKING:
+    from ...core.models.geometry import ModelGeometry
 
 # LRU beside a simpler policy, a cleverer one and the best possible; where blocks are cut smaller, LRU alone.
 DEFAULT_POLICIES = "lru,fifo,s3fifo,optimum"
@@ -132,10 +135,10 @@ def curve_of_scenario(
     return CurveResult(curve=curve, bytes_per_block=size)
 
 
-def bytes_per_block(model: str, kv_cache_dtype: str, block_size: int) -> int:
-    """Bytes of one block of a model's keys and values, over all its layers and GPUs.
+def bytes_per_token(model: str, kv_cache_dtype: str, advice: str) -> "tuple[ModelGeometry, int]":
+    """A model, and the bytes of one token's keys and values over all its layers and GPUs.
 
-    Raises InputError: not every token of the model takes the same bytes.
+    Raises InputError: not every token of the model takes the same bytes; the message ends with the advice.
     """
     from ...core.models.geometry import load_geometry  # most curves need no model
 
@@ -143,10 +146,16 @@ def bytes_per_block(model: str, kv_cache_dtype: str, block_size: int) -> int:
     per_token = geometry.sequence_bytes(1, kv_cache_dtype).total
     if geometry.sequence_bytes(_MANY_TOKENS, kv_cache_dtype).total != _MANY_TOKENS * per_token:
         raise InputError(
-            f"--model {model}: some of its layers keep a window or a state, so a number of blocks is not a number of "
-            "bytes; leave --model out, and turn blocks into memory with kvledger plan"
+            f"--model {model}: some layers keep a window or a state, so its memory is not a number of token slots, "
+            f"{advice}"
         )
-    return per_token * block_size
+    return geometry, per_token
+
+
+def bytes_per_block(model: str, kv_cache_dtype: str, block_size: int) -> int:
+    """Bytes of one block of a model's keys and values. Raises InputError as `bytes_per_token` does."""
+    advice = "nor a number of blocks; leave --model out, and turn blocks into memory with kvledger plan"
+    return bytes_per_token(model, kv_cache_dtype, advice)[1] * block_size
 
 
 def _default_policies(source: Trace, block_size: int | None) -> str:

@@ -55,22 +55,6 @@ class ReplayResult:
         return f"<ReplayResult: {done}, TTFT p99 {seconds(ttft['p99'])}>"
 
 
-class KeptRequests:
-    """Records of finished requests, kept in memory as columns."""
-
-    def __init__(self) -> None:
-        self._records: list[RequestRecord] = []
-
-    def add(self, record: RequestRecord) -> None:
-        """Keep one record."""
-        self._records.append(record)
-
-    def table(self) -> Table:
-        """All records, a row each."""
-        fields = [field.name for field in attrs.fields(RequestRecord)]
-        return Table({name: [getattr(record, name) for record in self._records] for name in fields})
-
-
 def sampled_traffic(scenario: Scenario, seed: int | None = None) -> Trace:
     """The scenario's traffic, every request `n` times."""
     source = open_traffic(scenario, seed)
@@ -106,10 +90,10 @@ def replay_scenario(
     """
     engine = engine or engine_of(scenario)
     source = sampled_traffic(scenario) if trace is None else trace
-    kept = KeptRequests()
+    kept: list[RequestRecord] = []
 
     def finished(record: RequestRecord) -> None:
-        kept.add(record)
+        kept.append(record)
         if on_finished is not None:
             on_finished(record)
 
@@ -128,7 +112,9 @@ def replay_scenario(
         on_progress=on_progress,
     )
     report.assumptions = {**engine.pool.facts, **report.assumptions}
-    return ReplayResult(report=report, trace=trace_as_dict(source.info), requests=kept.table())
+    names = [field.name for field in attrs.fields(RequestRecord)]
+    requests = Table({name: [getattr(record, name) for record in kept] for name in names})
+    return ReplayResult(report=report, trace=trace_as_dict(source.info), requests=requests)
 
 
 def latency_distributions(snapshot: Snapshot) -> dict[str, dict[str, list[float]]]:

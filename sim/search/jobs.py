@@ -46,41 +46,17 @@ STUDY = (*DEPLOYMENT, *(name for name in TRACE if name != "fit"))
 SAMPLING = (*(name for name in TRACE if name not in ("request_rate", "rate_scale")), "block_size")
 
 
-@attrs.frozen(kw_only=True)
-class Job:
-    """A command that can be swept.
-
-    Attributes:
-        name: of the command.
-        options: the fields of the scenario that it takes, and its own option class, if any.
-        run: returns the result, given an instance of each option class.
-    """
-
-    name: str
-    options: tuple[OptionSet, ...]
-    run: Callable[..., Any]
-
-    def document(self, texts: Mapping[str, str], files: tuple[str, ...] = ()) -> Document:
-        """Run the job with options as typed on a command line.
-
-        Raises:
-            InputError: an unknown option or a wrong value.
-            DoesNotFitError: the planner's answer is no.
-        """
-        scenario, *asked = read_texts(self.options, texts, self.name)
-        if files:
-            scenario = scenario.evolve(trace=files)
-        return self.run(scenario, *asked).to_dict()
-
-
 def _plan(scenario: Scenario, asked: Any) -> Any:
     from ..scenario.plan import asks_for_explanation, explain_log, plan_scenario
 
     return explain_log(scenario, asked) if asks_for_explanation(scenario, asked) else plan_scenario(scenario, asked)
 
 
-def job(name: str) -> Job:
-    """The job called `name`. Raises InputError if there is none."""
+def option_sets(command: str) -> tuple[tuple[OptionSet, ...], Callable[..., Any]]:
+    """The options of a command that can be swept, and its job, which takes an instance of each set's class.
+
+    Raises InputError: there is no such command.
+    """
     from ..scenario import compare, curve, fleet, plan, replay
     from . import optimum, size_question, size_search
 
@@ -93,11 +69,22 @@ def job(name: str) -> Job:
         "size": ((*SIZE, "data_parallel_size"), size_question.SizeOptions, size_search.size_fleet),
         "optimum": (OPTIMUM, optimum.OptimumOptions, optimum.optimum_worth),
     }
-    if name not in jobs:
-        raise InputError(f"--command is {name!r}; it is one of {', '.join(jobs)}")
-    names, own, run = jobs[name]
-    options = (OptionSet.of(Scenario, names), *(() if own is None else (OptionSet.of(own),)))
-    return Job(name=name, options=options, run=run)
+    if command not in jobs:
+        raise InputError(f"--command is {command!r}; it is one of {', '.join(jobs)}")
+    names, own, run = jobs[command]
+    return (OptionSet.of(Scenario, names), *(() if own is None else (OptionSet.of(own),))), run
+
+
+def run_job(command: str, texts: Mapping[str, str], files: tuple[str, ...]) -> Document:
+    """Run a command's job with options as typed; returns its document.
+
+    Raises:
+        InputError: an unknown option or a wrong value.
+        DoesNotFitError: the planner's answer is no.
+    """
+    options, run = option_sets(command)
+    scenario, *asked = read_texts(options, texts, command)
+    return run(scenario.evolve(trace=files) if files else scenario, *asked).to_dict()
 
 
 def reason(error: KVLedgerError) -> str:

@@ -10,7 +10,7 @@ import attrs
 from ...core.errors import InputError, KVLedgerError
 from ..figures import Document, at_path, figure_at
 from ..scenario.options import SEARCH, TRAFFIC, option, options
-from .jobs import job, reason
+from .jobs import option_sets, reason, run_job
 from .kept import content_of, digest, kept
 
 # Figures that depend on the machine are removed from a row.
@@ -72,7 +72,7 @@ def run_point(point: Point, kept_in: str | None) -> Document:
     """
 
     def run() -> Document:
-        result = job(point.command).document(dict(point.options), point.files)
+        result = run_job(point.command, dict(point.options), point.files)
         return {name: figure for name, figure in result.items() if name not in NOT_REPRODUCIBLE}
 
     try:
@@ -190,7 +190,7 @@ class SweepQuestion:
     cluster: bool = option(False, SEARCH, "Run on Ray instead of processes here.", "--cluster")
 
     def __attrs_post_init__(self) -> None:
-        job(self.command)  # refuses an unknown one
+        option_sets(self.command)  # refuses an unknown one
         if self.minimize is not None and self.maximize is not None:
             raise InputError("give --minimize or --maximize, not both")
         if self.require and self.minimize is None and self.maximize is None:

@@ -13,7 +13,7 @@ from ..engine.metrics import RequestRecord
 from ..figures import Document
 from ..fleet.fleet import EngineParts
 from ..latency.devices import find_device
-from ..scenario.compare import Sourced, compare_on, compare_sentences, read_lengths, token_bytes
+from ..scenario.compare import compare_on, compare_sentences, model_of, read_lengths
 from ..scenario.curve import CountedTrace, CurveOptions, bytes_per_block
 from ..scenario.deployment import PlanQuestion, read_question
 from ..scenario.engine import Engine, Pool, allocator_of_plan, roofline_of_plan, scheduler_of
@@ -172,13 +172,12 @@ def compare_part(question: StudyQuestion, plan: DeploymentPlan, progress: Progre
         DoesNotFitError: no allocator serves a single request.
     """
     scenario = question.scenario
-    dtype = None if scenario.kv_cache_dtype == "auto" else scenario.kv_cache_dtype
     result = compare_on(
         question.trace,
         read_lengths(question.trace, lambda count: progress("compare: reading the trace", count, None)),
-        slots=Sourced(plan.pool.kv_cache_size_tokens, "the plan's kv_cache_tokens"),
-        longest=Sourced(plan.pool.max_model_len, "the plan's"),
-        tokens=token_bytes(scenario.model, dtype),
+        slots=(plan.pool.kv_cache_size_tokens, "the plan's kv_cache_tokens"),
+        longest=(plan.pool.max_model_len, "the plan's"),
+        model=model_of(scenario),
         block_size=plan.deployment.resolved_block_size()[0],
         max_num_seqs=plan.deployment.max_num_seqs,
         watermark=PAGED_WATERMARK,
