@@ -44,14 +44,7 @@ class TraceEventFile:
         self._stream.write(b'{"displayTimeUnit":"ms","traceEvents":[')
 
     def write(self, at_ns: int, phase: str, fields: str, args: Mapping[str, Any] | None = None) -> None:
-        """Add one event.
-
-        Args:
-            at_ns: nanoseconds since the start of the run.
-            phase: the format's letter for the kind of event.
-            fields: further fields as JSON without braces.
-            args: details that the viewer shows on a click.
-        """
+        """Add one event; `phase` is the format's letter for its kind, `fields` are more, JSON without braces."""
         shown = "" if args is None else ',"args":' + json.dumps(args, separators=(",", ":"), ensure_ascii=False)
         event = f'{{"ph":"{phase}","ts":{microseconds(at_ns)},{fields}{shown}}}'
         self._stream.write(self._separator + event.encode())

@@ -88,17 +88,9 @@ class RunExports(AbstractContextManager["RunExports"]):
         inputs: Iterable[str] = (),
         engines: Sequence[EngineName] = (),
     ) -> None:
-        """Open every file.
+        """Open every file. Those that the run reads, `inputs`, must not be overwritten.
 
-        Args:
-            files: the files to write.
-            allocator: the pool of the run.
-            facts: facts of the pool's model, if it has one.
-            inputs: files that the run reads and that must not be overwritten.
-            engines: names of a fleet's engines; empty for a single engine.
-
-        Raises:
-            InputError: a file cannot be written, is given twice or is an input, or a library is missing.
+        Raises InputError: a file cannot be written, is given twice or is an input, or a library is missing.
         """
         self.on_finished: Callable[[RequestRecord], None] | None = None
         self.on_finished_on: Callable[[int, RequestRecord], None] | None = None

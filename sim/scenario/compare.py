@@ -34,12 +34,7 @@ class CompareOptions:
 
 @attrs.frozen(kw_only=True)
 class CompareResult:
-    """Five allocators on the same requests and the same memory.
-
-    Attributes:
-        usages: of each allocator.
-        setup: what they share: trace, memory, longest request, block size, each with its source.
-    """
+    """Five allocators on the same requests and memory; `setup` is what they share: trace, memory, block size."""
 
     usages: list[AllocatorUsage]
     setup: Document

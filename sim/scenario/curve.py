@@ -49,12 +49,7 @@ class CurveOptions:
 
 @attrs.frozen(kw_only=True)
 class CurveResult:
-    """A capacity curve, with bytes where a model is known.
-
-    Attributes:
-        curve: hits of each policy at each capacity, and LRU at all of them.
-        bytes_per_block: of the model's keys and values, over all its GPUs; None without a model.
-    """
+    """A capacity curve; `bytes_per_block` counts all GPUs of a model and is None without one."""
 
     curve: CapacityCurve
     bytes_per_block: int | None
@@ -105,17 +100,11 @@ def curve_of_scenario(
     on_progress: Callable[[int], None] = lambda count: None,
     on_point: Callable[[str, int], None] = lambda policy, num_blocks: None,
 ) -> CurveResult:
-    """The curve of a scenario's traffic.
+    """The curve of a scenario's traffic, or of `trace`; its model gives sizes in bytes.
 
-    Args:
-        scenario: traffic, block size and, for sizes in bytes, model.
-        asked: capacities and policies.
-        trace: replaces the scenario's traffic.
-        on_progress: called with the number of requests read.
-        on_point: called with the policy and capacity of each replay that ended.
+    `on_progress` is called with the number of requests read, `on_point` with policy and capacity of each ended replay.
 
-    Raises:
-        InputError: an option is wrong, or the trace is.
+    Raises InputError: an option is wrong, or the trace is.
     """
     asked = asked or CurveOptions()
     source = open_traffic(scenario) if trace is None else trace

@@ -185,15 +185,10 @@ def replay_fleet_scenario(
     parts_with: Callable[[EngineParts], EngineParts] = lambda parts: parts,
     on_progress: Callable[[int], None] | None = None,
 ) -> ReplayResult:
-    """Replay a scenario's traffic on a fleet.
+    """Replay a scenario's traffic, or `trace`, on a fleet whose servers all run the scenario's engine.
 
-    Args:
-        scenario: traffic, and the engine that every server runs.
-        fleet: servers, routing, links and tiers.
-        engine: made from the scenario unless given.
-        trace: replaces the scenario's traffic.
-        parts_with: changes the parts of every engine, for those who listen to the run.
-        on_progress: called with the number of requests routed so far.
+    `parts_with` changes the parts of every engine, for those who listen to the run. `on_progress` is called with the
+    number of requests routed so far.
 
     Raises:
         InputError: something is missing, unknown or contradictory, or the trace is wrong.

@@ -210,12 +210,7 @@ def texts_of(instance: Any) -> dict[str, str]:
 
 @attrs.frozen
 class OptionSet:
-    """Some options of a class, as one command takes them.
-
-    Attributes:
-        cls: the options class.
-        names: its fields that the command takes, in the order of the class.
-    """
+    """Some options of a class, as one command takes them, in the order of the class."""
 
     cls: type
     names: tuple[str, ...]

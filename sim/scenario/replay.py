@@ -29,10 +29,7 @@ HISTOGRAMS = {
 class ReplayResult:
     """A replay of one engine or of a fleet.
 
-    Attributes:
-        report: the figures of the run.
-        trace: what was replayed.
-        requests: a row for each finished request, in the order in which they finished, where they were kept.
+    `requests` has a row for each finished request, in the order in which they finished, where they were kept.
     """
 
     report: ReplayReport
@@ -72,17 +69,11 @@ def replay_scenario(
     on_progress: Callable[[int], None] | None = None,
     macro_steps: bool = True,
 ) -> ReplayResult:
-    """Replay a scenario's traffic through allocator, scheduler and latency model.
+    """Replay a scenario's traffic, or `trace`, through allocator, scheduler and latency model.
 
-    Args:
-        scenario: everything about traffic and engine.
-        engine: made from the scenario unless given.
-        trace: replaces the scenario's traffic.
-        keep_requests: whether the result holds a row for each finished request.
-        listeners: told of requests, commits and steps as the run goes on.
-        on_finished: called with the record of each finished request.
-        on_progress: called with the number of requests submitted so far.
-        macro_steps: whether several identical decode steps may be simulated at once.
+    The engine is made from the scenario unless given. Listeners, `on_finished` (called with each finished request) and
+    `macro_steps` (several identical decode steps may be simulated at once) are those of `replay`. `on_progress` is
+    called with the number of requests submitted so far. The result holds the finished requests if `keep_requests`.
 
     Raises:
         InputError: something is missing, unknown or contradictory, or the trace is wrong.

@@ -9,6 +9,7 @@ Its fields are the options of the command line, under the same names. A command 
 and a notebook all make the same `Scenario` and call the same functions with it.
 """
 
+import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import attrs
 
 from ...core.errors import InputError
 from ..figures import Document
-from .options import ENGINE, HARDWARE, LATENCY, MODEL, TRAFFIC, given_values, option, options
+from .options import ENGINE, HARDWARE, LATENCY, MODEL, TRAFFIC, Amount, given_values, option, options
 
 if TYPE_CHECKING:
     from ..traces import Trace
@@ -268,7 +269,8 @@ class Scenario:
 
     def to_dict(self) -> Document:
         """Every field that is not at its default, as plain JSON values; `from_dict` reads it."""
-        return {name: list(v) if isinstance(v, tuple) else _plain(v) for name, v in given_values(self).items()}
+        as_text = {name: str(value) for name, value in given_values(self).items() if isinstance(value, Amount)}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in given_values(self).items()} | as_text
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Scenario":
@@ -283,11 +285,9 @@ class Scenario:
         return plan_scenario(self)
 
     def curve(self, trace: "TraceLike" = None, **asked: Any) -> "CurveResult":
-        """The prefix-cache hit rate of this scenario's traffic, or of `trace`, at every capacity.
+        """The prefix-cache hit rate of this scenario's traffic, or of a trace (file or open), at every capacity.
 
-        Args:
-            trace: a file, an open trace, or None for this scenario's own.
-            asked: `capacities` (blocks) and `policy`, see `CurveOptions`.
+        `asked` are `capacities` (blocks) and `policy`, see `CurveOptions`.
         """
         from .curve import CurveOptions, curve_of_scenario
 
@@ -316,16 +316,9 @@ class Scenario:
         return self, trace
 
 
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, int) and type(value) not in (int, bool) else value
-
-
 def _check_names(values: Mapping[str, Any]) -> None:
     known = attrs.fields_dict(Scenario)
-    unknown = [name for name in values if name not in known]
-    if unknown:
-        import difflib
-
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise InputError(f"a scenario has no field {unknown[0]!r}{hint}")
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise InputError(f"a scenario has no field {name!r}{f'; did you mean {near[0]}?' if near else ''}")

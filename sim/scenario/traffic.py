@@ -12,14 +12,9 @@ OF_FILES = ("trace_format", "timestamp_unit", "trace_block_size", "tokenizer", "
 
 
 def open_traffic(scenario: Scenario, seed: int | None = None) -> Trace:
-    """Open exactly one of a trace, a workload by name, and a workload fitted to a trace.
+    """Open exactly one of trace, workload by name, and workload fitted to a trace; `seed` replaces the scenario's.
 
-    Args:
-        scenario: says which one, how it is read and which part of it is used.
-        seed: replaces the scenario's.
-
-    Raises:
-        InputError: none or several are given, an option has no effect on the one that is, or a file cannot be read.
+    Raises InputError: none or several are given, an option has no effect on the one that is, or a file cannot be read.
     """
     given = [source for source in (scenario.trace or None, scenario.workload, scenario.fit) if source is not None]
     if len(given) != 1:

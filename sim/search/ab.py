@@ -162,13 +162,9 @@ ROW_COLUMNS = ("ttft_s", "queue_time_s")
 
 @attrs.frozen(kw_only=True)
 class AbQuestion:
-    """Two sets of changes to the same scenario.
+    """Two sets of changes to the same scenario, as text; the text `default` resets an option.
 
-    Attributes:
-        command: `replay` or `fleet`.
-        scenario: the options that both share.
-        a: options that A changes, as text; the text `default` resets one.
-        b: options that B changes.
+    `command` is `replay` or `fleet`.
     """
 
     command: str
@@ -205,10 +201,6 @@ class Side:
     result: Document
     requests: Table
 
-    def as_dict(self) -> Document:
-        """Options and document."""
-        return {"options": self.options, "result": self.result}
-
 
 def ab_document(question: AbQuestion) -> Document:
     """Run both sides; returns their figures side by side, the options and assumptions that differ, and why.
@@ -225,8 +217,7 @@ def ab_document(question: AbQuestion) -> Document:
         "figures": [_figure(path, name, is_more_better, a.result, b.result) for path, name, is_more_better in FIGURES],
         "pairs": _pairs(a, b),
         "explanation": [],
-        "a": a.as_dict(),
-        "b": b.as_dict(),
+        **{name: {"options": side.options, "result": side.result} for name, side in (("a", a), ("b", b))},
     }
     document["explanation"] = explanation(document)
     return document
@@ -261,15 +252,8 @@ def _figure(path: str, name: str, is_more_better: bool | None, a: Document, b: D
         difference, ratio = other - one, other / one if one else None
         if is_more_better is not None and difference:
             better = "b" if (difference > 0) == is_more_better else "a"
-    return {
-        "figure": path,
-        "name": name,
-        "a": one,
-        "b": other,
-        "difference": difference,
-        "ratio": ratio,
-        "better": better,
-    }
+    figure = {"figure": path, "name": name, "a": one, "b": other}
+    return {**figure, "difference": difference, "ratio": ratio, "better": better}
 
 
 def _pairs(a: Side, b: Side) -> Document | None:

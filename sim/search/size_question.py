@@ -76,14 +76,9 @@ class SizeOptions(RoutingOptions):
 
 @attrs.frozen(kw_only=True)
 class SizeQuestion:
-    """A checked question.
+    """A checked question; `sizes` replace the scenario's tensor-parallel size.
 
-    Attributes:
-        scenario: traffic and engine; `sizes` replaces its tensor-parallel size.
-        asked: the options.
-
-    Raises:
-        InputError: an option has no effect on the scenario.
+    Raises InputError: an option has no effect on the scenario.
     """
 
     scenario: Scenario

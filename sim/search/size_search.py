@@ -147,16 +147,7 @@ class SizeStudy:
     """Searches every shape. `to_dict` may be called at any time and holds the results so far."""
 
     def __init__(self, scenario: Scenario, asked: SizeOptions, watch: SearchWatch | None = None) -> None:
-        """Check the question.
-
-        Args:
-            scenario: traffic and engine.
-            asked: the SLO and how to search.
-            watch: called as the search proceeds.
-
-        Raises:
-            InputError: an option is missing, wrong or has no effect.
-        """
+        """Check the question. Raises InputError: an option is missing, wrong or has no effect."""
         self._question = question = SizeQuestion(scenario=scenario, asked=asked)
         self._watch = watch or SearchWatch()
         self._shapes: list[Document] = []

@@ -56,12 +56,9 @@ class Slo:
 
 @attrs.frozen(kw_only=True)
 class Verdict:
-    """Whether a run met an SLO.
+    """Whether a run met every part of an SLO, and for each part `limit`, `value` and `met`.
 
-    Attributes:
-        met: whether every part held.
-        figures: for each part of the SLO `limit`, `value` and `met`. `value` is None without a sample, and if so many
-            requests were rejected that the percentile is infinite.
+    A value is None without a sample, and if so many requests were rejected that the percentile is infinite.
     """
 
     met: bool
@@ -251,17 +248,10 @@ def smallest_meeting(
 
     Steps of 1, 2, 4, ... from `start` up or down bracket the answer; bisection closes the bracket. So the answer N ran
     and met the SLO, and N - 1 (unless N is 1) ran and missed it. `probes` more runs on either side, nearest first,
-    check that results are monotone; the result lists contradictions.
+    check that results are monotone; the result lists contradictions. Once the answer is bracketed, `on_left` is called
+    with the most runs that are left.
 
-    Args:
-        run: replays one value.
-        start: where the answer is expected.
-        most: largest number to try.
-        probes: more runs on either side of the answer.
-        on_left: called, once the answer is bracketed, with the most runs that are left.
-
-    Raises:
-        InputError: `start` is out of bounds.
+    Raises InputError: `start` is out of bounds.
     """
     if not 1 <= start <= most:
         raise InputError(f"the search starts at {start}; it must be at least 1 and at most {most}")

@@ -89,14 +89,10 @@ def run_sweep(
     cluster: bool = False,
     on_row: Callable[[Document], None] = lambda row: None,
 ) -> list[Document]:
-    """Run all points; returns their rows in the order of the points.
+    """Run all points in `num_workers` processes, or on Ray; returns their rows in the order of the points.
 
-    Args:
-        points: what to run.
-        num_workers: processes; with `cluster`, concurrent tasks.
-        kept_in: a folder of finished points, which do not run again; on a cluster it must be shared.
-        cluster: whether joblib runs on Ray (`ray.init` decides which cluster; a local one by default).
-        on_row: called with each finished row, in order.
+    `ray.init` decides which cluster it is, a local one by default; it must share the folder `kept_in`. `on_row` is
+    called with each finished row, in order.
 
     Raises:
         InputError: Ray is not installed.
@@ -123,14 +119,9 @@ def run_sweep(
 def best_row(rows: Sequence[Document], path: str, maximize: bool, required: Sequence[str]) -> int | None:
     """Index of the first row with the smallest (or largest) figure among those that meet all requirements.
 
-    Args:
-        rows: of a sweep.
-        path: of the figure in the result, such as `ttft_s.p99`.
-        maximize: whether the largest is best.
-        required: such as `ttft_s.p99<=2`.
+    `path` is that of the figure, such as `ttft_s.p99`; a requirement is such as `ttft_s.p99<=2`.
 
-    Raises:
-        InputError: a malformed requirement, or a path that a result does not have.
+    Raises InputError: a malformed requirement, or a path that a result does not have.
     """
     bounds = [_requirement(text) for text in required]
     results = {index: row["result"] for index, row in enumerate(rows) if "result" in row}

@@ -19,15 +19,9 @@ from ..figures import Document
 
 @attrs.frozen(kw_only=True)
 class Figure:
-    """One figure of the answer.
+    """One figure of the answer: its value as in the JSON (None if there was nothing to measure) and as shown to people.
 
-    Attributes:
-        name: its key in the JSON.
-        value: as in the JSON; None if there was nothing to measure.
-        shown: the value formatted for people.
-        unit: of `value`.
-        source: a path into the document, or a formula of such paths.
-        assumption: what the value depends on most.
+    `source` is a path into the document, or a formula of such paths; `assumption` is what the value depends on most.
     """
 
     name: str

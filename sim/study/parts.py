@@ -36,14 +36,7 @@ LINE_POINTS = 64
 
 @attrs.frozen(kw_only=True)
 class StudyQuestion:
-    """A checked study question.
-
-    Attributes:
-        scenario: traffic, model, hardware and engine.
-        curve: sizes of the curve; unless given, multiples of the deployment's pool.
-        trace: the requests; each part reads them again.
-        plan_question: the deployment and the assumptions made about it.
-    """
+    """A checked study question; each part reads the trace again. The curve's sizes default to multiples of the pool."""
 
     scenario: Scenario
     curve: CurveOptions

@@ -29,10 +29,7 @@ MAX_REMEDIES = 3
 def command_line(command: str, *asked: Any, **flags: bool) -> str:
     """Writes the shell command (`kvledger study trace.jsonl --model ...`) with every option that is not at its default.
 
-    Args:
-        command: name of the command.
-        asked: a scenario, then the command's own options.
-        flags: further switches, such as `explain=True`.
+    `asked` are a scenario, then the command's own options; `flags` are further switches, such as `explain=True`.
     """
     words = ["kvledger", command]
     for options in asked:
@@ -43,13 +40,7 @@ def command_line(command: str, *asked: Any, **flags: bool) -> str:
 
 
 def next_steps(scenario: Scenario, capacities: CurveOptions, document: Document) -> list[dict[str, str]]:
-    """What to try after a study: a list of `question` and the `command` that answers it.
-
-    Args:
-        scenario: the study's scenario.
-        capacities: sizes of its curve, if given.
-        document: the study's document so far.
-    """
+    """What to try after a study: a list of `question` and the `command` that answers it."""
     plan = document["plan"]
     of_plan = _only(scenario, lambda name: name not in NOT_OF_A_PLAN)
     explain = {"question": "Why this many blocks?", "command": command_line("plan", of_plan, explain=True)}
@@ -62,33 +53,21 @@ def next_steps(scenario: Scenario, capacities: CurveOptions, document: Document)
         ]
     ranks = 2 * scenario.tensor_parallel_size
     of_curve = _only(scenario, lambda name: name in (*TRACE, "model"))
-    return [
-        {
-            "question": f"What do {ranks * scenario.pipeline_parallel_size} GPUs give?",
-            "command": command_line("study", scenario.evolve(tensor_parallel_size=ranks), capacities),
-        },
-        _other_traffic(scenario, capacities, document),
-        {
-            "question": "Which eviction policy serves more?",
-            "command": command_line("curve", of_curve, CurveOptions(policy=POLICIES)),
-        },
-        explain,
-    ]
+    twice = ("What happens with twice the traffic?", 2.0)
+    half = ("Does the engine keep up with half the traffic?", 0.5)
+    traffic, factor = half if document["derived"]["falls_behind"] else twice
+    questions = {
+        f"What do {ranks * scenario.pipeline_parallel_size} GPUs give?": command_line(
+            "study", scenario.evolve(tensor_parallel_size=ranks), capacities
+        ),
+        traffic: command_line("study", scenario.evolve(rate_scale=scenario.rate_scale * factor), capacities),
+        "Which eviction policy serves more?": command_line("curve", of_curve, CurveOptions(policy=POLICIES)),
+    }
+    return [*({"question": question, "command": command} for question, command in questions.items()), explain]
 
 
 def _only(scenario: Scenario, is_wanted: Callable[[str], bool]) -> Scenario:
     return Scenario.from_dict({name: value for name, value in scenario.to_dict().items() if is_wanted(name)})
-
-
-def _other_traffic(scenario: Scenario, capacities: CurveOptions, document: Document) -> dict[str, str]:
-    falls_behind = document["derived"]["falls_behind"]
-    question, factor = (
-        ("Does the engine keep up with half the traffic?", 0.5)
-        if falls_behind
-        else ("What happens with twice the traffic?", 2.0)
-    )
-    changed = scenario.evolve(rate_scale=scenario.rate_scale * factor)
-    return {"question": question, "command": command_line("study", changed, capacities)}
 
 
 def _remedies(scenario: Scenario, capacities: CurveOptions, plan: Document) -> list[dict[str, str]]:
@@ -114,16 +93,7 @@ class Study:
     """Runs all parts. `to_dict` may be called at any time and holds the parts finished so far."""
 
     def __init__(self, scenario: Scenario, curve: CurveOptions | None = None, progress: Progress | None = None) -> None:
-        """Check the options.
-
-        Args:
-            scenario: traffic, model, hardware and engine.
-            curve: sizes of the curve.
-            progress: called while a part runs.
-
-        Raises:
-            InputError: something is missing, unknown or contradictory.
-        """
+        """Check the options. Raises InputError: something is missing, unknown or contradictory."""
         self._question = StudyQuestion.of(scenario, curve or CurveOptions())
         self._progress: Progress = progress or (lambda text, completed, total: None)
         self._plan: DeploymentPlan | None = None
@@ -143,10 +113,7 @@ class Study:
         return self._plan is None or self._plan.fits
 
     def run(self, on_part: Callable[[str, str | None], None] = lambda part, reason: None) -> None:
-        """Run every part.
-
-        Args:
-            on_part: called when a part ends, with its name and the reason why it was skipped (None: it finished).
+        """Run every part; `on_part` is called when one ends, with its name and why it was skipped (None: it finished).
 
         Raises:
             KeyboardInterrupt: passed on; `to_dict` has the parts finished by then.
@@ -171,10 +138,7 @@ class Study:
             "command": command_line("study", question.scenario, question.curve),
             "answer": None,
             "derived": derived,
-            "plan": self._parts.get("plan"),
-            "curve": self._parts.get("curve"),
-            "replay": self._parts.get("replay"),
-            "compare": self._parts.get("compare"),
+            **{part: self._parts.get(part) for part in ("plan", "curve", "replay", "compare")},
             "what_if": [] if plan is None or curve is None else what_if(plan, curve, derived["mean_request_tokens"]),
             "next": [],
             "not_done": dict(self.not_done),
