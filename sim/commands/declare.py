@@ -14,8 +14,7 @@ from ...core.errors import InputError
 from ..scenario.options import OUTPUT, PANELS, OptionSet, declared, option, options, spelled, spelling, value_type
 
 Json = Annotated[
-    bool,
-    typer.Option("--json", help="Print one JSON document instead of tables.", rich_help_panel="Output"),
+    bool, typer.Option("--json", help="Print one JSON document instead of tables.", rich_help_panel="Output")
 ]
 Plots = Annotated[
     str | None,

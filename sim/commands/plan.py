@@ -16,8 +16,7 @@ def plan(
     scenario: Scenario,
     asked: PlanOptions,
     explain: Annotated[
-        bool,
-        typer.Option("--explain", help="Print the formulas with their numbers.", rich_help_panel="Output"),
+        bool, typer.Option("--explain", help="Print the formulas with their numbers.", rich_help_panel="Output")
     ] = False,
     json: Json = False,
 ) -> None:

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
     scenario=OptionSet.of(Scenario, REPLAY), exports=OptionSet.of(ExportOptions), recording=OptionSet.of(LogOptions)
 )
 def replay(
-    scenario: Scenario,
-    exports: ExportOptions,
-    recording: LogOptions,
-    plots: Plots = None,
-    json: Json = False,
+    scenario: Scenario, exports: ExportOptions, recording: LogOptions, plots: Plots = None, json: Json = False
 ) -> None:
     """Replay a trace through allocator, scheduler and latency model: latency, hits, preemptions, occupancy.
 

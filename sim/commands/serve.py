@@ -69,11 +69,7 @@ class ServeOptions:
     )
     seed: int = option(0, ENGINE, "Sampling seed for requests without one.", metavar="SEED")
     max_request_bytes: int = option(
-        4 << 20,
-        CLIENTS,
-        "Largest request body (4MiB); else status 413.",
-        unit="bytes",
-        metavar="BYTES",
+        4 << 20, CLIENTS, "Largest request body (4MiB); else status 413.", unit="bytes", metavar="BYTES"
     )
     body_timeout: float = option(30.0, CLIENTS, "Seconds that a client may take to send a body.")
     stall_timeout: float = option(60.0, CLIENTS, "Seconds without any data after which a connection is closed.")
@@ -97,9 +93,7 @@ class ServeOptions:
 
 
 @command(
-    scenario=OptionSet.of(Scenario, OF_THE_ENGINE),
-    asked=OptionSet.of(ServeOptions),
-    recording=OptionSet.of(LogOptions),
+    scenario=OptionSet.of(Scenario, OF_THE_ENGINE), asked=OptionSet.of(ServeOptions), recording=OptionSet.of(LogOptions)
 )
 def serve(
     scenario: Scenario,

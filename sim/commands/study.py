@@ -26,8 +26,7 @@ def study(
     scenario: Scenario,
     curve: CurveOptions,
     output: Annotated[
-        str,
-        typer.Option(help="Folder of the report: study.json and index.html.", rich_help_panel="Output"),
+        str, typer.Option(help="Folder of the report: study.json and index.html.", rich_help_panel="Output")
     ] = "kvledger-report",
     plots: Plots = None,
     json: Json = False,

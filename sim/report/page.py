@@ -229,12 +229,7 @@ def _curve(document: Document, is_drawn: bool) -> Html | None:
         "and LRU is the most that a better policy can gain. The star is the hit rate of the replayed engine, where "
         "concurrent requests and their outputs share the pool."
     )
-    return joined(
-        (
-            plot("plot-curve", caption),
-            table("Hit rates in percent of prompt tokens", columns, rows, left=()),
-        )
-    )
+    return joined((plot("plot-curve", caption), table("Hit rates in percent of prompt tokens", columns, rows, left=())))
 
 
 def _time(document: Document) -> Html | None:
@@ -345,11 +340,7 @@ def _compare(document: Document) -> Html | None:
         "run at once."
     )
     return joined(
-        (
-            plot("plot-compare", caption),
-            table("What fills the KV memory", columns, rows),
-            bullets(compare["sentences"]),
-        )
+        (plot("plot-compare", caption), table("What fills the KV memory", columns, rows), bullets(compare["sentences"]))
     )
 
 

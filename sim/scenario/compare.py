@@ -50,10 +50,7 @@ class CompareResult:
 
 
 def compare_scenario(
-    scenario: Scenario,
-    asked: CompareOptions | None = None,
-    *,
-    on_progress: Callable[[int], None] = lambda count: None,
+    scenario: Scenario, asked: CompareOptions | None = None, *, on_progress: Callable[[int], None] = lambda count: None
 ) -> CompareResult:
     """Run the scenario's requests through every allocator.
 

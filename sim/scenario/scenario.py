@@ -80,9 +80,7 @@ class Scenario:
         1, HARDWARE, "Pipeline stages that the layers are divided into.", "--pipeline-parallel-size", "-pp"
     )
     quantization: str | None = option(
-        None,
-        MODEL,
-        "Weight format: none, fp8, fp8_block, int8, int4, mxfp4 or nvfp4. Unless given: the model's own.",
+        None, MODEL, "Weight format: none, fp8, fp8_block, int8, int4, mxfp4 or nvfp4. Unless given: the model's own."
     )
     kv_cache_dtype: str = option("auto", ENGINE, "Element type of the KV cache: auto, fp8, int8_per_token_head, ...")
     kv_cache_memory_bytes: int | None = option(
@@ -174,9 +172,7 @@ class Scenario:
         None, TRAFFIC, "Unit of the trace's timestamps: s, ms, us or ns. Unless given: the format's."
     )
     tokenizer: str | None = option(
-        None,
-        TRAFFIC,
-        "Token counts for a trace of text: a Hugging Face tokenizer.json, or chars:4 for an estimate.",
+        None, TRAFFIC, "Token counts for a trace of text: a Hugging Face tokenizer.json, or chars:4 for an estimate."
     )
     request_rate: float | None = option(
         None, TRAFFIC, "Requests per second (Poisson) for a trace that records no arrival times."

@@ -9,12 +9,7 @@ from ...core.errors import InputError
 from ..scenario.engine import Engine
 from ..scenario.fleet import RoutingOptions
 from ..scenario.options import FLEET, SEARCH, option, options, whole_numbers
-from ..scenario.scenario import (
-    DEFAULT_MAX_NUM_BATCHED_TOKENS,
-    DEFAULT_MAX_NUM_SEQS,
-    DEFAULT_UTILIZATION,
-    Scenario,
-)
+from ..scenario.scenario import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, DEFAULT_UTILIZATION, Scenario
 from ..scenario.traffic import open_traffic
 from .jobs import SIZE
 from .kept import content_of

@@ -122,9 +122,7 @@ def _replayed(setting: Setting, num_replicas: int, num_requests: int | None, wat
 
     router = make_router(setting.routing, setting.routing_load_weight)
     shape = FleetShape(
-        num_replicas=num_replicas,
-        data_parallel_size=setting.data_parallel_size,
-        event_delay_s=setting.event_delay_s,
+        num_replicas=num_replicas, data_parallel_size=setting.data_parallel_size, event_delay_s=setting.event_delay_s
     )
     try:
         report = replay_fleet(

@@ -214,6 +214,5 @@ def engine_on_plan(scenario: Scenario, plan: DeploymentPlan) -> Engine:
     )
     latency = roofline_of_plan(plan, device, scenario.quantization or "auto")
     return Engine(
-        pool=pool,
-        parts=EngineParts(allocator=pool.allocator, scheduler=scheduler_of(scenario), latency=latency),
+        pool=pool, parts=EngineParts(allocator=pool.allocator, scheduler=scheduler_of(scenario), latency=latency)
     )
