@@ -2,7 +2,7 @@
 
 from ..scenario.options import SEARCH, OptionSet, option, options
 from ..scenario.scenario import Scenario
-from ..search.jobs import REPLAY
+from ..search.jobs import REPLAY, parse_setting
 from .declare import Json, command
 
 
@@ -25,8 +25,9 @@ def ab(scenario: Scenario, asked: AbOptions, json: Json = False) -> None:
     """
     from ..report.comparisons import print_ab
     from ..report.console import print_result
-    from ..search.ab import AbQuestion, ab_document, parse_change
+    from ..search.ab import AbQuestion, ab_document
 
-    a, b = (dict(parse_change(text, f"--{side}") for text in getattr(asked, side)) for side in "ab")
+    example = "kv-cache-dtype=fp8 (NAME=default resets an option)"
+    a, b = (dict(parse_setting(text, f"--{side}", example) for text in getattr(asked, side)) for side in "ab")
     document = ab_document(AbQuestion(command=asked.command, scenario=scenario, a=a, b=b))
     print_result(document, print_ab, json)

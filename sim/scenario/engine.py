@@ -18,7 +18,6 @@ from ..fleet.fleet import EngineParts
 from ..latency.devices import Device, find_device
 from ..latency.linear import SwapLatency
 from ..latency.models import LatencyInputs, make_latency
-from ..latency.roofline import RooflineLatency
 from .deployment import read_question
 from .scenario import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, Scenario
 
@@ -46,14 +45,14 @@ class Engine:
     parts: EngineParts
 
 
-def engine_of(scenario: Scenario) -> Engine:
-    """The engine that a scenario describes.
+def engine_of(scenario: Scenario, pool: Pool | None = None) -> Engine:
+    """The engine that a scenario describes, on its own pool unless another is given.
 
     Raises:
         InputError: something is missing, unknown or contradictory.
         DoesNotFitError: the planner's answer is no.
     """
-    pool = pool_of(scenario)
+    pool = pool or pool_of(scenario)
     latency = latency_of(scenario, pool)
     if (scenario.preemption_mode == "swap") != (scenario.swap_link_gb_s is not None):
         raise InputError("--preemption-mode swap and --swap-link-gb-s go together: copies take time")
@@ -131,26 +130,6 @@ def allocator_of_plan(plan: DeploymentPlan, scenario: Scenario) -> AllocatorConf
         scheduler_block_size=pool.scheduler_block_size,
         eviction=scenario.eviction,
         key_algorithm="trace ids",
-    )
-
-
-def roofline_of_plan(plan: DeploymentPlan, device: Device, weights_dtype: str) -> RooflineLatency:
-    """The step times of a planned engine on a device.
-
-    `weights_dtype` is a quantization scheme, a dtype, or `auto`: what the model's config says.
-
-    Raises InputError: what the model stores or computes is not known, or does not divide over the ranks.
-    """
-    deployment = plan.deployment
-    return RooflineLatency.for_model(
-        deployment.geometry,
-        device,
-        max_num_seqs=deployment.max_num_seqs,
-        tensor_parallel_size=deployment.tensor_parallel_size,
-        pipeline_parallel_size=deployment.pipeline_parallel_size,
-        weights_dtype=weights_dtype,
-        kv_cache_dtype=deployment.cache_dtype,
-        enforce_eager=deployment.enforce_eager,
     )
 
 

@@ -184,15 +184,6 @@ class AbQuestion:
         return {name: text for name, text in merged.items() if text != "default"}
 
 
-def parse_change(text: str, option: str) -> tuple[str, str]:
-    """Parse `kv-cache-dtype=fp8` to name and value. Raises InputError for any other form."""
-    name, separator, value = text.partition("=")
-    name = name.strip().lstrip("-")
-    if not name or not separator or not value.strip():
-        raise InputError(f"{option} is {text!r}; it must look like kv-cache-dtype=fp8 (NAME=default resets an option)")
-    return name, value.strip()
-
-
 @attrs.frozen(kw_only=True)
 class Side:
     """One of the two runs: its options as text, its document, and its finished requests (none for a fleet)."""

@@ -87,6 +87,15 @@ def run_job(command: str, texts: Mapping[str, str], files: tuple[str, ...]) -> D
     return run(scenario.evolve(trace=files) if files else scenario, *asked).to_dict()
 
 
+def parse_setting(text: str, option: str, example: str) -> tuple[str, str]:
+    """Parse `kv-cache-dtype=fp8` to name and value. Raises InputError for any other form."""
+    name, _, value = (part.strip() for part in text.partition("="))
+    name = name.lstrip("-")
+    if not name or not value:
+        raise InputError(f"{option} is {text!r}; it must look like {example}")
+    return name, value
+
+
 def reason(error: KVLedgerError) -> str:
     """An error's message with the options spelled as on the command line."""
     return spelled(str(error), _NAMES)

@@ -10,7 +10,7 @@ import attrs
 from ...core.errors import InputError, KVLedgerError
 from ..figures import Document, at_path, figure_at
 from ..scenario.options import SEARCH, TRAFFIC, option, options
-from .jobs import option_sets, reason, run_job
+from .jobs import option_sets, parse_setting, reason, run_job
 from .kept import content_of, digest, kept
 
 # Figures that depend on the machine are removed from a row.
@@ -195,7 +195,7 @@ class SweepQuestion:
         if not self.axes:
             raise InputError("a sweep needs --grid NAME=V1,V2,... at least once")
         axes: dict[str, tuple[str, ...]] = {}
-        fixed = [self._fixed(text) for text in self.fixed]
+        fixed = [parse_setting(text, "--set", "block-size=64") for text in self.fixed]
         for name, values in map(parse_axis, self.axes):
             if name in axes or name in dict(fixed):
                 raise InputError(f"--grid {name} is given twice, or as --set as well")
@@ -205,12 +205,6 @@ class SweepQuestion:
             Point(command=self.command, files=self.files, options=(*fixed, *varied), content=content)
             for varied in grid(axes)
         ]
-
-    def _fixed(self, text: str) -> tuple[str, str]:
-        name, separator, value = text.partition("=")
-        if not name or not separator or not value:
-            raise InputError(f"--set is {text!r}; it must look like block-size=64")
-        return name.strip().lstrip("-"), value
 
 
 class Sweep:

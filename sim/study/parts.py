@@ -11,12 +11,11 @@ from ...core.errors import InputError
 from ..cache.capacity_curve import CapacityCurve, capacity_curve
 from ..engine.metrics import RequestRecord
 from ..figures import Document
-from ..fleet.fleet import EngineParts
 from ..latency.devices import find_device
 from ..scenario.compare import compare_on, compare_sentences, model_of, read_lengths
 from ..scenario.curve import CountedTrace, CurveOptions, bytes_per_block
 from ..scenario.deployment import PlanQuestion, read_question
-from ..scenario.engine import Engine, Pool, allocator_of_plan, roofline_of_plan, scheduler_of
+from ..scenario.engine import Pool, allocator_of_plan, engine_of
 from ..scenario.plan import plan_scenario
 from ..scenario.replay import latency_distributions, replay_scenario
 from ..scenario.scenario import Scenario
@@ -192,27 +191,18 @@ def replay_part(
         nonlocal last_arrival_s
         last_arrival_s = max(last_arrival_s, record.arrival_s)
 
+    pool = Pool(
+        allocator=allocator_of_plan(plan, question.scenario),
+        plan=plan,
+        device=find_device(str(question.scenario.gpu)),
+        facts={"pool": "as planned (plan)", "engines": 1},
+    )
     result = replay_scenario(
         question.scenario,
-        engine=engine_on_plan(question.scenario, plan),
+        engine=engine_of(question.scenario, pool),
         trace=question.trace,
         on_finished=on_finished,
         on_progress=lambda count: progress("replay: requests submitted", count, num_requests),
     )
     distributions = latency_distributions(result.report.snapshot or {})
     return {**result.to_dict(), "last_arrival_s": last_arrival_s, "distributions": distributions}
-
-
-def engine_on_plan(scenario: Scenario, plan: DeploymentPlan) -> Engine:
-    """An engine with the plan's pool and step times of the roofline model."""
-    device = find_device(str(scenario.gpu))
-    pool = Pool(
-        allocator=allocator_of_plan(plan, scenario),
-        plan=plan,
-        device=device,
-        facts={"pool": "as planned (plan)", "engines": 1},
-    )
-    latency = roofline_of_plan(plan, device, scenario.quantization or "auto")
-    return Engine(
-        pool=pool, parts=EngineParts(allocator=pool.allocator, scheduler=scheduler_of(scenario), latency=latency)
-    )
