@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ...backends.serving.engine.options import EngineOptions
     from ...backends.serving.engine.recording import LiveRecording
     from ...backends.serving.engine.sizing import SizedEngine
-    from ...backends.serving.http.limits import RequestLimits
     from ...backends.serving.http.process import ServingProcess
     from ...backends.sinks.log.flush_policy import FlushPolicy
 
@@ -152,6 +151,7 @@ def _prepared(server: _Server, opened: ExitStack, on_started: Callable[[], None]
     """Everything up to the first request. What can be refused without the model is refused before it is loaded."""
     from ...backends.serving.engine.live_engine import LiveEngine
     from ...backends.serving.engine.sizing import size_engine
+    from ...backends.serving.http.limits import RequestLimits
     from ...backends.serving.http.metrics import ServingMetrics
     from ...backends.serving.http.process import ProcessSettings, ServingProcess
     from ...backends.serving.http.prompt_encoder import PromptEncoder
@@ -159,7 +159,14 @@ def _prepared(server: _Server, opened: ExitStack, on_started: Callable[[], None]
     from ...backends.serving.model.loading import load_model
     from ...backends.sinks.log.flush_policy import FlushPolicy
 
-    engine_options, limits = _engine_options(server), _limits(server)
+    engine_options = _engine_options(server)
+    in_engine = server.engine("max_num_seqs") + server.asked.max_queued_requests
+    limits = RequestLimits(
+        max_request_bytes=server.asked.max_request_bytes,
+        body_timeout_s=server.asked.body_timeout,
+        max_open_requests=server.asked.max_open_requests or in_engine + OPEN_BESIDE_ENGINE,
+        api_keys=server.api_key,
+    )
     flush = FlushPolicy.parse(server.recording.log_flush or "50ms")
     process_settings = ProcessSettings(
         drain_timeout_s=server.asked.drain_timeout,
@@ -214,18 +221,6 @@ def _engine_options(server: _Server) -> "EngineOptions":
         policy=server.scenario.scheduling_policy,
         cudagraph_capture_sizes=None if sizes is None else tuple(whole_numbers(sizes, *how)),
         attention_packages=server.asked.attention_packages,
-    )
-
-
-def _limits(server: _Server) -> "RequestLimits":
-    from ...backends.serving.http.limits import RequestLimits
-
-    in_engine = server.engine("max_num_seqs") + server.asked.max_queued_requests
-    return RequestLimits(
-        max_request_bytes=server.asked.max_request_bytes,
-        body_timeout_s=server.asked.body_timeout,
-        max_open_requests=server.asked.max_open_requests or in_engine + OPEN_BESIDE_ENGINE,
-        api_keys=server.api_key,
     )
 
 

@@ -13,18 +13,9 @@ from ..engine.replay import ReplayReport
 from ..engine.vllm_metrics import cache_config_labels, series_labels
 from ..fleet.fleet import EngineName
 from ..scenario.options import OUTPUT, option, options
+from . import tables
 from .engine_trace import EngineTrace, TraceEventFile
 from .prometheus import OpenMetricsSeries, prometheus_text, write_openmetrics
-from .tables import (
-    ENGINE_COLUMN,
-    REQUEST_COLUMNS,
-    SERIES_COLUMNS,
-    OutputFile,
-    SeriesTable,
-    TableWriter,
-    open_table,
-    write_request,
-)
 
 
 @options
@@ -101,7 +92,7 @@ class RunExports(AbstractContextManager["RunExports"]):
         of_engine = [(name.labels(),) for name in engines] or [()]
         self._labels = [series_labels(facts, *labels) for labels in of_engine]
         self._cache_config = [cache_config_labels(allocator, facts, *labels) for labels in of_engine]
-        self._files: list[OutputFile] = []
+        self._files: list[tables.OutputFile] = []
         self._finish: list[Callable[[ReplayReport], None]] = []
         self._abandon: list[Callable[[], None]] = []
         self._taken = {Path(name).resolve(): "an input of this run" for name in inputs}
@@ -141,17 +132,17 @@ class RunExports(AbstractContextManager["RunExports"]):
         self._discard()
 
     def _open_tables(self, files: ExportOptions) -> None:
-        first = ENGINE_COLUMN if self._names else {}
+        first = tables.ENGINE_COLUMN if self._names else {}
         if files.requests_out is not None:
-            requests = self._table("--requests-out", files.requests_out, {**first, **REQUEST_COLUMNS})
+            requests = self._table("--requests-out", files.requests_out, {**first, **tables.REQUEST_COLUMNS})
             if self._names:
-                self.on_finished_on = lambda index, record: write_request(requests, record, self._names[index])
+                self.on_finished_on = lambda index, record: tables.write_request(requests, record, self._names[index])
             else:
-                self.on_finished = lambda record: write_request(requests, record)
+                self.on_finished = lambda record: tables.write_request(requests, record)
         if files.series_out is not None:
-            table = self._table("--series-out", files.series_out, {**first, **SERIES_COLUMNS})
+            table = self._table("--series-out", files.series_out, {**first, **tables.SERIES_COLUMNS})
             for index, listeners in enumerate(self._listeners):
-                listeners.append(SeriesTable(table, self._names[index] if self._names else None))
+                listeners.append(tables.SeriesTable(table, self._names[index] if self._names else None))
 
     def _open_metrics(self, files: ExportOptions) -> None:
         if files.prometheus_out is not None:
@@ -188,18 +179,18 @@ class RunExports(AbstractContextManager["RunExports"]):
             self._finish.append(lambda report, trace=trace: trace.finish())
         self._finish.append(lambda report: file.finish())
 
-    def _table(self, option: str, name: str, columns: Mapping[str, Any]) -> TableWriter:
-        table = open_table(self._file(option, name), columns)
+    def _table(self, option: str, name: str, columns: Mapping[str, Any]) -> tables.TableWriter:
+        table = tables.open_table(self._file(option, name), columns)
         self._finish.append(lambda report: table.finish())
         self._abandon.append(table.abandon)
         return table
 
-    def _file(self, option: str, name: str) -> OutputFile:
+    def _file(self, option: str, name: str) -> tables.OutputFile:
         place = Path(name).resolve()
         if place in self._taken:
             raise InputError(f"{option} {name} is {self._taken[place]}; give another file")
         self._taken[place] = f"also the file of {option}"
-        file = OutputFile(option, name)
+        file = tables.OutputFile(option, name)
         self._files.append(file)
         return file
 

@@ -9,8 +9,6 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-import attrs
-
 from ..figures import Document, at_path, gib, memory, millions, percent, seconds, shown
 from ..study.answer import Figure, Sentence
 from ..study.sentences import answer_sentences
@@ -18,25 +16,18 @@ from .plots import PLOT_TEXTS, row_colour, study_plots
 from .replay import LATENCIES
 
 
-@attrs.frozen
-class Html:
-    """Text that is already HTML. Plain strings are escaped when they enter a page."""
-
-    code: str
-
-    def __str__(self) -> str:
-        """The code."""
-        return self.code
+class Html(str):
+    """Text that is already HTML. Other strings are escaped when they enter a page."""
 
 
-Content = str | Html
+Content = str
 Shows = dict[str, Callable[[Any], str]]
 COUNT = "{:,}".format
 
 
 def html(content: Content) -> str:
     """The content as HTML code."""
-    return content.code if isinstance(content, Html) else escape(content)
+    return content if isinstance(content, Html) else escape(content)
 
 
 def joined(parts: Iterable[Content]) -> Html:

@@ -11,11 +11,11 @@ from ...core.quantities import format_bytes
 from ..baselines.baselines import AllocatorUsage, compare_allocators
 from ..figures import Document, gib, percent
 from ..traces import Trace
-from .curve import CountedTrace, bytes_per_token
+from .curve import bytes_per_token
 from .options import ENGINE, HARDWARE, option, options
 from .results import Table
 from .scenario import Scenario
-from .traffic import open_traffic
+from .traffic import counted, open_traffic
 
 DEFAULT_BLOCK_SIZE = 16
 # (input_length, output_length) of every request, in tokens.
@@ -166,8 +166,7 @@ def _longest_request(max_model_len: int | None, model: Model | None, lengths: Le
 
 def read_lengths(trace: Trace, on_progress: Callable[[int], None] = lambda count: None) -> Lengths:
     """Every request's lengths. Raises InputError: there is no request."""
-    counted = CountedTrace(trace, on_progress)
-    lengths = [(request.input_length, request.output_length) for request in counted]
+    lengths = [(request.input_length, request.output_length) for request in counted(trace, on_progress)]
     if not any(map(sum, lengths)):
         raise InputError(f"{trace.info.name}: no request with a token to compare allocators with")
     return lengths

@@ -1,6 +1,6 @@
 """Curve of a scenario: the prefix-cache hit rate of its traffic at every capacity."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -8,11 +8,11 @@ import attrs
 from ...core.errors import InputError
 from ..cache.capacity_curve import CapacityCurve, capacity_curve
 from ..figures import Document
-from ..traces import Trace, TraceInfo, TraceRequest
+from ..traces import Trace
 from .options import ENGINE, OUTPUT, option, options, whole_numbers
 from .results import Table
 from .scenario import Scenario
-from .traffic import open_traffic
+from .traffic import counted, open_traffic
 
 if TYPE_CHECKING:
     from ...core.models.geometry import ModelGeometry
@@ -73,25 +73,6 @@ class CurveResult:
         return f"<CurveResult: {', '.join(self.curve.policies)}; at most {ceiling:.2%} of blocks hit>"
 
 
-class CountedTrace:
-    """A trace that reports how many requests were read, every thousandth time."""
-
-    def __init__(self, trace: Trace, on_count: Callable[[int], None]) -> None:
-        self._trace = trace
-        self._on_count = on_count
-
-    @property
-    def info(self) -> TraceInfo:
-        """The trace's own."""
-        return self._trace.info
-
-    def __iter__(self) -> Iterator[TraceRequest]:
-        for count, request in enumerate(self._trace):
-            if count % 1_000 == 0:
-                self._on_count(count)
-            yield request
-
-
 def curve_of_scenario(
     scenario: Scenario,
     asked: CurveOptions | None = None,
@@ -112,7 +93,7 @@ def curve_of_scenario(
         raise InputError(f"--kv-cache-dtype {scenario.kv_cache_dtype} has no effect without --model")
     policies = asked.policy or _default_policies(source, scenario.block_size)
     curve = capacity_curve(
-        CountedTrace(source, on_progress),
+        counted(source, on_progress),
         capacities=asked.sizes,
         policies=[name.strip() for name in policies.split(",")],
         block_size=scenario.block_size,

@@ -13,13 +13,13 @@ from ..engine.metrics import RequestRecord
 from ..figures import Document
 from ..latency.devices import find_device
 from ..scenario.compare import compare_on, compare_sentences, model_of, read_lengths
-from ..scenario.curve import CountedTrace, CurveOptions, bytes_per_block
+from ..scenario.curve import CurveOptions, bytes_per_block
 from ..scenario.deployment import PlanQuestion, read_question
 from ..scenario.engine import Pool, allocator_of_plan, engine_of
 from ..scenario.plan import plan_scenario
 from ..scenario.replay import latency_distributions, replay_scenario
 from ..scenario.scenario import Scenario
-from ..scenario.traffic import open_traffic
+from ..scenario.traffic import counted, open_traffic
 from ..traces import Trace
 
 # Called with the current activity, how much of it is done, and the total if known.
@@ -114,7 +114,7 @@ def curve_part(
     replays = count(1)
     progress("curve: reading the trace", 0, None)
     curve = capacity_curve(
-        CountedTrace(trace, lambda num_requests: progress("curve: reading the trace", num_requests, None)),
+        counted(trace, lambda num_requests: progress("curve: reading the trace", num_requests, None)),
         capacities=capacities,
         policies=POLICIES,
         block_size=block_size,
