@@ -114,7 +114,7 @@ def model_of(scenario: Scenario) -> Model | None:
     """
     dtype = scenario.kv_cache_dtype
     if scenario.model is not None:
-        advice = "which these allocators could not place. Leave --model out and give --kv-cache-tokens"
+        advice = "these allocators cannot place it. Leave --model out and give --kv-cache-tokens"
         return bytes_per_token(scenario.model, dtype, advice)
     if dtype != "auto":
         raise InputError(f"--kv-cache-dtype {dtype} has no effect without --model: leave it out")

@@ -116,7 +116,7 @@ def bytes_per_token(model: str, kv_cache_dtype: str, advice: str) -> "tuple[Mode
     per_token = geometry.sequence_bytes(1, kv_cache_dtype).total
     if geometry.sequence_bytes(_MANY_TOKENS, kv_cache_dtype).total != _MANY_TOKENS * per_token:
         raise InputError(
-            f"--model {model}: some layers keep a window or a state, so its memory is not a number of token slots, "
+            f"--model {model}: some layers keep a window or a state, so its memory is not a number of token slots; "
             f"{advice}"
         )
     return geometry, per_token
@@ -124,7 +124,7 @@ def bytes_per_token(model: str, kv_cache_dtype: str, advice: str) -> "tuple[Mode
 
 def bytes_per_block(model: str, kv_cache_dtype: str, block_size: int) -> int:
     """Bytes of one block of a model's keys and values. Raises InputError as `bytes_per_token` does."""
-    advice = "nor a number of blocks; leave --model out, and turn blocks into memory with kvledger plan"
+    advice = "leave --model out, and turn blocks into memory with kvledger plan"
     return bytes_per_token(model, kv_cache_dtype, advice)[1] * block_size
 
 

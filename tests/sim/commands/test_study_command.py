@@ -13,7 +13,7 @@ import pytest
 from kvledger.sim.commands.cli import main
 from kvledger.sim.figures import at_path
 from kvledger.sim.report import study_tables
-from kvledger.sim.study import parts as study_parts
+from kvledger.sim.study import study as study_parts
 from rich.console import Console
 
 Run = Callable[..., tuple[int, str, str]]
