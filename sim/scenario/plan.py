@@ -144,15 +144,6 @@ def _diagnoses(question: PlanQuestion, plan: DeploymentPlan, asked: PlanOptions)
     return tuple(out)
 
 
-def asks_for_explanation(scenario: Scenario, asked: PlanOptions) -> bool:
-    """Whether a log is to be explained rather than used: no device is named, so nothing can be planned."""
-    if (asked.logged_memory is None) != (asked.logged_tokens is None):
-        raise InputError("--logged-memory and --logged-tokens belong together; give both")
-    if asked.logged_memory is not None:
-        return True
-    return scenario.startup_log is not None and scenario.gpu is None and scenario.total_memory is None
-
-
 def _logged_lines(scenario: Scenario, asked: PlanOptions) -> StartupLog:
     if scenario.startup_log is not None:
         return read_log(scenario.startup_log)
@@ -186,6 +177,15 @@ class LogExplanation:
             "candidates": [str(candidate) for candidate in found.candidates],
             "sentences": list(found.sentences()),
         }
+
+
+def plan_or_explain(scenario: Scenario, asked: PlanOptions) -> "PlanResult | LogExplanation":
+    """Explain a log rather than use it if no device is named, so that nothing can be planned; plan otherwise."""
+    if (asked.logged_memory is None) != (asked.logged_tokens is None):
+        raise InputError("--logged-memory and --logged-tokens belong together; give both")
+    is_only_a_log = scenario.startup_log is not None and scenario.gpu is None and scenario.total_memory is None
+    explains = asked.logged_memory is not None or is_only_a_log
+    return explain_log(scenario, asked) if explains else plan_scenario(scenario, asked)
 
 
 def explain_log(scenario: Scenario, asked: PlanOptions) -> LogExplanation:

@@ -46,12 +46,6 @@ STUDY = (*DEPLOYMENT, *(name for name in TRACE if name != "fit"))
 SAMPLING = (*(name for name in TRACE if name not in ("request_rate", "rate_scale")), "block_size")
 
 
-def _plan(scenario: Scenario, asked: Any) -> Any:
-    from ..scenario.plan import asks_for_explanation, explain_log, plan_scenario
-
-    return explain_log(scenario, asked) if asks_for_explanation(scenario, asked) else plan_scenario(scenario, asked)
-
-
 def option_sets(command: str) -> tuple[tuple[OptionSet, ...], Callable[..., Any]]:
     """The options of a command that can be swept, and its job, which takes an instance of each set's class.
 
@@ -65,7 +59,7 @@ def option_sets(command: str) -> tuple[tuple[OptionSet, ...], Callable[..., Any]
         "fleet": ((*FLEET, "data_parallel_size"), fleet.FleetOptions, fleet.replay_fleet_scenario),
         "curve": (CURVE, curve.CurveOptions, curve.curve_of_scenario),
         "compare": (COMPARE, compare.CompareOptions, compare.compare_scenario),
-        "plan": (PLAN, plan.PlanOptions, _plan),
+        "plan": (PLAN, plan.PlanOptions, plan.plan_or_explain),
         "size": ((*SIZE, "data_parallel_size"), size_question.SizeOptions, size_search.size_fleet),
         "optimum": (OPTIMUM, optimum.OptimumOptions, optimum.optimum_worth),
     }

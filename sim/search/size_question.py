@@ -86,11 +86,6 @@ class SizeQuestion:
             raise InputError(f"--price-per-gpu-hour is {price}; it must be above 0, and needs --model and --gpu")
 
     @property
-    def slo(self) -> Slo:
-        """The SLO to keep."""
-        return self.asked.slo
-
-    @property
     def sizes(self) -> tuple[int, ...]:
         """GPUs of a replica to try."""
         text = self.asked.tensor_parallel_sizes
@@ -106,10 +101,6 @@ class SizeQuestion:
         first = self.scenario.seed or 0
         return tuple(range(first, first + self.asked.seeds))
 
-    def gpus_per_replica(self, size: int) -> int:
-        """GPUs of a replica with a tensor-parallel size."""
-        return size * self.scenario.pipeline_parallel_size * self.scenario.data_parallel_size
-
     def search(self, most: int) -> Search:
         """The search for at most `most` replicas, or for the highest rate."""
         if self.asked.replicas is None:
@@ -122,7 +113,7 @@ class SizeQuestion:
         return Setting(
             open_trace=lambda: open_traffic(self.scenario, seed),
             parts=engine.parts,
-            slo=self.slo,
+            slo=asked.slo,
             routing=asked.routing,
             routing_load_weight=asked.routing_load_weight,
             data_parallel_size=self.scenario.data_parallel_size,
@@ -142,7 +133,7 @@ class SizeQuestion:
             "content": content_of(name for name in files if name is not None),
             "seed": scenario.seed if seed is None else seed,
             "tensor_parallel_size": size,
-            "slo": self.slo.as_dict(),
+            "slo": asked.slo.as_dict(),
             "data_parallel_size": scenario.data_parallel_size,
             "routing": [asked.routing, asked.routing_load_weight, asked.event_delay_s],
         }
