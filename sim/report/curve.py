@@ -8,7 +8,7 @@ from ..cache.reuse import reuse_distances, reuse_times, working_sets
 from ..figures import Document, duration, memory, millions, percent
 from ..scenario.compare import CompareResult, assumptions, compare_sentences
 from ..scenario.curve import CurveResult
-from .console import console, table
+from .console import console, headline, table
 
 
 def _by_block_size(curve: CapacityCurve):
@@ -59,13 +59,10 @@ def _reuse(curve: CapacityCurve, bytes_per_block: int | None) -> Iterator[str]:
 def print_curve(result: CurveResult) -> None:
     """Print the table, what it means, and what to try next."""
     curve, bytes_per_block = result.curve, result.bytes_per_block
-    from rich.markup import escape
-
-    out = console()
-    title, *lines = map(escape, _what_was_read(curve))
-    out.print(f"[bold]{title}[/bold]")
+    title, *lines = _what_was_read(curve)
+    out = headline(title)
     for line in lines:
-        out.print(line)
+        out.print(line, markup=False)
     out.print()
     out.print(_table(curve, bytes_per_block))
     for line in _headlines(curve, bytes_per_block):

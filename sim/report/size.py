@@ -5,16 +5,13 @@ from typing import Any
 
 from ..figures import Document, percent, seconds
 from ..search.sizing import SearchWatch
-from .console import Bar, console, print_assumptions, table
+from .console import Bar, console, headline, print_assumptions, table
 from .plots import LEGEND_ABOVE, axis_of, bars, layout_of, scatter
 
 
 def print_size(document: Mapping[str, Any]) -> None:
     """Print everything (`document` is that of `--json`)."""
-    from rich.markup import escape
-
-    out = console()
-    out.print(f"[bold]{escape(_headline(document))}[/bold]", soft_wrap=True)
+    headline(_headline(document))
     if document["answer"] is not None:
         _print_cost(document["answer"]["cost"])
     instead = document["instead"]
