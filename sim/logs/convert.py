@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import cast
 
 import pyarrow.parquet as pq
 
@@ -25,17 +26,16 @@ def _to_kv_events(reader: LogReader, path: Path, wire: str) -> int:
     try:
         from ...backends.sinks.kv_events.encoder import KVEventEncoder
         from ...backends.sinks.kv_events.file import KVEventFileWriter
-        from ...backends.sinks.kv_events.schema import WIRES, KVEventBatch, encode_batch
+        from ...backends.sinks.kv_events.schema import WIRES, KVEventBatch, Wire, encode_batch
     except ModuleNotFoundError as error:
         raise InputError(f"KV events need {error.name}: pip install 'kvledger[events]'") from None
-    chosen = next((each for each in WIRES if each == wire), None)
-    if chosen is None:
+    if wire not in WIRES:
         raise InputError(f"--wire is {wire!r}; it must be one of {', '.join(WIRES)}")
     trace = reader.manifest.header.get("trace")
     if trace is None and not is_live(reader):
         raise InputError(f"{reader.directory} holds no requests, only commits, so the tokens of KV events are unknown")
     registry, block_size = ContentRegistry(), reader.created.hash_block_size
-    encoder = KVEventEncoder(registry, chosen)
+    encoder = KVEventEncoder(registry, cast(Wire, wire))
     logged_keys = LoggedKeys(reader) if is_live(reader) else None
     count = ordinal = 0
     with closing(KVEventFileWriter(path)) as writer:

@@ -6,6 +6,7 @@ The stream has no lookups, so a request that stores no block is invisible, and i
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import attrs
 
@@ -282,7 +283,7 @@ class ShadowMetrics:
         pool = ledger.pool
         occupancy = pool.num_copies / ledger.capacity if ledger.capacity else float("nan")
         again = "Stored blocks that twice the memory would still have had."
-        for name, kind, text, value in (
+        figures: tuple[tuple[str, Literal["counter", "gauge"], str, float], ...] = (
             ("vllm:prefix_cache_queries", "counter", f"Tokens looked up, {seen}", looked_up),
             ("vllm:prefix_cache_hits", "counter", f"Tokens found, {seen}", requests.num_hit_blocks * size),
             ("kvledger:shadow_blocks", "gauge", "Cached blocks.", pool.num_copies),
@@ -295,5 +296,5 @@ class ShadowMetrics:
             ("kvledger:stream_gaps", "counter", "Gaps found.", counts.gaps),
             ("kvledger:stream_unrecoverable", "counter", "Batches lost for good.", counts.unrecoverable),
             ("kvledger:stream_restarts", "counter", "Restarts of the producer.", counts.restarts),
-        ):
-            yield Figure(name, kind, text, value)
+        )
+        yield from (Figure(*figure) for figure in figures)

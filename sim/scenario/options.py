@@ -164,20 +164,19 @@ def _to_float(name: str, value: Any) -> float:
 _CONVERTERS = {bool: _to_bool, int: _to_count, float: _to_float, str: lambda name, value: str(value)}
 
 
-def whole_numbers(text: str, option: str, unit: str, example: str, least: int = 0) -> list[int]:
+def whole_numbers(text: str, option: str, unit: str, example: str, least: int | None = None) -> list[int]:
     """`1000,5000` -> [1000, 5000].
 
-    Raises InputError: anything else, or a number below `least`; the message names the option and the unit, and gives
-    the example.
+    Raises InputError: anything else, or a number below `least`; the message names option, piece and unit.
     """
-    try:
-        numbers = [int(word) for word in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < least:
-        raise InputError(
-            f"{option} is {text!r}; it must be whole numbers of {unit} with commas between them, such as {example}"
-        )
+    numbers: list[int] = []
+    for piece in map(str.strip, text.split(",")):
+        if not re.fullmatch("-?[0-9]+", piece) or (least is not None and int(piece) < least):
+            raise InputError(
+                f"{option} {text}: {piece!r} is not a whole number of {unit}; give numbers with commas between them, "
+                f"such as {example}"
+            )
+        numbers.append(int(piece))
     return numbers
 
 

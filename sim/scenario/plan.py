@@ -98,7 +98,7 @@ def plan_scenario(scenario: Scenario, asked: PlanOptions | None = None) -> PlanR
     """Plan a scenario's deployment. Raises InputError: something is missing, unknown or contradictory."""
     asked = asked or PlanOptions()
     question = read_question(scenario)
-    lengths = whole_numbers(asked.context_lengths, "--context-lengths", "tokens", "2048,8192")
+    lengths = whole_numbers(asked.context_lengths, "--context-lengths", "tokens", "2048,8192", least=0)
     plan = plan_deployment(question.deployment)
     others = asked.neighbour_utilization
     warnings = neighbour_warnings([question.deployment.utilization, *others]) if others else ()
