@@ -64,13 +64,13 @@ def show(
     """
     from itertools import islice
 
-    from ..logs.text import Wanted, described, plain_record
+    from ..logs.text import described, plain_record, select
 
     reader = open_event_log(log)
     # Who holds which row is known only from the start.
     start = 0 if request is not None else first_commit
     records = reader.records(start, None if last_commit is None else last_commit + 1)
-    wanted = (each for each in Wanted(request, block, event).among(records) if _number(each) >= first_commit)
+    wanted = (each for each in select(records, request, block, event) if _number(each) >= first_commit)
     shown = islice(wanted, limit)
     if json:
         from json import dumps

@@ -31,6 +31,18 @@ class SeenRequest:
         """Tokens of full blocks, of prompt and output together."""
         return len(self.chain) * self.block_size
 
+    def row(self, numbers: dict[BlockHash, int], start_s: float) -> Document:
+        """The row of a Mooncake trace with the stream's block size; output counts as prompt.
+
+        Block hashes are numbered in the order of their first use.
+        """
+        return {
+            "timestamp": (self.arrival_s - start_s) * 1e3,
+            "input_length": self.num_tokens,
+            "output_length": 1,
+            "hash_ids": [numbers.setdefault(each, len(numbers)) for each in self.chain],
+        }
+
 
 class StreamRequests:
     """Separates the requests in a stream of stored blocks.
@@ -104,22 +116,6 @@ class StreamRequests:
                 return
             del self._by_tip[tip]
             self.ended(sequence)
-
-
-class HashNumbers:
-    """Numbers hashes in the order of their first use, for the `hash_ids` of a trace."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[BlockHash, int] = {}
-
-    def row(self, request: SeenRequest, start_s: float) -> Document:
-        """The row of a Mooncake trace with the stream's block size; output counts as prompt."""
-        return {
-            "timestamp": (request.arrival_s - start_s) * 1e3,
-            "input_length": request.num_tokens,
-            "output_length": 1,
-            "hash_ids": [self._numbers.setdefault(each, len(self._numbers)) for each in request.chain],
-        }
 
 
 ASSUMPTIONS = {

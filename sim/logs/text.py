@@ -96,46 +96,38 @@ def _runs(values: tuple[int, ...]) -> str:
     return ", ".join(shown) + (f", ... {len(values)} in all" if len(runs) > MAX_VALUES_SHOWN else "")
 
 
-@attrs.frozen
-class Wanted:
-    """Selects records for `kvledger log show`; a criterion that is None selects everything.
+def select(
+    records: Iterator[Record], request: str | None = None, block: int | None = None, event: str | None = None
+) -> Iterator[Record]:
+    """The records that meet every criterion of `kvledger log show` that is given, in order.
 
     `request`: commits that name it, or its row while it has one. `block`: commits that name it. `event`: commits with
     an event of this name, or notes of this name.
     """
-
-    request: str | None = None
-    block: int | None = None
-    event: str | None = None
-
-    def among(self, records: Iterator[Record]) -> Iterator[Record]:
-        """Yield the records that meet every criterion, in order."""
-        rows: set[int] = set()
-        for record in records:
-            if isinstance(record, LoggedNote):
-                if self._admits_note(record):
-                    yield record
-                continue
-            events = record.commit.events
-            touches = self.request is None or self._touches_request(record.commit, rows)
-            has_event = self.event is None or any(type(event).__name__ == self.event for event in events)
-            if touches and has_event and (self.block is None or any(self.block in blocks_of(e) for e in events)):
+    rows: set[int] = set()
+    for record in records:
+        if isinstance(record, LoggedNote):
+            about = getattr(record.note, "request_id", None)
+            if event in (None, type(record.note).__name__) and block is None and request in (None, about):
                 yield record
+            continue
+        events = record.commit.events
+        touches = request is None or _touches_request(record.commit, request, rows)
+        has_event = event is None or any(type(each).__name__ == event for each in events)
+        if touches and has_event and (block is None or any(block in blocks_of(each) for each in events)):
+            yield record
 
-    def _admits_note(self, record: LoggedNote) -> bool:
-        named = self.event in (None, type(record.note).__name__)
-        return named and self.block is None and self.request in (None, getattr(record.note, "request_id", None))
 
-    def _touches_request(self, commit: Commit, rows: set[int]) -> bool:
-        """Whether the commit is about the request; `rows` has its current row, if any, and is updated."""
-        touches = False
-        for event in commit.events:
-            names: tuple[str, ...] = getattr(event, "requests", ())
-            touches = touches or not rows.isdisjoint(rows_of(event)) or self.request in names
-            if self.request in names:
-                row = as_ints(getattr(event, "rows", ()))[names.index(self.request)]
-                (rows.discard if type(event).__name__ == "RowsReleased" else rows.add)(row)
-        return touches
+def _touches_request(commit: Commit, request: str, rows: set[int]) -> bool:
+    """Whether the commit is about the request; `rows` has its current row, if any, and is updated."""
+    touches = False
+    for event in commit.events:
+        names: tuple[str, ...] = getattr(event, "requests", ())
+        touches = touches or not rows.isdisjoint(rows_of(event)) or request in names
+        if request in names:
+            row = as_ints(getattr(event, "rows", ()))[names.index(request)]
+            (rows.discard if type(event).__name__ == "RowsReleased" else rows.add)(row)
+    return touches
 
 
 def rows_of(event: Event) -> tuple[int, ...]:
