@@ -1,6 +1,6 @@
 """`kvledger ab`: two configurations side by side, with what differs explained."""
 
-from ..scenario.options import SEARCH, OptionSet, option, options
+from ..scenario.options import SEARCH, option, options
 from ..scenario.scenario import Scenario
 from ..search.jobs import REPLAY, parse_setting
 from .declare import Json, command
@@ -17,7 +17,7 @@ class AbOptions:
     command: str = option("replay", SEARCH, "What to run: replay, or fleet with its options in --a and --b.")
 
 
-@command(scenario=OptionSet.of(Scenario, REPLAY), asked=OptionSet.of(AbOptions))
+@command(scenario=REPLAY)
 def ab(scenario: Scenario, asked: AbOptions, json: Json = False) -> None:
     """Run one trace under two configurations: every figure side by side, what differs, and why.
 

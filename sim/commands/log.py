@@ -8,7 +8,6 @@ import typer
 
 from ...core.errors import InputError
 from ..report.console import Bar, print_json, print_result
-from ..scenario.options import OptionSet
 from ..scenario.scenario import Scenario
 from ..search.jobs import REPLAY, RERUN
 from ..traces.logged import is_live, need_log_libraries, open_event_log
@@ -233,7 +232,7 @@ def convert(
     print_result(document, lambda _: print(f"{output}: {count:,} {unit}"), json)
 
 
-@command(changes=OptionSet.of(Scenario, REPLAY, without=["trace"]))
+@command(changes=[name for name in REPLAY if name != "trace"])
 def replay(context: typer.Context, log: Directory, changes: Changes, json: Json = False) -> None:
     """Run a recorded run again: the same report, or with options of `kvledger replay` given, what they would change.
 

@@ -4,14 +4,13 @@ from typing import Annotated
 
 import typer
 
-from ..scenario.options import OptionSet
 from ..scenario.plan import PlanOptions
 from ..scenario.scenario import Scenario
 from ..search.jobs import PLAN
 from .declare import Json, command
 
 
-@command(scenario=OptionSet.of(Scenario, PLAN), asked=OptionSet.of(PlanOptions))
+@command(scenario=PLAN)
 def plan(
     scenario: Scenario,
     asked: PlanOptions,

@@ -11,7 +11,7 @@ import attrs
 import typer
 
 from ...core.errors import InputError
-from ..scenario.options import ENGINE, HARDWARE, MODEL, OUTPUT, OptionSet, option, options, whole_numbers
+from ..scenario.options import ENGINE, HARDWARE, MODEL, OUTPUT, option, options, whole_numbers
 from ..scenario.scenario import Scenario
 from .declare import LogOptions, command
 
@@ -91,9 +91,7 @@ class ServeOptions:
     )
 
 
-@command(
-    scenario=OptionSet.of(Scenario, OF_THE_ENGINE), asked=OptionSet.of(ServeOptions), recording=OptionSet.of(LogOptions)
-)
+@command(scenario=OF_THE_ENGINE)
 def serve(
     scenario: Scenario,
     asked: ServeOptions,

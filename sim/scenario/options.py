@@ -215,14 +215,13 @@ class OptionSet:
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, owner: type, names: Iterable[str] | None = None, without: Iterable[str] = ()) -> "OptionSet":
-        """The named fields of `owner` (all of them unless given), without some."""
+    def of(cls, owner: type, names: Iterable[str] | None = None) -> "OptionSet":
+        """The named fields of `owner`; all of them unless given."""
         every = [field.name for field in attrs.fields(owner)]
-        wanted, left_out = set(every if names is None else names), set(without)
-        unknown = (wanted | left_out) - set(every)
-        if unknown:
+        wanted = set(every if names is None else names)
+        if unknown := wanted - set(every):
             raise KeyError(f"{owner.__name__} has no options {', '.join(sorted(unknown))}")
-        return cls(owner, tuple(name for name in every if name in wanted - left_out))
+        return cls(owner, tuple(name for name in every if name in wanted))
 
     @property
     def fields(self) -> list["attrs.Attribute[Any]"]:

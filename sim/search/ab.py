@@ -6,12 +6,12 @@ import attrs
 
 from ...core.errors import InputError, KVLedgerError
 from ..figures import Document, at_path, millions, percent, seconds, shown
-from ..scenario.fleet import FleetOptions, replay_fleet_scenario
-from ..scenario.options import OptionSet, read_texts, texts_of
+from ..scenario.fleet import replay_fleet_scenario
+from ..scenario.options import read_texts, texts_of
 from ..scenario.replay import replay_scenario
 from ..scenario.results import Table
 from ..scenario.scenario import Scenario
-from .jobs import FLEET, REPLAY, reason
+from .jobs import option_sets, reason
 
 NOTICEABLE = 0.005  # relative difference below which two figures count as equal
 POOL_SIZE = ("num_blocks", "usable_blocks", "groups", "pool", "num_blocks_if_estimates_are_off")
@@ -216,11 +216,8 @@ def ab_document(question: AbQuestion) -> Document:
 
 def _run(question: AbQuestion, name: str, changes: dict[str, str]) -> Side:
     options = question.options(changes)
-    sets = [OptionSet.of(Scenario, REPLAY)]
-    if question.command == "fleet":
-        sets = [OptionSet.of(Scenario, (*FLEET, "data_parallel_size")), OptionSet.of(FleetOptions)]
     try:
-        scenario, *fleet = read_texts(sets, options, question.command)
+        scenario, *fleet = read_texts(option_sets(question.command)[0], options, question.command)
         scenario = scenario.evolve(trace=question.scenario.trace)
         run = replay_fleet_scenario(scenario, *fleet) if fleet else replay_scenario(scenario, keep_requests=True)
     except KVLedgerError as error:

@@ -17,7 +17,7 @@ TRACE = (
 _NAMES = [field.name for field in attrs.fields(Scenario)]
 # One engine on a trace: the fields up to the seed; those after it describe a deployment's memory in more detail.
 REPLAY = tuple(_NAMES[: _NAMES.index("seed") + 1])
-FLEET = tuple(name for name in REPLAY if name != "n")
+FLEET = (*(name for name in REPLAY if name != "n"), "data_parallel_size")
 # A recorded run has its requests, so options that choose requests do not apply.
 RERUN = tuple(name for name in REPLAY if name == "seed" or name not in (*TRACE, "n"))
 SIZE = tuple(name for name in FLEET if name not in ("closed_loop", "tensor_parallel_size"))
@@ -56,11 +56,11 @@ def option_sets(command: str) -> tuple[tuple[OptionSet, ...], Callable[..., Any]
 
     jobs: dict[str, tuple[tuple[str, ...], type | None, Callable[..., Any]]] = {
         "replay": (REPLAY, None, replay.replay_scenario),
-        "fleet": ((*FLEET, "data_parallel_size"), fleet.FleetOptions, fleet.replay_fleet_scenario),
+        "fleet": (FLEET, fleet.FleetOptions, fleet.replay_fleet_scenario),
         "curve": (CURVE, curve.CurveOptions, curve.curve_of_scenario),
         "compare": (COMPARE, compare.CompareOptions, compare.compare_scenario),
         "plan": (PLAN, plan.PlanOptions, plan.plan_or_explain),
-        "size": ((*SIZE, "data_parallel_size"), size_question.SizeOptions, size_search.size_fleet),
+        "size": (SIZE, size_question.SizeOptions, size_search.size_fleet),
         "optimum": (OPTIMUM, optimum.OptimumOptions, optimum.optimum_worth),
     }
     if command not in jobs:

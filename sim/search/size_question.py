@@ -134,6 +134,5 @@ class SizeQuestion:
             "seed": scenario.seed if seed is None else seed,
             "tensor_parallel_size": size,
             "slo": asked.slo.as_dict(),
-            "data_parallel_size": scenario.data_parallel_size,
             "routing": [asked.routing, asked.routing_load_weight, asked.event_delay_s],
         }
