@@ -103,7 +103,9 @@ def _parameter(field: "attrs.Attribute[Any]", chosen: OptionSet) -> inspect.Para
         names = how.names or (spelling(field),)
         if kind is bool and not how.names:
             names = (f"{names[0]}/--no-{names[0].removeprefix('--')}",)
-        info = typer.Option(*names, help=how.help, rich_help_panel=how.panel, metavar=how.metavar)
+        info = typer.Option(
+            *names, help=how.help, rich_help_panel=how.panel, metavar=how.metavar or how.unit.upper() or None
+        )
     annotation = Annotated[typed if default is not None else typed | None, info]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 

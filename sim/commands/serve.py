@@ -67,9 +67,7 @@ class ServeOptions:
         "--attention-packages",
     )
     seed: int = option(0, ENGINE, "Sampling seed for requests without one.", metavar="SEED")
-    max_request_bytes: int = option(
-        4 << 20, CLIENTS, "Largest request body (4MiB); else status 413.", unit="bytes", metavar="BYTES"
-    )
+    max_request_bytes: int = option(4 << 20, CLIENTS, "Largest request body (4MiB); else status 413.", unit="bytes")
     body_timeout: float = option(30.0, CLIENTS, "Seconds that a client may take to send a body.")
     stall_timeout: float = option(60.0, CLIENTS, "Seconds without any data after which a connection is closed.")
     drain_timeout: float = option(

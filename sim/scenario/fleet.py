@@ -66,7 +66,7 @@ class FleetOptions(RoutingOptions):
     )
     transfer_sharing: str | None = option(None, FLEET, "How transfers share a link: fair (unless given) or fifo.")
     transfer_bytes_per_block: int | None = option(
-        None, FLEET, "Bytes of a block on one GPU. Unless given: the model's.", unit="bytes", metavar="BYTES"
+        None, FLEET, "Bytes of a block on one GPU. Unless given: the model's.", unit="bytes"
     )
     first_token_from: str | None = option(
         None, FLEET, "Server that sends the first token: prefill (unless given), or decode, which computes it again."
@@ -80,7 +80,7 @@ class FleetOptions(RoutingOptions):
     ssd_blocks: int | None = option(None, FLEET, "SSD behind the host memory, in blocks.", metavar="BLOCKS")
     ssd_gb_s: float | None = option(None, FLEET, "Bandwidth of the SSD in GB/s (inf: no time); needed with it.")
     tier_bytes_per_block: int | None = option(
-        None, FLEET, "Bytes of a block on one GPU. Unless given: the model's.", unit="bytes", metavar="BYTES"
+        None, FLEET, "Bytes of a block on one GPU. Unless given: the model's.", unit="bytes"
     )
 
     def __attrs_post_init__(self) -> None:

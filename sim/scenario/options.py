@@ -52,10 +52,10 @@ class Declared:
         panel: heading in the help text under which it is listed.
         help: one sentence.
         names: spellings on the command line, the first one leading; empty: the field's name with dashes.
-        unit: `count` (32K), `bytes` (12GiB) or empty.
+        unit: `bytes` (12GiB) or empty.
         least: the smallest number allowed, if there is one.
         is_argument: whether the command line takes it by position.
-        metavar: what stands for the value in the help text.
+        metavar: what stands for the value in the help text; the unit unless given.
     """
 
     panel: str

@@ -84,7 +84,7 @@ class Scenario:
     )
     kv_cache_dtype: str = option("auto", ENGINE, "Element type of the KV cache: auto, fp8, int8_per_token_head, ...")
     kv_cache_memory_bytes: int | None = option(
-        None, HARDWARE, "KV cache memory per GPU, instead of a utilization (12GiB).", unit="bytes", metavar="BYTES"
+        None, HARDWARE, "KV cache memory per GPU, instead of a utilization (12GiB).", unit="bytes"
     )
     trace_block_size: int | None = option(
         None, TRAFFIC, "Tokens that one block id of the trace represents. Unless given: the format's.", metavar="TOKENS"
@@ -126,7 +126,7 @@ class Scenario:
         None, ENGINE, "Bandwidth between a GPU and host memory in GB/s; needed to swap."
     )
     swap_bytes_per_block: int | None = option(
-        None, ENGINE, "Bytes of a swapped block on one GPU. Unless given: the model's.", unit="bytes", metavar="BYTES"
+        None, ENGINE, "Bytes of a swapped block on one GPU. Unless given: the model's.", unit="bytes"
     )
     num_speculative_tokens: int = option(
         0, ENGINE, "Draft tokens verified per request and decode step; 0 turns drafts off.", metavar="TOKENS"
@@ -187,11 +187,9 @@ class Scenario:
 
     # Memory of a deployment in more detail, and engines other than vLLM
     total_memory: int | None = option(
-        None, HARDWARE, "Total memory that the driver reports, e.g. 79.19GiB.", unit="bytes", metavar="BYTES"
+        None, HARDWARE, "Total memory that the driver reports, e.g. 79.19GiB.", unit="bytes"
     )
-    free_memory: int | None = option(
-        None, HARDWARE, "Free memory before start; all of it unless given.", unit="bytes", metavar="BYTES"
-    )
+    free_memory: int | None = option(None, HARDWARE, "Free memory before start; all of it unless given.", unit="bytes")
     mem_fraction_static: float | None = option(
         None, HARDWARE, "SGLang: fraction of total memory for weights and KV cache, without activations."
     )
@@ -221,28 +219,24 @@ class Scenario:
         None, ENGINE, "vLLM version, e.g. 0.15.1. Versions before 0.21 reserved no graph memory."
     )
     weights_bytes: int | None = option(
-        None, HARDWARE, "Weights per GPU, instead of the estimate (14.96GiB).", unit="bytes", metavar="BYTES"
+        None, HARDWARE, "Weights per GPU, instead of the estimate (14.96GiB).", unit="bytes"
     )
     non_torch_bytes: int | None = option(
-        None, HARDWARE, "Non-torch memory per GPU, instead of the estimate.", unit="bytes", metavar="BYTES"
+        None, HARDWARE, "Non-torch memory per GPU, instead of the estimate.", unit="bytes"
     )
     workspace_bytes: int | None = option(
-        None, HARDWARE, "Sampler and other persistent workspaces per GPU.", unit="bytes", metavar="BYTES"
+        None, HARDWARE, "Sampler and other persistent workspaces per GPU.", unit="bytes"
     )
-    encoder_bytes: int | None = option(
-        None, HARDWARE, "Multimodal encoder per GPU; 0 for text only.", unit="bytes", metavar="BYTES"
-    )
+    encoder_bytes: int | None = option(None, HARDWARE, "Multimodal encoder per GPU; 0 for text only.", unit="bytes")
     activation_bytes: int | None = option(
-        None, HARDWARE, "Peak activation memory per GPU, instead of the estimate.", unit="bytes", metavar="BYTES"
+        None, HARDWARE, "Peak activation memory per GPU, instead of the estimate.", unit="bytes"
     )
-    graph_bytes: int | None = option(
-        None, HARDWARE, "CUDA graphs per GPU, instead of the estimate.", unit="bytes", metavar="BYTES"
-    )
+    graph_bytes: int | None = option(None, HARDWARE, "CUDA graphs per GPU, instead of the estimate.", unit="bytes")
     externally_held_bytes: int | None = option(
-        None, HARDWARE, "Weights that another process holds for this engine.", unit="bytes", metavar="BYTES"
+        None, HARDWARE, "Weights that another process holds for this engine.", unit="bytes"
     )
     frontend_reservation_bytes: int | None = option(
-        None, HARDWARE, "Memory reserved for multimodal inputs, taken off the pool.", unit="bytes", metavar="BYTES"
+        None, HARDWARE, "Memory reserved for multimodal inputs, taken off the pool.", unit="bytes"
     )
     startup_log: str | None = option(
         None, HARDWARE, "Start-up log of a real server (- for standard input); calibrates the plan.", metavar="FILE"
