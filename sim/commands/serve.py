@@ -122,7 +122,8 @@ def serve(
     with ExitStack() as opened:
         # Before the model is loaded, so that a port that is taken is known at once.
         listener = opened.enter_context(listening_socket(asked.host, port))
-        process = _prepared(server, opened, on_started=lambda: _say_where(server, listener.getsockname()[1]))
+        port = listener.getsockname()[1]
+        process = _prepared(server, opened, on_started=lambda: _say_where(server, port))
         process.run(sockets=[listener])
     if not _say_how_it_ended(server, process.engine):
         raise typer.Exit(1)
@@ -155,27 +156,25 @@ def _prepared(server: _Server, opened: ExitStack, on_started: Callable[[], None]
     from ...backends.serving.model.loading import load_model
     from ...backends.sinks.log.flush_policy import FlushPolicy
 
-    engine_options = _engine_options(server)
-    in_engine = server.engine("max_num_seqs") + server.asked.max_queued_requests
+    asked, engine_options = server.asked, _engine_options(server)
+    in_engine = server.engine("max_num_seqs") + asked.max_queued_requests
     limits = RequestLimits(
-        max_request_bytes=server.asked.max_request_bytes,
-        body_timeout_s=server.asked.body_timeout,
-        max_open_requests=server.asked.max_open_requests or in_engine + OPEN_BESIDE_ENGINE,
+        max_request_bytes=asked.max_request_bytes,
+        body_timeout_s=asked.body_timeout,
+        max_open_requests=asked.max_open_requests or in_engine + OPEN_BESIDE_ENGINE,
         api_keys=server.api_key,
     )
     flush = FlushPolicy.parse(server.recording.log_flush or "50ms")
     process_settings = ProcessSettings(
-        drain_timeout_s=server.asked.drain_timeout,
-        stall_timeout_s=server.asked.stall_timeout,
-        log_level=server.asked.uvicorn_log_level,
-        access_log=not server.asked.disable_uvicorn_access_log,
+        drain_timeout_s=asked.drain_timeout,
+        stall_timeout_s=asked.stall_timeout,
+        log_level=asked.uvicorn_log_level,
+        access_log=not asked.disable_uvicorn_access_log,
     )
-    device = _device(server.asked.device)
-    _say(f"Loading {server.asked.model} on {device}")
+    device = _device(asked.device)
+    _say(f"Loading {asked.model} on {device}")
     sized = size_engine(
-        lambda: load_model(
-            server.asked.model, device=device, dtype=server.asked.dtype, chat_template=server.asked.chat_template
-        ),
+        lambda: load_model(asked.model, device=device, dtype=asked.dtype, chat_template=asked.chat_template),
         engine_options,
         device=device,
     )
@@ -183,10 +182,10 @@ def _prepared(server: _Server, opened: ExitStack, on_started: Callable[[], None]
         _say(line)
     loaded = sized.loaded
     settings = ServerSettings(
-        model_names=server.asked.served_model_name or (loaded.name,),
+        model_names=asked.served_model_name or (loaded.name,),
         limits=limits,
-        max_queued_requests=server.asked.max_queued_requests,
-        isolates_api_keys=server.asked.isolate_api_keys,
+        max_queued_requests=asked.max_queued_requests,
+        isolates_api_keys=asked.isolate_api_keys,
     )
     metrics = ServingMetrics(settings.model_names[0], sized.allocator.max_model_len)
     engine = LiveEngine(
@@ -197,8 +196,8 @@ def _prepared(server: _Server, opened: ExitStack, on_started: Callable[[], None]
         eos_token_ids=loaded.eos_token_ids,
         observers=[metrics.step],
         recording=_recording(server, flush, sized),
-        max_queued_requests=server.asked.max_queued_requests,
-        seed=server.asked.seed,
+        max_queued_requests=asked.max_queued_requests,
+        seed=asked.seed,
         on_request_ended=metrics.ended,
     )
     opened.callback(engine.shutdown, drain=False)  # harmless where the process has done it
