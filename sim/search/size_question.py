@@ -9,7 +9,7 @@ from ...core.errors import InputError
 from ..scenario.engine import Engine
 from ..scenario.fleet import RoutingOptions
 from ..scenario.options import FLEET, SEARCH, option, options, whole_numbers
-from ..scenario.scenario import Scenario
+from ..scenario.scenario import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, DEFAULT_UTILIZATION, Scenario
 from ..scenario.traffic import open_traffic
 from .jobs import SIZE
 from .kept import content_of
@@ -17,6 +17,15 @@ from .sizing import FleetSearch, RateSearch, Search, Setting
 from .slo import Slo
 
 SIZES_UNLESS_GIVEN = (1, 2, 4, 8)
+
+
+# Names of kept runs contain these values for options that are not given, as in version 0.1.
+_NAMED_DEFAULTS = {
+    "gpu_memory_utilization": DEFAULT_UTILIZATION,
+    "max_num_seqs": DEFAULT_MAX_NUM_SEQS,
+    "max_num_batched_tokens": DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    "async_scheduling": False,
+}
 
 
 @options
@@ -127,12 +136,18 @@ class SizeQuestion:
         scenario, asked = self.scenario, self.asked
         files = [*scenario.trace, scenario.fit, scenario.latency_table]
         files += [scenario.model] if scenario.model is not None and Path(scenario.model).is_file() else []
-        values = {name: getattr(scenario, name) for name in SIZE if name not in ("seed", "trace")}
+        apart = ("seed", "trace", "data_parallel_size")
+        values = {name: getattr(scenario, name) for name in SIZE if name not in apart}
+        for name, default in _NAMED_DEFAULTS.items():
+            values[name] = default if values[name] is None else values[name]
+        if scenario.kv_cache_memory_bytes is not None:
+            values["kv_cache_memory_bytes"] = str(scenario.kv_cache_memory_bytes)
         return {
             "options": values,
             "content": content_of(name for name in files if name is not None),
             "seed": scenario.seed if seed is None else seed,
             "tensor_parallel_size": size,
             "slo": asked.slo.as_dict(),
+            "data_parallel_size": scenario.data_parallel_size,
             "routing": [asked.routing, asked.routing_load_weight, asked.event_delay_s],
         }
