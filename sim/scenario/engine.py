@@ -19,7 +19,6 @@ from ..fleet.fleet import EngineParts
 from ..latency.devices import Device, find_device
 from ..latency.linear import SwapLatency
 from ..latency.models import LatencyInputs, make_latency
-from ..latency.roofline import RooflineLatency
 from .deployment import DRAFT_OPTIONS, read_question
 from .options import spelled
 from .scenario import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, Scenario
@@ -32,14 +31,7 @@ ENGINE_RETENTION = 0
 
 @attrs.frozen(kw_only=True)
 class Pool:
-    """A pool to replay on, and what it rests on.
-
-    Attributes:
-        allocator: sizes, groups and rules.
-        plan: how the planner came to it; None without a model.
-        device: datasheet figures of each GPU; None without a preset.
-        facts: entries for the report's assumptions.
-    """
+    """A pool to replay on: how the planner came to it (None without a model), its device, and facts for the report."""
 
     allocator: AllocatorConfig
     plan: DeploymentPlan | None = None
@@ -55,14 +47,14 @@ class Engine:
     parts: EngineParts
 
 
-def engine_of(scenario: Scenario) -> Engine:
-    """The engine that a scenario describes.
+def engine_of(scenario: Scenario, pool: Pool | None = None) -> Engine:
+    """The engine that a scenario describes, on its own pool unless another is given.
 
     Raises:
         InputError: something is missing, unknown or contradictory.
         DoesNotFitError: the planner's answer is no.
     """
-    pool = pool_of(scenario)
+    pool = pool or pool_of(scenario)
     latency = latency_of(scenario, pool)
     if (scenario.preemption_mode == "swap") != (scenario.swap_link_gb_s is not None):
         raise InputError("--preemption-mode swap and --swap-link-gb-s go together: copies take time")
@@ -82,17 +74,14 @@ def engine_of(scenario: Scenario) -> Engine:
 
 def scheduler_of(scenario: Scenario) -> SchedulerConfig:
     """The scheduler's limits and policies."""
+    same = ("enable_chunked_prefill", "long_prefill_token_threshold", "preemption_victim", "preemption_mode")
+    same += ("swap_space_blocks", "num_speculative_tokens")
     return SchedulerConfig(
         max_num_seqs=_given(scenario.max_num_seqs, DEFAULT_MAX_NUM_SEQS),
         max_num_batched_tokens=_given(scenario.max_num_batched_tokens, DEFAULT_MAX_NUM_BATCHED_TOKENS),
-        enable_chunked_prefill=scenario.enable_chunked_prefill,
-        long_prefill_token_threshold=scenario.long_prefill_token_threshold,
         policy=scenario.scheduling_policy,
-        preemption_victim=scenario.preemption_victim,
-        preemption_mode=scenario.preemption_mode,
-        swap_space_blocks=scenario.swap_space_blocks,
-        num_speculative_tokens=scenario.num_speculative_tokens,
         num_lookahead_tokens=0 if scenario.speculative_method == "ngram" else -1,
+        **{name: getattr(scenario, name) for name in same},
     )
 
 
@@ -148,30 +137,6 @@ def allocator_of_plan(plan: DeploymentPlan, scenario: Scenario) -> AllocatorConf
     )
 
 
-def roofline_of_plan(plan: DeploymentPlan, device: Device, weights_dtype: str) -> RooflineLatency:
-    """The step times of a planned engine.
-
-    Args:
-        plan: model, ranks, limits.
-        device: datasheet figures of each GPU.
-        weights_dtype: a quantization scheme, a dtype, or `auto`: what the model's config says.
-
-    Raises:
-        InputError: what the model stores or computes is not known, or does not divide over the ranks.
-    """
-    deployment = plan.deployment
-    return RooflineLatency.for_model(
-        deployment.geometry,
-        device,
-        max_num_seqs=deployment.max_num_seqs,
-        tensor_parallel_size=deployment.tensor_parallel_size,
-        pipeline_parallel_size=deployment.pipeline_parallel_size,
-        weights_dtype=weights_dtype,
-        kv_cache_dtype=deployment.cache_dtype,
-        enforce_eager=deployment.enforce_eager,
-    )
-
-
 def latency_of(scenario: Scenario, pool: Pool) -> LatencyModel:
     """The latency model: `roofline` for a model on a device, else `linear`; `table` reads measured steps.
 
@@ -191,19 +156,16 @@ def latency_of(scenario: Scenario, pool: Pool) -> LatencyModel:
 
 def _with_swapping(model: LatencyModel, scenario: Scenario, pool: Pool) -> LatencyModel:
     if scenario.swap_link_gb_s is None:
-        _refuse_given(scenario, ("swap_bytes_per_block",), "a replay without --swap-link-gb-s")
+        if scenario.swap_bytes_per_block is not None:
+            raise InputError(
+                f"--swap-bytes-per-block {scenario.swap_bytes_per_block} has no effect on a replay without "
+                "--swap-link-gb-s; leave it out"
+            )
         return model
     bytes_per_block = scenario.swap_bytes_per_block or (pool.plan.bytes_per_block if pool.plan else None)
     if bytes_per_block is None:
         raise InputError("--swap-link-gb-s needs the bytes of a block: give --model, or --swap-bytes-per-block")
     return SwapLatency(model, bytes_per_block, scenario.swap_link_gb_s * 1e9)
-
-
-def _refuse_given(scenario: Scenario, names: tuple[str, ...], where: str) -> None:
-    for name in names:
-        value = getattr(scenario, name)
-        if value is not None:
-            raise InputError(f"--{name.replace('_', '-')} {value} has no effect on {where}; leave it out")
 
 
 def _pool_of_given_size(scenario: Scenario) -> Pool:
