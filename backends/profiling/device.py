@@ -44,11 +44,9 @@ class DeviceAccess(Protocol):
 
     def warm_up(self) -> None:
         """Make the matrix libraries allocate the handles and workspaces that they keep."""
-        ...
 
     def release_cached(self) -> None:
         """Collect garbage, wait for pending work, then release what the allocator holds and nothing uses."""
-        ...
 
     def free_and_total_bytes(self) -> tuple[int, int]:
         """Free and total bytes of the whole device, as the driver says now."""
@@ -64,7 +62,6 @@ class DeviceAccess(Protocol):
 
     def reset_peak(self) -> None:
         """Start a new peak of allocated bytes."""
-        ...
 
     def allocator_settings(self) -> str:
         """The allocator's settings as they were last set, in one string (`name:value,name:[a:1,b:2]`)."""
@@ -72,7 +69,6 @@ class DeviceAccess(Protocol):
 
     def set_allocator_settings(self, settings: str) -> None:
         """Apply settings. torch takes `max_split_size_mb` as unlimited where the string leaves it out."""
-        ...
 
     def inference_mode(self) -> AbstractContextManager[Any]:
         """A context in which no gradients are recorded: they would keep every activation."""

@@ -12,18 +12,10 @@ from typing import Any, ClassVar
 
 import attrs
 
+from ..planner import specs
 from ..planner.cache_dtype import BITS_PER_ELEMENT, CacheFormat
 from ..planner.parallel import tensor_parallel_spec
-from ..planner.specs import (
-    ChunkedLocalSpec,
-    CompressedStateSpec,
-    FullAttentionSpec,
-    KVCacheSpec,
-    MambaLikeSpec,
-    MLASpec,
-    SlidingWindowSpec,
-    StateArray,
-)
+from ..planner.specs import KVCacheSpec, StateArray
 
 
 class CachePart(StrEnum):
@@ -92,10 +84,10 @@ class AttentionCache(LayerCache):
             "head_size_v": self.head_size_v,
         }
         if self.sliding_window is not None:
-            return SlidingWindowSpec(**shape, sliding_window=self.sliding_window)
+            return specs.SlidingWindowSpec(**shape, sliding_window=self.sliding_window)
         if self.attention_chunk_size is not None:
-            return ChunkedLocalSpec(**shape, attention_chunk_size=self.attention_chunk_size)
-        return FullAttentionSpec(**shape)
+            return specs.ChunkedLocalSpec(**shape, attention_chunk_size=self.attention_chunk_size)
+        return specs.FullAttentionSpec(**shape)
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
         """Heads x (K + V) x element bytes."""
@@ -114,7 +106,7 @@ class LatentCache(LayerCache):
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
         """An MLA spec."""
-        return MLASpec(**self._shape(block_size, cache_format), head_size=self.head_size)
+        return specs.MLASpec(**self._shape(block_size, cache_format), head_size=self.head_size)
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
         """One vector x element bytes."""
@@ -132,7 +124,7 @@ class CompressedCache(LayerCache):
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
         """A compressed-state spec; its block size must be a multiple of `tokens_per_state`."""
-        return CompressedStateSpec(
+        return specs.CompressedStateSpec(
             **self._shape(block_size, cache_format), head_size=self.head_size, tokens_per_state=self.tokens_per_state
         )
 
@@ -154,7 +146,7 @@ class WindowBufferCache(LayerCache):
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
         """A sliding window of one head that stores no separate value."""
-        return SlidingWindowSpec(
+        return specs.SlidingWindowSpec(
             **self._shape(block_size, cache_format),
             num_kv_heads=1,
             head_size=self.head_size,
@@ -210,7 +202,7 @@ class StateCache(LayerCache):
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
         """One page is one state, whatever the cache dtype."""
-        return MambaLikeSpec(block_size=block_size, states=self.states)
+        return specs.MambaLikeSpec(block_size=block_size, states=self.states)
 
     def floor_bytes(self, num_tokens: int, cache_format: CacheFormat) -> int:
         """Both arrays, whatever the number of tokens."""
