@@ -88,7 +88,7 @@ class GraphMemory:
 
 
 def _graphs_row(num_bytes: int, source: RowSource, formula: str) -> LedgerRow:
-    return LedgerRow(name="CUDA graphs", num_bytes=num_bytes, source=source, role=RowRole.GRAPHS, formula=formula)
+    return LedgerRow("CUDA graphs", num_bytes, source, RowRole.GRAPHS, formula)
 
 
 def actual_graphs_row(num_bytes: int, estimate: LedgerRow | None) -> LedgerRow:

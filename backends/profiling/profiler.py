@@ -351,16 +351,8 @@ class MemoryProfiler:
         if self._stage is Stage.GRAPHS:
             estimate = None if measured.graphs is None else measured.graphs.row
             rows.append(actual_graphs_row(self._graph_actual_bytes, estimate))
-        rows.append(
-            LedgerRow(
-                name="KV cache blocks",
-                num_bytes=actual,
-                source=RowSource.MEASURED,
-                role=RowRole.POOL,
-                formula=f"growth of torch's live tensors; {planned:,} were planned",
-            )
-        )
-        return tuple(rows)
+        formula = f"growth of torch's live tensors; {planned:,} were planned"
+        return (*rows, LedgerRow("KV cache blocks", actual, RowSource.MEASURED, RowRole.POOL, formula))
 
 
 def _resized(row: LedgerRow, num_bytes: int, formula: str) -> LedgerRow:

@@ -63,15 +63,8 @@ def profiling_tokens(max_num_batched_tokens: int, max_num_seqs: int) -> tuple[in
 
 
 def _estimate(name: str, num_bytes: int, spread: tuple[float, float], role: RowRole, formula: str) -> LedgerRow:
-    return LedgerRow(
-        name=name,
-        num_bytes=num_bytes,
-        source=RowSource.ESTIMATE,
-        role=role,
-        formula=formula,
-        low_bytes=int(num_bytes * spread[0]),
-        high_bytes=int(num_bytes * spread[1]),
-    )
+    low_bytes, high_bytes = (int(num_bytes * factor) for factor in spread)
+    return LedgerRow(name, num_bytes, RowSource.ESTIMATE, role, formula, low_bytes, high_bytes)
 
 
 def weights_row(

@@ -198,11 +198,11 @@ def calibrated_rows(log: StartupLog, requested_bytes: int, *, reserve_graph_memo
     rest = max(rest, 0)
     rows.append(
         LedgerRow(
-            name="peak activation and other" if log.activation is None else "other",
-            num_bytes=rest,
-            source=RowSource.MEASURED,
-            role=RowRole.TRANSIENT if log.activation is None else RowRole.RESIDENT,
-            formula=f"requested {requested_bytes:,} - rows above - logged {log.available.text} GiB for the cache",
+            "peak activation and other" if log.activation is None else "other",
+            rest,
+            RowSource.MEASURED,
+            RowRole.TRANSIENT if log.activation is None else RowRole.RESIDENT,
+            f"requested {requested_bytes:,} - rows above - logged {log.available.text} GiB for the cache",
             low_bytes=max(rest - spread, 0),
             high_bytes=rest + (log.available.num_bytes - low),
         )
@@ -211,16 +211,9 @@ def calibrated_rows(log: StartupLog, requested_bytes: int, *, reserve_graph_memo
 
 
 def _calibrated(name: str, figure: GibFigure, role: RowRole) -> LedgerRow:
-    low, high = figure.range_bytes
-    return LedgerRow(
-        name=name,
-        num_bytes=figure.num_bytes,
-        source=RowSource.MEASURED,
-        role=role,
-        formula=f"start-up log: {figure.text} GiB",
-        low_bytes=min(low, figure.num_bytes),
-        high_bytes=max(high, figure.num_bytes),
-    )
+    (low, high), num_bytes = figure.range_bytes, figure.num_bytes
+    formula = f"start-up log: {figure.text} GiB"
+    return LedgerRow(name, num_bytes, RowSource.MEASURED, role, formula, min(low, num_bytes), max(high, num_bytes))
 
 
 MAX_LAYERS = 160
@@ -230,7 +223,7 @@ _LATENT_SIZES = (320, 512, 576, 640)
 _DTYPES = ("bf16", "fp8_e4m3", "fp32", "int4")
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class UniformStack:
     """Equal layers whose pages add up to a block of a wanted size."""
 
@@ -354,14 +347,7 @@ def uniform_stacks(low_bytes: int, high_bytes: int, block_size: int) -> tuple[Un
         page_bytes = elements * block_size * BITS_PER_ELEMENT[dtype] // 8
         most = min(high_bytes // page_bytes, MAX_LAYERS)
         found.extend(
-            UniformStack(
-                num_layers=num_layers,
-                num_kv_heads=heads,
-                head_size=size,
-                dtype=dtype,
-                is_latent=is_latent,
-                bytes_per_block=num_layers * page_bytes,
-            )
+            UniformStack(num_layers, heads, size, dtype, is_latent, bytes_per_block=num_layers * page_bytes)
             for num_layers in range(-(-low_bytes // page_bytes), most + 1)
         )
     return tuple(sorted(found, key=lambda stack: (stack.num_layers, stack.dtype, stack.num_kv_heads)))

@@ -37,7 +37,7 @@ class RowRole(StrEnum):
     POOL = "pool"  # the KV cache and what is left of it
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class LedgerRow:
     """One line of the ledger.
 
@@ -74,7 +74,7 @@ def given_row(name: str, num_bytes: int, role: RowRole) -> LedgerRow:
     """
     if num_bytes < 0:
         raise InputError(f"{name}: {num_bytes} bytes; give 0 or more")
-    return LedgerRow(name=name, num_bytes=num_bytes, source=RowSource.GIVEN, role=role, formula="as given")
+    return LedgerRow(name, num_bytes, RowSource.GIVEN, role, "as given")
 
 
 def measured_rows(
@@ -96,22 +96,22 @@ def measured_rows(
     source = RowSource.MEASURED if profile.strict_profiling or profile.is_attributed else RowSource.ESTIMATE
     if profile.weights_bytes is not None:
         measured = profile.weights_bytes
-        weights_row = _row("weights", measured, RowSource.MEASURED, RowRole.RESIDENT, "measured around loading")
+        weights_row = LedgerRow("weights", measured, RowSource.MEASURED, RowRole.RESIDENT, "measured around loading")
     if weights_row is None:
         raise InputError("the profile did not measure the weights; give them as a row")
     consumed, weights = profile.total_consumed_bytes, weights_row.num_bytes
     non_torch = max(consumed - max(profile.torch_increase_bytes, weights), 0)
     formula = f"consumed {consumed:,} - held by torch {profile.torch_increase_bytes:,}, at least 0"
-    rows = [weights_row, _row("non-torch", non_torch, source, RowRole.RESIDENT, formula)]
+    rows = [weights_row, LedgerRow("non-torch", non_torch, source, RowRole.RESIDENT, formula)]
     other = consumed - weights - non_torch
     if other:
         name = "sampler and workspace" if other > 0 else "freed by other processes"
         formula = f"consumed {consumed:,} - weights {weights:,} - non-torch {non_torch:,}"
-        rows.append(_row(name, other, source, RowRole.RESIDENT, formula))
+        rows.append(LedgerRow(name, other, source, RowRole.RESIDENT, formula))
     peak, kept = profile.after.torch_peak_bytes, profile.after.torch_allocated_bytes
     formula = f"torch peak {peak:,} - torch allocated after the step {kept:,}, at least 0"
     headroom = profile.transient_headroom_bytes
-    rows.append(_row("peak activation", headroom, RowSource.MEASURED, RowRole.TRANSIENT, formula))
+    rows.append(LedgerRow("peak activation", headroom, RowSource.MEASURED, RowRole.TRANSIENT, formula))
     return (*rows, cudagraph_row) if cudagraph_row is not None else tuple(rows)
 
 
@@ -260,8 +260,4 @@ class MemoryLedger:
 
 
 def _derived(name: str, num_bytes: int, role: RowRole, formula: str) -> LedgerRow:
-    return _row(name, num_bytes, RowSource.DERIVED, role, formula)
-
-
-def _row(name: str, num_bytes: int, source: RowSource, role: RowRole, formula: str) -> LedgerRow:
-    return LedgerRow(name=name, num_bytes=num_bytes, source=source, role=role, formula=formula)
+    return LedgerRow(name, num_bytes, RowSource.DERIVED, role, formula)
