@@ -8,7 +8,6 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from .concat_and_cache_mla_triton import concat_and_cache_mla_kernel
 from .copy_blocks import BlockRegions
 from .copy_blocks_triton import copy_blocks_kernel
 from .errors import KernelInputError
@@ -17,7 +16,7 @@ from .gather_cache import BlockTableRows
 from .gather_cache_triton import gather_cache_kernel
 from .launch import MAX_ACCESS_BYTES, WARP_SIZE, Launch, next_power_of_2, num_warps_for, vector_elements
 from .reshape_and_cache import CachePair, Scales
-from .reshape_and_cache_triton import reshape_and_cache_kernel
+from .reshape_and_cache_triton import concat_and_cache_mla_kernel, reshape_and_cache_kernel
 from .slot_mapping import NUM_COLUMNS, SlotTables
 from .slot_mapping_triton import slot_mapping_kernel
 

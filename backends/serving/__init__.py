@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .errors import EngineFailedError, EngineStoppedError, QueueFullError
     from .model.attention import register_paged_attention
     from .model.runner import ModelRunner, RequestTokens, StepTokens, TokenRunner
-    from .model.served_model import kv_cache_config, kv_cache_groups, served_layers, transformers_geometry
+    from .model.served_model import kv_cache_config, served_layers, transformers_geometry
     from .model.transformers_cache import LedgerCache
     from .sampling.detokenizer import Tokenizer
     from .sampling.settings import SamplingSettings
@@ -26,7 +26,7 @@ _NAMES_IN = {
     "errors": ("EngineFailedError", "EngineStoppedError", "QueueFullError"),
     "model.attention": ("register_paged_attention",),
     "model.runner": ("ModelRunner", "RequestTokens", "StepTokens", "TokenRunner"),
-    "model.served_model": ("kv_cache_config", "kv_cache_groups", "served_layers", "transformers_geometry"),
+    "model.served_model": ("kv_cache_config", "served_layers", "transformers_geometry"),
     "model.transformers_cache": ("LedgerCache",),
     "sampling.detokenizer": ("Tokenizer",),
     "sampling.settings": ("SamplingSettings",),
@@ -54,7 +54,6 @@ __all__ = [
     "TokenRunner",
     "Tokenizer",
     "kv_cache_config",
-    "kv_cache_groups",
     "register_paged_attention",
     "served_layers",
     "size_engine",

@@ -227,11 +227,6 @@ class SequenceBytes:
         """Everything that grows with the sequence."""
         return self.kv + self.indexer
 
-    @property
-    def total_with_state(self) -> int:
-        """The same with the fixed state."""
-        return self.total + self.state
-
 
 LayerCaches = Sequence[Sequence[LayerCache]]
 
