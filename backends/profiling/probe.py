@@ -76,7 +76,6 @@ class HostDevice:
         return AllocatorBytes(allocated_bytes=resident, peak_bytes=max(highest, resident), reserved_bytes=resident)
 
     def process_bytes(self) -> int | None:
-        """Resident bytes of this process."""
         return self._fields("self/status", "VmRSS")["VmRSS"]
 
     def reset_peak(self) -> None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .engine.sizing import SizedEngine, size_engine
     from .errors import EngineFailedError, EngineStoppedError, QueueFullError
     from .model.attention import register_paged_attention
-    from .model.runner import ModelRunner, RequestTokens, StepTokens, TokenRunner
+    from .model.runner import ModelRunner, RequestTokens, StepTokens
     from .model.served_model import kv_cache_config, served_layers, transformers_geometry
     from .model.transformers_cache import LedgerCache
     from .sampling.detokenizer import Tokenizer
@@ -25,7 +25,7 @@ _NAMES_IN = {
     "engine.sizing": ("SizedEngine", "size_engine"),
     "errors": ("EngineFailedError", "EngineStoppedError", "QueueFullError"),
     "model.attention": ("register_paged_attention",),
-    "model.runner": ("ModelRunner", "RequestTokens", "StepTokens", "TokenRunner"),
+    "model.runner": ("ModelRunner", "RequestTokens", "StepTokens"),
     "model.served_model": ("kv_cache_config", "served_layers", "transformers_geometry"),
     "model.transformers_cache": ("LedgerCache",),
     "sampling.detokenizer": ("Tokenizer",),
@@ -51,7 +51,6 @@ __all__ = [
     "SizedEngine",
     "StepTokens",
     "TokenDelta",
-    "TokenRunner",
     "Tokenizer",
     "kv_cache_config",
     "register_paged_attention",

@@ -76,7 +76,6 @@ class AttentionCache(LayerCache):
     attention_chunk_size: int | None = None
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
-        """A full, sliding-window or chunked-local spec."""
         shape: dict[str, Any] = {
             **self._shape(block_size, cache_format),
             "num_kv_heads": self.num_kv_heads,
@@ -90,7 +89,6 @@ class AttentionCache(LayerCache):
         return specs.FullAttentionSpec(**shape)
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
-        """Heads x (K + V) x element bytes."""
         sizes = f"({self.head_size} + {self.head_size_v})"
         return f"{self.num_kv_heads} heads x {sizes} x {self._element_bytes(cache_format)}"
 
@@ -105,11 +103,9 @@ class LatentCache(LayerCache):
     head_size: int
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
-        """An MLA spec."""
         return specs.MLASpec(**self._shape(block_size, cache_format), head_size=self.head_size)
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
-        """One vector x element bytes."""
         return f"1 x {self.head_size} x {self._element_bytes(cache_format)}"
 
 
@@ -133,7 +129,6 @@ class CompressedCache(LayerCache):
         return self.spec(self.tokens_per_state, cache_format).floor_bytes(num_tokens)
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
-        """One state x element bytes, per state."""
         return f"{self.head_size} x {self._element_bytes(cache_format)} every {self.tokens_per_state} tokens"
 
 
@@ -159,7 +154,6 @@ class WindowBufferCache(LayerCache):
         return super().floor_bytes(self.sliding_window, cache_format)
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
-        """One vector x element bytes, for a window of tokens."""
         element_bytes = self._element_bytes(cache_format)
         return f"{self.sliding_window} tokens x {self.head_size} x {element_bytes}, whole from the start"
 
@@ -205,11 +199,9 @@ class StateCache(LayerCache):
         return specs.MambaLikeSpec(block_size=block_size, states=self.states)
 
     def floor_bytes(self, num_tokens: int, cache_format: CacheFormat) -> int:
-        """Both arrays, whatever the number of tokens."""
         return sum(array.num_bytes for array in self.states)
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
-        """Both arrays, per sequence."""
         conv, recurrent = self.states
         return f"{conv.num_bytes:,} B conv + {recurrent.num_bytes:,} B recurrent a sequence"
 
