@@ -96,16 +96,14 @@ class CacheSide:
 
     def __init__(self, cache: Tensor, x: int = 0) -> None:
         item = cache.element_size()
-        self.vec = _classic_vector(cache, x) if x else vector_elements(cache)
+        if x:
+            places = (cache.data_ptr(), x * item, *(stride * item for stride in cache.stride()[:4]))
+            self.vec = math.gcd(16, *places) // item
+        else:
+            self.vec = vector_elements(cache)
         self.vec_bytes = self.vec * item
         block, slot, head = (stride // self.vec for stride in cache.stride()[:3])
         self.strides = (block, slot, head, cache.stride(3) // self.vec if x else 0)
-
-
-def _classic_vector(cache: Tensor, x: int) -> int:
-    item = cache.element_size()
-    strides = cache.stride()[:4]
-    return math.gcd(16, cache.data_ptr(), x * item, *(stride * item for stride in strides)) // item
 
 
 def run_tokens(value: Tensor, is_quantized: bool) -> int:

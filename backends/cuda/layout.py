@@ -156,7 +156,7 @@ CLASSIC_VECTOR_BYTES = 16
 class LayerCache:
     """The cache of one layer: views of the rank's buffer, which all layers share."""
 
-    name: str  # the layer
+    name: str
     group: int  # the block-table group whose tables address it
     spec: KVCacheSpec  # describes the contents
     arrangement: CacheArrangement  # of keys and values; PACKED for a cache of one vector

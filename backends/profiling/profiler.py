@@ -125,6 +125,13 @@ class Reconciliation:
 class MemoryProfiler:
     """Measures one device through the stages of start-up."""
 
+    # Set by the stages, whose order `_enter` enforces.
+    _baseline: MemorySnapshot
+    _last: MemorySnapshot  # the reading at the end of the stage before
+    _weights_bytes: int
+    _measured: MeasuredMemory
+    _pool: tuple[int, int]  # planned and actual bytes
+
     def __init__(
         self,
         device: DeviceAccess,
@@ -149,12 +156,7 @@ class MemoryProfiler:
         self._strict = strict_profiling
         self._max_split_size_mb = max_split_size_mb
         self._stage = Stage.NEW
-        self._baseline: MemorySnapshot | None = None
-        self._weights_bytes = 0
-        self._measured: MeasuredMemory | None = None
-        self._pool: tuple[int, int] | None = None
         self._graph_actual_bytes = 0
-        self._last: MemorySnapshot | None = None
 
     def take_baseline(self) -> MemorySnapshot:
         """Warm up the matrix libraries, then read: the memory that they keep counts as used before the start.
@@ -200,7 +202,7 @@ class MemoryProfiler:
         highest = max(after.torch_allocated_bytes, *(part.peak_bytes for part in peaks))
         self._measured = MeasuredMemory(
             profile=MemoryProfile(
-                before=self._known_baseline,
+                before=self._baseline,
                 after=attrs.evolve(after, torch_peak_bytes=highest),
                 weights_bytes=self._weights_bytes,
                 strict_profiling=self._strict,
@@ -232,7 +234,7 @@ class MemoryProfiler:
                 smallest_pool=smallest_pool,
                 strict_profiling=self._strict,
             )
-        self._measured = attrs.evolve(self._known_measured, graphs=graphs)
+        self._measured = attrs.evolve(self._measured, graphs=graphs)
         self._last = self.probe.read()
         return self._measured
 
@@ -285,14 +287,9 @@ class MemoryProfiler:
             MemoryShortfallError: strict profiling, and free memory grew.
         """
         self._enter(Stage.RECONCILED, after=(Stage.POOL, Stage.GRAPHS))
-        measured, pool = self._known_measured, self._pool
-        if pool is None:
-            raise MisuseError("a pool was entered and its bytes are not known")
+        measured, (planned, actual) = self._measured, self._pool
         _, after = self._advance()
-        whole = MemoryProfile(
-            before=self._known_baseline, after=after, weights_bytes=None, strict_profiling=self._strict
-        )
-        planned, actual = pool
+        whole = MemoryProfile(before=self._baseline, after=after, weights_bytes=None, strict_profiling=self._strict)
         report = Reconciliation(
             rows=self._final_rows(measured, planned, actual),
             expected_bytes=measured.profile.total_consumed_bytes + measured.graph_bytes + planned,
@@ -308,18 +305,6 @@ class MemoryProfiler:
 
     # -- keeping track of stages -------------------------------------------------------------------------------------
 
-    @property
-    def _known_baseline(self) -> MemorySnapshot:
-        if self._baseline is None:
-            raise MisuseError("the baseline is not taken; call take_baseline before anything is loaded")
-        return self._baseline
-
-    @property
-    def _known_measured(self) -> MeasuredMemory:
-        if self._measured is None:
-            raise MisuseError("nothing is profiled; call profile first")
-        return self._measured
-
     def _enter(self, stage: Stage, *, after: tuple[Stage, ...]) -> None:
         if self._stage not in after:
             wanted = " or ".join(earlier.name.lower() for earlier in after)
@@ -330,10 +315,7 @@ class MemoryProfiler:
 
     def _advance(self) -> tuple[MemorySnapshot, MemorySnapshot]:
         """Read the memory; return the reading of the stage before and the new one."""
-        before = self._last
-        if before is None:
-            raise MisuseError("the baseline is not taken; call take_baseline before anything is loaded")
-        self._last = self.probe.read()
+        before, self._last = self._last, self.probe.read()
         return before, self._last
 
     def _growth(self, what: str, before: MemorySnapshot, after: MemorySnapshot) -> int:

@@ -240,6 +240,8 @@ def fitting_values(plan: DeploymentPlan) -> FittingValues:
     per_block = max(rank.bytes_per_block for rank in plan.pool.ranks)
     requested = min(stage.ledger.budget.requested_bytes for stage in plan.stages)
     reserved = deployment.frontend_reservation_bytes
+    ledger = plan.bottleneck_stage.ledger
+    reserved_graphs = sum_bytes(ledger.non_kv_rows, RowRole.GRAPHS)
 
     def largest(limit_bytes: int) -> WholeBlocks:
         # Graphs count once, whether they are set aside or not.
@@ -254,7 +256,7 @@ def fitting_values(plan: DeploymentPlan) -> FittingValues:
         gpu_memory_utilization=largest_utilization(
             deployment.total_bytes, deployment.free_bytes + deployment.externally_held_bytes
         ),
-        suggested_vllm=_suggested_vllm(plan),
+        suggested_vllm=ledger.suggested_by_vllm(reserved_graphs + plan.bottleneck_stage.graph_bytes_beside),
     )
 
 
@@ -267,9 +269,3 @@ def _longest_request(plan: DeploymentPlan) -> int | None:
         pool.groups, attrs.evolve(pool.limits, max_model_len=most), max(pool.num_usable_blocks, 0)
     )
     return None if longest == most else longest
-
-
-def _suggested_vllm(plan: DeploymentPlan) -> KVBytesSuggestion:
-    stage = plan.bottleneck_stage
-    reserved = sum_bytes(stage.ledger.non_kv_rows, RowRole.GRAPHS)
-    return stage.ledger.suggested_by_vllm(reserved + stage.graph_bytes_beside)

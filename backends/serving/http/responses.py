@@ -20,7 +20,7 @@ LEAST_LOGPROB = -9999.0
 class Piece:
     """A piece of one choice's output: the text completed since the last piece."""
 
-    text: str  # text to show
+    text: str
     deltas: tuple[TokenDelta, ...] = ()  # its tokens, if log probabilities were requested
     finish_reason: str | None = None  # the finish reason, in the last piece
     num_characters_before: int = 0  # characters of the choice's text before this piece
