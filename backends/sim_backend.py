@@ -30,10 +30,7 @@ class SimBackend:
     """
 
     def __init__(
-        self,
-        latency: LatencyModel | None = None,
-        drafts: DraftModel | None = None,
-        context: ContextRank | None = None,
+        self, latency: LatencyModel | None = None, drafts: DraftModel | None = None, context: ContextRank | None = None
     ) -> None:
         """Mirror tables; with a latency model also time steps, and with a draft model also verify drafts.
 

@@ -103,13 +103,7 @@ def check_write(
 
 
 def write_pair(
-    pair_of: PairOf,
-    caches: Caches,
-    key: Tensor,
-    value: Tensor,
-    slot_mapping: Tensor,
-    scales: Scales,
-    checked: bool,
+    pair_of: PairOf, caches: Caches, key: Tensor, value: Tensor, slot_mapping: Tensor, scales: Scales, checked: bool
 ) -> None:
     """See `Kernels.reshape_and_cache`. On a GPU this twin waits for the device (it selects the tokens with slots)."""
     pair = pair_of(*caches)

@@ -120,9 +120,7 @@ def _utilization(deployment: Deployment, accepts: Accepts) -> Remedy | None:
     if plan is None:
         return None
     below, plan = _largest(
-        UTILIZATION_STEPS - most,
-        UTILIZATION_STEPS - first,
-        lambda below: plan_of(UTILIZATION_STEPS - below, accepts),
+        UTILIZATION_STEPS - most, UTILIZATION_STEPS - first, lambda below: plan_of(UTILIZATION_STEPS - below, accepts)
     )
     value = (UTILIZATION_STEPS - below) / UTILIZATION_STEPS
     return _remedy("gpu_memory_utilization", plan, value, "less is left for graphs, fragmentation and neighbours")
@@ -213,9 +211,7 @@ def _pinned_bytes(deployment: Deployment, accepts: Accepts) -> Remedy | None:
     )
     most = max(limit, 0) // per_block
     below, plan = _largest(
-        1,
-        most,
-        lambda below: _accepted(deployment, accepts, kv_cache_memory_bytes=(most + 1 - below) * per_block),
+        1, most, lambda below: _accepted(deployment, accepts, kv_cache_memory_bytes=(most + 1 - below) * per_block)
     )
     pinned = (most + 1 - below) * per_block
     cost = f"pins {format_gib(pinned)}; utilization is ignored"

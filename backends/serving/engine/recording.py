@@ -30,14 +30,7 @@ if TYPE_CHECKING:
 COMMAND: Final = "serve"
 
 # Allocator options that decisions depend on and the pool's first commit does not hold.
-_RULES: Final = (
-    "retention_interval",
-    "max_in_flight_tokens",
-    "watermark_blocks",
-    "use_eagle",
-    "release",
-    "orphans",
-)
+_RULES: Final = ("retention_interval", "max_in_flight_tokens", "watermark_blocks", "use_eagle", "release", "orphans")
 
 
 def live_header(allocator: AllocatorConfig, scheduler: SchedulerConfig, facts: dict[str, Any]) -> dict[str, Any]:

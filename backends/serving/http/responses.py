@@ -107,13 +107,7 @@ def model_list(names: Iterable[str], created: int, max_model_len: int) -> dict[s
 
 def model_card(name: str, created: int, max_model_len: int) -> dict[str, Any]:
     """Return the answer of `/v1/models/{name}`."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "kvledger",
-        "max_model_len": max_model_len,
-    }
+    return {"id": name, "object": "model", "created": created, "owned_by": "kvledger", "max_model_len": max_model_len}
 
 
 def _completion_logprobs(piece: Piece, spell: Speller) -> dict[str, Any]:

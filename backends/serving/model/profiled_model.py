@@ -69,9 +69,7 @@ class ProfiledModel:
             kv_cache_dtype=self.kv_cache_dtype,
         )
         backend = CudaBackend(
-            device=self.device,
-            max_num_batched_tokens=self.limits.max_num_batched_tokens,
-            model_dtype=self.model.dtype,
+            device=self.device, max_num_batched_tokens=self.limits.max_num_batched_tokens, model_dtype=self.model.dtype
         )
         backend.initialize(config)
         tables = AllocatorConfig(

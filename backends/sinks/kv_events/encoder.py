@@ -133,12 +133,7 @@ class KVEventEncoder:
                 self._stored_runs(content, event.group, own, keys, out)
 
     def _stored_runs(
-        self,
-        content: RequestContent,
-        group: int,
-        indices: Sequence[int],
-        keys: Sequence[Key],
-        out: list[KVCacheEvent],
+        self, content: RequestContent, group: int, indices: Sequence[int], keys: Sequence[Key], out: list[KVCacheEvent]
     ) -> None:
         """Add one event for each run of consecutive blocks; its parent is the block just before, registered or not."""
         begin = 0
