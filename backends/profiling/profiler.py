@@ -96,25 +96,17 @@ class MeasuredMemory:
 class Reconciliation:
     """Expected and actual memory after start-up. All rows are measured if the driver can tell this process's memory
     from others'.
-
-    Attributes:
-        rows: the non-KV rows with the graphs' actual bytes, and the pool.
-        expected_bytes: growth of this process since the baseline that was expected: resident rows, estimated graphs,
-            planned pool.
-        actual_bytes: its actual growth.
-        graph_estimate_bytes, graph_actual_bytes: bytes reserved for graphs and bytes that they took.
-        pool_planned_bytes, pool_actual_bytes: planned bytes, and the growth of torch's live tensors.
-        warnings: differences between the two, each with its bytes.
     """
 
-    rows: tuple[LedgerRow, ...]
+    rows: tuple[LedgerRow, ...]  # the non-KV rows with the graphs' actual bytes, and the pool
+    # Growth of this process since the baseline that was expected: resident rows, estimated graphs, planned pool.
     expected_bytes: int
-    actual_bytes: int
-    graph_estimate_bytes: int
-    graph_actual_bytes: int
+    actual_bytes: int  # its actual growth
+    graph_estimate_bytes: int  # reserved for graphs
+    graph_actual_bytes: int  # that they took
     pool_planned_bytes: int
-    pool_actual_bytes: int
-    warnings: tuple[str, ...]
+    pool_actual_bytes: int  # the growth of torch's live tensors
+    warnings: tuple[str, ...]  # differences between the two, each with its bytes
 
     @property
     def unexplained_bytes(self) -> int:

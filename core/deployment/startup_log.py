@@ -88,27 +88,19 @@ class GibFigure:
 
 @attrs.frozen(kw_only=True)
 class StartupLog:
-    """The figures of one start-up log; None where it has no such line.
-
-    Attributes:
-        weights, non_torch, activation, graphs, available: GiB figures.
-        kv_cache_tokens: `GPU KV cache size`.
-        num_gpu_blocks: `# GPU blocks` (or CUDA blocks).
-        max_concurrency, concurrency_tokens: `Maximum concurrency for N tokens per request`.
-        total, utilization: memory of the device, and the share that the instance may use.
-    """
+    """The figures of one start-up log; None where it has no such line."""
 
     weights: GibFigure | None = None
     non_torch: GibFigure | None = None
     activation: GibFigure | None = None
     graphs: GibFigure | None = None
     available: GibFigure | None = None
-    kv_cache_tokens: int | None = None
-    num_gpu_blocks: int | None = None
-    max_concurrency: float | None = None
-    concurrency_tokens: int | None = None
-    total: GibFigure | None = None
-    utilization: float | None = None
+    kv_cache_tokens: int | None = None  # `GPU KV cache size`
+    num_gpu_blocks: int | None = None  # `# GPU blocks` (or CUDA blocks)
+    max_concurrency: float | None = None  # `Maximum concurrency for N tokens per request`
+    concurrency_tokens: int | None = None  # the N of that line
+    total: GibFigure | None = None  # memory of the device
+    utilization: float | None = None  # the share of it that the instance may use
 
 
 _FIGURE = r"([0-9]+(?:\.[0-9]+)?)\s*Gi?B"
@@ -242,22 +234,14 @@ class UniformStack:
 
 @attrs.frozen(kw_only=True)
 class PoolExplanation:
-    """What two lines of a start-up log determine: the blocks of its pool, and the geometries that they could have.
-
-    Attributes:
-        num_blocks: number of blocks in the pool.
-        block_size: tokens per block.
-        low_bytes_per_block, high_bytes_per_block: smallest and largest block that fits both lines, in bytes.
-        candidates: stacks of equal layers within that range.
-        page_size_bytes: page of one layer of the geometry to check; None without one.
-    """
+    """What two lines of a start-up log determine: the blocks of its pool, and the geometries that they could have."""
 
     num_blocks: int
-    block_size: int
-    low_bytes_per_block: int
-    high_bytes_per_block: int
-    candidates: tuple[UniformStack, ...]
-    page_size_bytes: int | None = None
+    block_size: int  # tokens per block
+    low_bytes_per_block: int  # the smallest block that fits both lines
+    high_bytes_per_block: int  # the largest
+    candidates: tuple[UniformStack, ...]  # stacks of equal layers within that range
+    page_size_bytes: int | None = None  # page of one layer of the geometry to check; None without one
 
     @property
     def is_whole(self) -> bool:

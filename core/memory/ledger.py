@@ -39,22 +39,14 @@ class RowRole(StrEnum):
 
 @attrs.frozen
 class LedgerRow:
-    """One line of the ledger.
+    """One line of the ledger."""
 
-    Attributes:
-        name: what the bytes are for.
-        num_bytes: bytes on one device. Negative only if other processes gave memory back.
-        source: measured, given, estimate or derived.
-        role: how long the bytes are needed.
-        formula: how the bytes are computed, with the numbers substituted.
-        low_bytes, high_bytes: the range of an estimate; equal to `num_bytes` for every other source.
-    """
-
-    name: str
-    num_bytes: int
-    source: RowSource
-    role: RowRole
-    formula: str
+    name: str  # what the bytes are for
+    num_bytes: int  # on one device; negative only if other processes gave memory back
+    source: RowSource  # measured, given, estimate or derived
+    role: RowRole  # how long the bytes are needed
+    formula: str  # how the bytes are computed, with the numbers substituted
+    # The range of an estimate; equal to `num_bytes` for every other source.
     low_bytes: int = attrs.field(default=attrs.Factory(lambda self: self.num_bytes, takes_self=True))
     high_bytes: int = attrs.field(default=attrs.Factory(lambda self: self.num_bytes, takes_self=True))
 
@@ -117,20 +109,14 @@ def measured_rows(
 
 @attrs.frozen(kw_only=True)
 class MemoryBudget:
-    """What one engine may use of one device.
-
-    Attributes:
-        total_bytes, free_bytes: of the device, before this engine loaded anything.
-        fraction: `gpu_memory_utilization`, or the option of another engine that `semantics` names.
-        semantics: what the fraction is a fraction of.
-        externally_held_bytes: weights that another process holds for this engine on the same device.
-    """
+    """What one engine may use of one device. Total and free bytes are those before this engine loaded anything."""
 
     total_bytes: int
     free_bytes: int
+    # `gpu_memory_utilization`, or the option of another engine that `semantics` names.
     fraction: float
-    semantics: BudgetSemantics = BudgetSemantics.OF_TOTAL
-    externally_held_bytes: int = 0
+    semantics: BudgetSemantics = BudgetSemantics.OF_TOTAL  # what the fraction is a fraction of
+    externally_held_bytes: int = 0  # weights that another process holds for this engine on the same device
 
     def __attrs_post_init__(self) -> None:
         check_utilization(self.fraction)
