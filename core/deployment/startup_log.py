@@ -88,27 +88,19 @@ class GibFigure:
 
 @attrs.frozen(kw_only=True)
 class StartupLog:
-    """The figures of one start-up log; None where it has no such line.
-
-    Attributes:
-        weights, non_torch, activation, graphs, available: GiB figures.
-        kv_cache_tokens: `GPU KV cache size`.
-        num_gpu_blocks: `# GPU blocks` (or CUDA blocks).
-        max_concurrency, concurrency_tokens: `Maximum concurrency for N tokens per request`.
-        total, utilization: memory of the device, and the share that the instance may use.
-    """
+    """The figures of one start-up log; None where it has no such line."""
 
     weights: GibFigure | None = None
     non_torch: GibFigure | None = None
     activation: GibFigure | None = None
     graphs: GibFigure | None = None
     available: GibFigure | None = None
-    kv_cache_tokens: int | None = None
-    num_gpu_blocks: int | None = None
-    max_concurrency: float | None = None
-    concurrency_tokens: int | None = None
-    total: GibFigure | None = None
-    utilization: float | None = None
+    kv_cache_tokens: int | None = None  # `GPU KV cache size`
+    num_gpu_blocks: int | None = None  # `# GPU blocks` (or CUDA blocks)
+    max_concurrency: float | None = None  # `Maximum concurrency for N tokens per request`
+    concurrency_tokens: int | None = None  # the N of that line
+    total: GibFigure | None = None  # memory of the device
+    utilization: float | None = None  # the share of it that the instance may use
 
 
 _FIGURE = r"([0-9]+(?:\.[0-9]+)?)\s*Gi?B"
@@ -198,11 +190,11 @@ def calibrated_rows(log: StartupLog, requested_bytes: int, *, reserve_graph_memo
     rest = max(rest, 0)
     rows.append(
         LedgerRow(
-            name="peak activation and other" if log.activation is None else "other",
-            num_bytes=rest,
-            source=RowSource.MEASURED,
-            role=RowRole.TRANSIENT if log.activation is None else RowRole.RESIDENT,
-            formula=f"requested {requested_bytes:,} - rows above - logged {log.available.text} GiB for the cache",
+            "peak activation and other" if log.activation is None else "other",
+            rest,
+            RowSource.MEASURED,
+            RowRole.TRANSIENT if log.activation is None else RowRole.RESIDENT,
+            f"requested {requested_bytes:,} - rows above - logged {log.available.text} GiB for the cache",
             low_bytes=max(rest - spread, 0),
             high_bytes=rest + (log.available.num_bytes - low),
         )
@@ -211,16 +203,9 @@ def calibrated_rows(log: StartupLog, requested_bytes: int, *, reserve_graph_memo
 
 
 def _calibrated(name: str, figure: GibFigure, role: RowRole) -> LedgerRow:
-    low, high = figure.range_bytes
-    return LedgerRow(
-        name=name,
-        num_bytes=figure.num_bytes,
-        source=RowSource.MEASURED,
-        role=role,
-        formula=f"start-up log: {figure.text} GiB",
-        low_bytes=min(low, figure.num_bytes),
-        high_bytes=max(high, figure.num_bytes),
-    )
+    (low, high), num_bytes = figure.range_bytes, figure.num_bytes
+    formula = f"start-up log: {figure.text} GiB"
+    return LedgerRow(name, num_bytes, RowSource.MEASURED, role, formula, min(low, num_bytes), max(high, num_bytes))
 
 
 MAX_LAYERS = 160
@@ -230,7 +215,7 @@ _LATENT_SIZES = (320, 512, 576, 640)
 _DTYPES = ("bf16", "fp8_e4m3", "fp32", "int4")
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class UniformStack:
     """Equal layers whose pages add up to a block of a wanted size."""
 
@@ -249,22 +234,14 @@ class UniformStack:
 
 @attrs.frozen(kw_only=True)
 class PoolExplanation:
-    """What two lines of a start-up log determine: the blocks of its pool, and the geometries that they could have.
-
-    Attributes:
-        num_blocks: number of blocks in the pool.
-        block_size: tokens per block.
-        low_bytes_per_block, high_bytes_per_block: smallest and largest block that fits both lines, in bytes.
-        candidates: stacks of equal layers within that range.
-        page_size_bytes: page of one layer of the geometry to check; None without one.
-    """
+    """What two lines of a start-up log determine: the blocks of its pool, and the geometries that they could have."""
 
     num_blocks: int
-    block_size: int
-    low_bytes_per_block: int
-    high_bytes_per_block: int
-    candidates: tuple[UniformStack, ...]
-    page_size_bytes: int | None = None
+    block_size: int  # tokens per block
+    low_bytes_per_block: int  # the smallest block that fits both lines
+    high_bytes_per_block: int  # the largest
+    candidates: tuple[UniformStack, ...]  # stacks of equal layers within that range
+    page_size_bytes: int | None = None  # page of one layer of the geometry to check; None without one
 
     @property
     def is_whole(self) -> bool:
@@ -354,14 +331,7 @@ def uniform_stacks(low_bytes: int, high_bytes: int, block_size: int) -> tuple[Un
         page_bytes = elements * block_size * BITS_PER_ELEMENT[dtype] // 8
         most = min(high_bytes // page_bytes, MAX_LAYERS)
         found.extend(
-            UniformStack(
-                num_layers=num_layers,
-                num_kv_heads=heads,
-                head_size=size,
-                dtype=dtype,
-                is_latent=is_latent,
-                bytes_per_block=num_layers * page_bytes,
-            )
+            UniformStack(num_layers, heads, size, dtype, is_latent, bytes_per_block=num_layers * page_bytes)
             for num_layers in range(-(-low_bytes // page_bytes), most + 1)
         )
     return tuple(sorted(found, key=lambda stack: (stack.num_layers, stack.dtype, stack.num_kv_heads)))

@@ -12,18 +12,10 @@ from typing import Any, ClassVar
 
 import attrs
 
+from ..planner import specs
 from ..planner.cache_dtype import BITS_PER_ELEMENT, CacheFormat
 from ..planner.parallel import tensor_parallel_spec
-from ..planner.specs import (
-    ChunkedLocalSpec,
-    CompressedStateSpec,
-    FullAttentionSpec,
-    KVCacheSpec,
-    MambaLikeSpec,
-    MLASpec,
-    SlidingWindowSpec,
-    StateArray,
-)
+from ..planner.specs import KVCacheSpec, StateArray
 
 
 class CachePart(StrEnum):
@@ -84,7 +76,6 @@ class AttentionCache(LayerCache):
     attention_chunk_size: int | None = None
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
-        """A full, sliding-window or chunked-local spec."""
         shape: dict[str, Any] = {
             **self._shape(block_size, cache_format),
             "num_kv_heads": self.num_kv_heads,
@@ -92,13 +83,12 @@ class AttentionCache(LayerCache):
             "head_size_v": self.head_size_v,
         }
         if self.sliding_window is not None:
-            return SlidingWindowSpec(**shape, sliding_window=self.sliding_window)
+            return specs.SlidingWindowSpec(**shape, sliding_window=self.sliding_window)
         if self.attention_chunk_size is not None:
-            return ChunkedLocalSpec(**shape, attention_chunk_size=self.attention_chunk_size)
-        return FullAttentionSpec(**shape)
+            return specs.ChunkedLocalSpec(**shape, attention_chunk_size=self.attention_chunk_size)
+        return specs.FullAttentionSpec(**shape)
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
-        """Heads x (K + V) x element bytes."""
         sizes = f"({self.head_size} + {self.head_size_v})"
         return f"{self.num_kv_heads} heads x {sizes} x {self._element_bytes(cache_format)}"
 
@@ -113,11 +103,9 @@ class LatentCache(LayerCache):
     head_size: int
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
-        """An MLA spec."""
-        return MLASpec(**self._shape(block_size, cache_format), head_size=self.head_size)
+        return specs.MLASpec(**self._shape(block_size, cache_format), head_size=self.head_size)
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
-        """One vector x element bytes."""
         return f"1 x {self.head_size} x {self._element_bytes(cache_format)}"
 
 
@@ -132,7 +120,7 @@ class CompressedCache(LayerCache):
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
         """A compressed-state spec; its block size must be a multiple of `tokens_per_state`."""
-        return CompressedStateSpec(
+        return specs.CompressedStateSpec(
             **self._shape(block_size, cache_format), head_size=self.head_size, tokens_per_state=self.tokens_per_state
         )
 
@@ -141,7 +129,6 @@ class CompressedCache(LayerCache):
         return self.spec(self.tokens_per_state, cache_format).floor_bytes(num_tokens)
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
-        """One state x element bytes, per state."""
         return f"{self.head_size} x {self._element_bytes(cache_format)} every {self.tokens_per_state} tokens"
 
 
@@ -154,7 +141,7 @@ class WindowBufferCache(LayerCache):
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
         """A sliding window of one head that stores no separate value."""
-        return SlidingWindowSpec(
+        return specs.SlidingWindowSpec(
             **self._shape(block_size, cache_format),
             num_kv_heads=1,
             head_size=self.head_size,
@@ -167,7 +154,6 @@ class WindowBufferCache(LayerCache):
         return super().floor_bytes(self.sliding_window, cache_format)
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
-        """One vector x element bytes, for a window of tokens."""
         element_bytes = self._element_bytes(cache_format)
         return f"{self.sliding_window} tokens x {self.head_size} x {element_bytes}, whole from the start"
 
@@ -213,14 +199,14 @@ class StateCache(LayerCache):
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
         """One page is one state, whatever the cache dtype."""
-        return MambaLikeSpec(block_size=block_size, states=self.states, num_speculative_blocks=self.num_draft_tokens)
+        return specs.MambaLikeSpec(
+            block_size=block_size, states=self.states, num_speculative_blocks=self.num_draft_tokens
+        )
 
     def floor_bytes(self, num_tokens: int, cache_format: CacheFormat) -> int:
-        """Both arrays, whatever the number of tokens."""
         return sum(array.num_bytes for array in self.states)
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
-        """Both arrays, per sequence."""
         conv, recurrent = self.states
         return f"{conv.num_bytes:,} B conv + {recurrent.num_bytes:,} B recurrent a sequence"
 
@@ -237,11 +223,6 @@ class SequenceBytes:
     def total(self) -> int:
         """Everything that grows with the sequence."""
         return self.kv + self.indexer
-
-    @property
-    def total_with_state(self) -> int:
-        """The same with the fixed state."""
-        return self.total + self.state
 
 
 LayerCaches = Sequence[Sequence[LayerCache]]

@@ -23,7 +23,7 @@ def _check(geometry: ModelGeometry, row: dict[str, Any]) -> None:
     for key, expected in row["kv_bytes"].items():
         precision, tokens, *with_state = key.split("/")
         found = geometry.sequence_bytes(int(tokens), DTYPE_OF_PRECISION[precision])
-        total = found.total_with_state if with_state else found.total
+        total = found.total + found.state if with_state else found.total
         assert total == expected["total"], key
         assert found.indexer == expected["indexer"], key
         assert total - found.indexer == expected["kv"], key
