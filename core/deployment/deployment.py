@@ -14,6 +14,7 @@ from ..memory.ledger import LedgerRow, RowRole, given_row
 from ..models.drafts import Drafts
 from ..models.geometry import ModelGeometry
 from ..models.layer_cache import CompressedCache, LayerCaches, state_aligned_block_size
+from ..models.served_cache import cache_notes, served_cache_dtype
 from ..models.weights import QuantizationScheme, scheme_from_config
 from ..planner.layout import KVCacheLayout
 from ..planner.parallel import layers_per_stage, tensor_parallel_layers
@@ -52,6 +53,8 @@ class Deployment:
         max_num_batched_tokens: most tokens in one step.
         max_concurrent_batches: steps in flight (pipeline stages, or 2 with asynchronous scheduling).
         kv_cache_dtype: dtype of the cache; `auto` is the model's.
+        cuda_capability: ten times the compute capability of the devices (90: Hopper), which decides the layout of an
+            8-bit cache of sparse latents; 0: no CUDA; None: not known.
         dtype: dtype of unquantised weights and activations; None: the model's.
         quantization: quantisation of the weights; None: as in the config.
         ignore_config_quantization: whether to count the weights unquantised whatever the config says.
@@ -89,6 +92,7 @@ class Deployment:
     max_num_batched_tokens: int = attrs.field(validator=positive)
     max_concurrent_batches: int = attrs.field(default=1, validator=positive)
     kv_cache_dtype: str = "auto"
+    cuda_capability: int | None = None
     dtype: str | None = None
     quantization: QuantizationScheme | None = None
     ignore_config_quantization: bool = False
@@ -153,8 +157,14 @@ class Deployment:
 
     @property
     def cache_dtype(self) -> str:
-        """`kv_cache_dtype`; `auto` becomes `dtype` if that is given."""
-        return self.dtype if self.kv_cache_dtype == "auto" and self.dtype is not None else self.kv_cache_dtype
+        """`kv_cache_dtype` with the layout that a server takes; `auto` becomes `dtype` if that is given."""
+        dtype = self.dtype if self.kv_cache_dtype == "auto" and self.dtype is not None else self.kv_cache_dtype
+        return served_cache_dtype(self.geometry, dtype, self.cuda_capability)
+
+    @property
+    def cache_notes(self) -> tuple[str, ...]:
+        """Sentences about the layout of the cache, for the reader of a plan."""
+        return cache_notes(self.geometry, self.kv_cache_dtype, self.cache_dtype)
 
     @property
     def hybrid_manager_is_off(self) -> bool:

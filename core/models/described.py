@@ -11,7 +11,7 @@ import attrs
 from ..errors import InputError
 from .architecture import Architecture
 from .config_fields import ConfigFields
-from .latent import DeepseekV4, latent_cache
+from .latent import DeepseekV4, indexer_cache, latent_cache
 from .layer_cache import AttentionCache, CachePart, LatentCache, LayerCache, LayerCaches
 from .linear import DELTA_NET_KERNEL, linear_state
 from .weights import ModelWeights
@@ -82,10 +82,10 @@ def _mla(fields: ConfigFields) -> LayerCaches:
 
 def _dsa(fields: ConfigFields) -> LayerCaches:
     """Latents everywhere, and keys on the layers with their own indexer."""
-    latent = latent_cache(fields)
+    latent, indexer = latent_cache(fields), indexer_cache(fields.integer("index_head_dim"))
     count = fields.integer("num_hidden_layers")
     own = fields.integer_or("indexer_full_layers", count)
-    return _counted(fields, [(own, (latent, _indexer(fields))), (count - own, (latent,))])
+    return _counted(fields, [(own, (latent, indexer)), (count - own, (latent,))])
 
 
 def _indexer(fields: ConfigFields) -> LatentCache:

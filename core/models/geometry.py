@@ -12,7 +12,7 @@ An unknown architecture is an error, and so is a missing field, by its name: not
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +26,15 @@ from .architecture import Architecture, architectures
 from .catalog import builtin_configs, catalogue_name, unknown_model
 from .config_fields import ConfigFields
 from .described import Described, described_caches
-from .layer_cache import CachePart, LayerCache, LayerCaches, SequenceBytes, StateCache
+from .layer_cache import (
+    AttentionCache,
+    CachePart,
+    LatentCache,
+    LayerCache,
+    LayerCaches,
+    SequenceBytes,
+    StateCache,
+)
 from .weights import ModelWeights
 
 BUILTIN_ARCHITECTURES = (dense, latent, linear, moe)  # their classes register themselves when they are imported
@@ -117,9 +125,32 @@ class ModelGeometry:
         """The storage format of `kv_cache_dtype`; `auto` is the model's own dtype.
 
         Raises:
-            InputError: the dtype is unknown, or `auto` and the config names none.
+            InputError: the dtype is unknown or packs what this model does not store, or it is `auto` and the config
+                names none.
         """
-        return cache_format(kv_cache_dtype, self.dtype)
+        storage = cache_format(kv_cache_dtype, self.dtype)
+        if storage.latent is not None and not self.has_sparse_latents:
+            raise InputError(
+                f"kv_cache_dtype {kv_cache_dtype!r} packs the latents of sparse latent attention, which {self.name}"
+                " does not have; use fp8_e4m3"
+            )
+        if storage.packed is not None and any(not isinstance(c, AttentionCache | StateCache) for c in self.caches()):
+            raise InputError(
+                f"kv_cache_dtype {kv_cache_dtype!r} packs the keys and values of heads, and {self.name} stores latents;"
+                " use fp8_e4m3"
+            )
+        return storage
+
+    @property
+    def has_sparse_latents(self) -> bool:
+        """Whether layers store latents of which an indexer chooses what is read (DeepSeek V3.2, GLM-5)."""
+        caches = list(self.caches())
+        parts = {cache.part for cache in caches if isinstance(cache, LatentCache)}
+        return parts >= {CachePart.KV, CachePart.INDEXER}
+
+    def caches(self) -> Iterable[LayerCache]:
+        """Every cache of every layer."""
+        return itertools.chain.from_iterable(self.layers)
 
     def layer_specs(
         self, block_size: int, kv_cache_dtype: str, layers: LayerCaches | None = None

@@ -3,10 +3,20 @@
 import functools
 
 from ..errors import InputError
+from ..planner.cache_dtype import ScaleStorage
 from .architecture import Architecture, architectures
 from .config_fields import ConfigFields
 from .layer_cache import CachePart, CompressedCache, LatentCache, LayerCache, LayerCaches, WindowBufferCache
 from .weights import Groups, WeightGroup, WeightKind, column, experts, gated_mlp, row, vector, whole
+
+INDEXER_KEY_SCALES = ScaleStorage(4, 128)  # one fp32 scale for every 128 elements
+
+
+def indexer_cache(head_size: int) -> LatentCache:
+    """The keys of a sparse attention's indexer: fp8 with fp32 scales, whatever the cache dtype (field report A18)."""
+    return LatentCache(
+        part=CachePart.INDEXER, head_size=head_size, fixed_dtype="fp8_e4m3", fixed_scales=INDEXER_KEY_SCALES
+    )
 
 
 def latent_cache(fields: ConfigFields) -> LatentCache:
@@ -86,7 +96,7 @@ class SparseMLA(MLA):
 
     def caches(self) -> LayerCaches:
         latent = latent_cache(self.fields)
-        indexer = LatentCache(part=CachePart.INDEXER, head_size=self.fields.integer("index_head_dim"))
+        indexer = indexer_cache(self.fields.integer("index_head_dim"))
         return tuple((latent, indexer) if own else (latent,) for own in self.has_indexer)
 
     def attention(self, index: int) -> Groups:

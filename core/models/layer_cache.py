@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 import attrs
 
-from ..planner.cache_dtype import BITS_PER_ELEMENT, CacheFormat
+from ..errors import InputError
+from ..planner.cache_dtype import BITS_PER_ELEMENT, PACKED_LATENT_SIZES, CacheFormat, ScaleStorage
 from ..planner.parallel import tensor_parallel_spec
 from ..planner.specs import (
     ChunkedLocalSpec,
@@ -21,6 +22,7 @@ from ..planner.specs import (
     KVCacheSpec,
     MambaLikeSpec,
     MLASpec,
+    OpaqueSpec,
     SlidingWindowSpec,
     StateArray,
 )
@@ -42,10 +44,11 @@ class LayerCache(abc.ABC):
 
     part: CachePart = CachePart.KV  # the part of a sequence's bytes that it is counted in
     fixed_dtype: str | None = None  # the dtype that the model fixes whatever the cache dtype; None: the cache dtype
+    fixed_scales: ScaleStorage | None = None  # scales stored beside elements of the fixed dtype
 
     def format(self, cache_format: CacheFormat) -> CacheFormat:
         """The storage format of this cache in a deployment with `cache_format`."""
-        return cache_format if self.fixed_dtype is None else CacheFormat(self.fixed_dtype)
+        return cache_format if self.fixed_dtype is None else CacheFormat(self.fixed_dtype, self.fixed_scales)
 
     @abc.abstractmethod
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
@@ -64,9 +67,12 @@ class LayerCache(abc.ABC):
         storage = self.format(cache_format)
         return {"block_size": block_size, "dtype": storage.dtype, "scales": storage.scales}
 
-    def _element_bytes(self, cache_format: CacheFormat) -> str:
-        dtype = self.format(cache_format).dtype
-        return f"{BITS_PER_ELEMENT[dtype] / 8:g} B ({dtype})"
+    def _element_bytes(self, cache_format: CacheFormat, *sizes: int) -> str:
+        storage = self.format(cache_format)
+        text = f"{BITS_PER_ELEMENT[storage.dtype] / 8:g} B ({storage.dtype})"
+        if storage.scales is None:
+            return text
+        return f"{text} + {' + '.join(str(storage.scales.bytes_for(size)) for size in sizes)} B of scales"
 
 
 @attrs.frozen(kw_only=True)
@@ -91,6 +97,9 @@ class AttentionCache(LayerCache):
             "head_size": self.head_size,
             "head_size_v": self.head_size_v,
         }
+        packed = self.format(cache_format).packed
+        if packed is not None:
+            shape["packed"] = packed
         if self.sliding_window is not None:
             return SlidingWindowSpec(**shape, sliding_window=self.sliding_window)
         if self.attention_chunk_size is not None:
@@ -99,26 +108,50 @@ class AttentionCache(LayerCache):
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
         """Heads x (K + V) x element bytes."""
-        sizes = f"({self.head_size} + {self.head_size_v})"
-        return f"{self.num_kv_heads} heads x {sizes} x {self._element_bytes(cache_format)}"
+        packed, sizes = self.format(cache_format).packed, (self.head_size, self.head_size_v)
+        if packed is not None:
+            return f"{self.num_kv_heads} heads x {packed.formula(*sizes)}"
+        if self.format(cache_format).scales is not None:
+            text = self._element_bytes(cache_format, *sizes)
+            return f"{self.num_kv_heads} heads x (({self.head_size} + {self.head_size_v}) x {text})"
+        return (
+            f"{self.num_kv_heads} heads x ({self.head_size} + {self.head_size_v}) x {self._element_bytes(cache_format)}"
+        )
 
 
 @attrs.frozen(kw_only=True)
 class LatentCache(LayerCache):
     """One vector per token, shared by all heads: MLA's latent, or the keys of an indexer.
 
-    Every rank stores it whole. A token takes head_size elements: one latent, no factor 2.
+    Every rank stores it whole. A token takes head_size elements: one latent, no factor 2; or the bytes of a packed
+    record, where the cache dtype asks for one.
     """
 
     head_size: int
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
-        """An MLA spec."""
-        return MLASpec(**self._shape(block_size, cache_format), head_size=self.head_size)
+        """An MLA spec, or an opaque one of a packed record.
+
+        Raises:
+            InputError: a packed record that does not hold a latent of this size.
+        """
+        record = self.format(cache_format).latent
+        if record is None:
+            return MLASpec(**self._shape(block_size, cache_format), head_size=self.head_size)
+        if self.head_size not in PACKED_LATENT_SIZES:
+            sizes = " or ".join(map(str, PACKED_LATENT_SIZES))
+            raise InputError(
+                f"kv_cache_dtype {record.name!r} packs latents of {sizes} elements; this model's have {self.head_size}."
+                " Use fp8_e4m3"
+            )
+        return OpaqueSpec(block_size=block_size, opaque_bytes_per_token=record.bytes_per_token, parts=record.formula)
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
-        """One vector x element bytes."""
-        return f"1 x {self.head_size} x {self._element_bytes(cache_format)}"
+        """One vector x element bytes, or the parts of a packed record."""
+        record = self.format(cache_format).latent
+        if record is not None:
+            return f"{record.bytes_per_token} B ({record.name}: {record.formula})"
+        return f"1 x {self.head_size} x {self._element_bytes(cache_format, self.head_size)}"
 
 
 @attrs.frozen(kw_only=True)

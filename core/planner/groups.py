@@ -122,6 +122,7 @@ def _promote(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
         head_size_v=spec.head_size_v,
         dtype=spec.dtype,
         scales=spec.scales,
+        packed=spec.packed,
         sliding_window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
         attention_chunk_size=spec.attention_chunk_size if isinstance(spec, ChunkedLocalSpec) else None,
     )

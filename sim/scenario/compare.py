@@ -8,6 +8,7 @@ import attrs
 
 from ...core.errors import DoesNotFitError, InputError
 from ...core.models.geometry import load_geometry
+from ...core.models.served_cache import served_cache_dtype
 from ...core.quantities import format_bytes
 from ..baselines.baselines import AllocatorUsage, compare_allocators
 from ..figures import Document, gib, percent
@@ -170,7 +171,7 @@ def token_bytes(model: str | None, kv_cache_dtype: str | None) -> TokenBytes | N
             raise InputError(f"--kv-cache-dtype {kv_cache_dtype} has no effect without --model: leave it out")
         return None
     geometry = load_geometry(model)
-    dtype = kv_cache_dtype or "auto"
+    dtype = served_cache_dtype(geometry, kv_cache_dtype or "auto")
     per_token = geometry.sequence_bytes(1, dtype).total
     if geometry.sequence_bytes(TOKENS_TO_CHECK, dtype).total != TOKENS_TO_CHECK * per_token:
         raise InputError(

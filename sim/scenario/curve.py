@@ -138,8 +138,10 @@ def bytes_per_block(model: str, kv_cache_dtype: str, block_size: int) -> int:
     Raises InputError: not every token of the model takes the same bytes.
     """
     from ...core.models.geometry import load_geometry  # most curves need no model
+    from ...core.models.served_cache import served_cache_dtype
 
     geometry = load_geometry(model)
+    kv_cache_dtype = served_cache_dtype(geometry, kv_cache_dtype)
     per_token = geometry.sequence_bytes(1, kv_cache_dtype).total
     if geometry.sequence_bytes(_MANY_TOKENS, kv_cache_dtype).total != _MANY_TOKENS * per_token:
         raise InputError(

@@ -48,7 +48,7 @@ def read_question(scenario: Scenario) -> PlanQuestion:
         raise InputError("--enforce-eager captures no CUDA graphs, so --graph-bytes has no effect; give one of them")
     geometry = load_geometry(scenario.model)
     assumptions: list[str] = []
-    device_name, total_bytes = _device(scenario, assumptions)
+    device_name, total_bytes, cuda_capability = _device(scenario, assumptions)
     free_bytes = scenario.free_memory
     if free_bytes is None:
         free_bytes = total_bytes
@@ -74,6 +74,7 @@ def read_question(scenario: Scenario) -> PlanQuestion:
         max_num_batched_tokens=max_num_batched_tokens,
         max_concurrent_batches=max(scenario.pipeline_parallel_size, 1 if scenario.async_scheduling is False else 2),
         kv_cache_dtype=scenario.kv_cache_dtype,
+        cuda_capability=cuda_capability,
         dtype=scenario.dtype,
         quantization=None if scenario.quantization is None else scheme_by_name(scenario.quantization),
         ignore_config_quantization=scenario.quantization == "none",
@@ -106,7 +107,7 @@ def read_question(scenario: Scenario) -> PlanQuestion:
     return PlanQuestion(deployment=deployment, device_name=device_name, assumptions=tuple(assumptions))
 
 
-def _device(scenario: Scenario, assumptions: list[str]) -> tuple[str, int]:
+def _device(scenario: Scenario, assumptions: list[str]) -> tuple[str, int, int | None]:
     total = scenario.total_memory
     if scenario.gpu is None and total is None:
         raise InputError(
@@ -114,12 +115,14 @@ def _device(scenario: Scenario, assumptions: list[str]) -> tuple[str, int]:
             " driver reports, e.g. --total-memory 79.19GiB"
         )
     if scenario.gpu is None:
-        return "device", total or 0
+        return "device", total or 0, None
     device = find_device(scenario.gpu)
+    if device.is_described:
+        assumptions.append(f"{device.name} by the figures of {scenario.gpu}, not calibrated: {device.figures_source}")
     if total is not None:
-        return device.name, total
+        return device.name, total, device.cuda_capability
     assumptions.append(f"{device.name} reports {format_bytes(device.total_bytes)} in total: {device.total_source}")
-    return device.name, device.total_bytes
+    return device.name, device.total_bytes, device.cuda_capability
 
 
 def _budget(scenario: Scenario, assumptions: list[str]) -> tuple[BudgetSemantics, float]:
@@ -226,6 +229,7 @@ def _derived(deployment: Deployment) -> list[str]:
         out.append(f"{', '.join(geometry.from_class)}: left out of the config, so as the architecture's class has it")
     if deployment.drafts is not None:
         out.append(spelled(deployment.drafts.assumption(), DRAFT_OPTIONS))
+    out.extend(spelled(note, ("kv_cache_dtype",)) for note in deployment.cache_notes)
     block_size, why = deployment.resolved_block_size()
     if deployment.block_size != block_size:
         out.append(f"blocks of {block_size} tokens: {why}")

@@ -268,6 +268,8 @@ def _facts(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any]:
         "bytes_per_block_per_gpu": plan.bytes_per_block,
         "num_blocks_if_estimates_are_off": list(plan.blocks_range),
     }
+    if deployment.cache_notes:
+        facts["kv_cache_layout"] = spelled("; ".join(deployment.cache_notes), ("kv_cache_dtype",))
     if deployment.drafts is not None:
         facts["drafts"] = spelled(deployment.drafts.assumption(), DRAFT_OPTIONS)
     waste = hybrid_waste(deployment.layer_specs(), plan.pool.max_model_len)
