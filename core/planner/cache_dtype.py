@@ -200,5 +200,6 @@ def cache_format(kv_cache_dtype: str, model_dtype: str | None = None) -> CacheFo
     if kv_cache_dtype == "fp8_inc":
         return CacheFormat("fp8_e4m3")
     if _ALIASES.get(kv_cache_dtype, kv_cache_dtype) not in BITS_PER_ELEMENT:
-        raise InputError(f"kv_cache_dtype {kv_cache_dtype!r} is not known; known are {', '.join(known_cache_dtypes())}")
+        known = ", ".join(known_cache_dtypes())
+        raise InputError(f"kv_cache_dtype {kv_cache_dtype!r} is not a KV-cache dtype; known are {known}")
     return CacheFormat(canonical_dtype(kv_cache_dtype))

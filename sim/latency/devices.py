@@ -143,8 +143,8 @@ def find_device(name: str) -> Device:
     device = presets.get(alias.upper())
     if device is None:
         raise InputError(
-            f"--gpu {name!r} is no preset; known are {', '.join(devices())}. For any other device give a file with its"
-            " figures (--gpu FILE.toml; docs/fleets_and_sizing.md shows one), or --total-memory for a plan alone"
+            f"--gpu {name!r} is no preset; known are {', '.join(devices())}. For any other device give --total-memory,"
+            " which is enough for a plan, or a file with its figures (--gpu FILE.toml; see docs/planning.md)"
         )
     return device
 

@@ -11,6 +11,7 @@ from ...core.deployment.estimates import EstimateConstants, reserves_graph_memor
 from ...core.deployment.startup_log import StartupLog, calibrated_rows, read_startup_log
 from ...core.errors import InputError
 from ...core.memory.budget import BudgetSemantics, requested_bytes
+from ...core.memory.ledger import LedgerRow
 from ...core.models.drafts import drafts_for
 from ...core.models.geometry import ModelGeometry, load_geometry
 from ...core.models.weights import scheme_by_name
@@ -33,11 +34,13 @@ class PlanQuestion:
         deployment: to be planned.
         device_name: as it is shown.
         assumptions: a sentence for every figure that was not typed.
+        warnings: what the reader should know of what was read.
     """
 
     deployment: Deployment
     device_name: str
     assumptions: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
 
 def read_question(scenario: Scenario) -> PlanQuestion:
@@ -55,6 +58,7 @@ def read_question(scenario: Scenario) -> PlanQuestion:
         assumptions.append("all of the device is free before the engine starts (--free-memory)")
     semantics, fraction = _budget(scenario, assumptions)
     reserve_graphs = _reserve_graphs(scenario, assumptions)
+    log = None if scenario.startup_log is None else read_log(scenario.startup_log)
     max_num_seqs = _or_default(scenario.max_num_seqs, DEFAULT_MAX_NUM_SEQS, "--max-num-seqs", assumptions)
     max_num_batched_tokens = _or_default(
         scenario.max_num_batched_tokens, DEFAULT_MAX_NUM_BATCHED_TOKENS, "--max-num-batched-tokens", assumptions
@@ -98,13 +102,18 @@ def read_question(scenario: Scenario) -> PlanQuestion:
         externally_held_bytes=scenario.externally_held_bytes or 0,
         frontend_reservation_bytes=scenario.frontend_reservation_bytes or 0,
         given=GivenMemory(**{f"{row}_bytes": getattr(scenario, f"{row}_bytes") for row in GIVEN_ROWS}),
-        measured=_measured(scenario, total_bytes, fraction, reserve_graphs),
+        measured=_measured(log, scenario, requested_bytes(total_bytes, fraction), semantics, reserve_graphs),
         strict_startup=scenario.strict_startup,
         validate=scenario.validate,
         constants=_constants(scenario.assume),
     )
     assumptions.extend(_derived(deployment))
-    return PlanQuestion(deployment=deployment, device_name=device_name, assumptions=tuple(assumptions))
+    return PlanQuestion(
+        deployment=deployment,
+        device_name=device_name,
+        assumptions=tuple(assumptions),
+        warnings=() if log is None else log.warnings,
+    )
 
 
 def _device(scenario: Scenario, assumptions: list[str]) -> tuple[str, int, int | None]:
@@ -199,15 +208,25 @@ def read_log(path: str) -> StartupLog:
     return read_startup_log(text.splitlines(), path)
 
 
-def _measured(scenario: Scenario, total_bytes: int, fraction: float, reserve_graphs: bool):
-    if scenario.startup_log is None:
+def _measured(
+    log: StartupLog | None,
+    scenario: Scenario,
+    requested: int,
+    semantics: BudgetSemantics,
+    reserve_graphs: bool,
+) -> tuple[LedgerRow, ...] | None:
+    if log is None:
         return None
     given = [name for name in GIVEN_ROWS if getattr(scenario, f"{name}_bytes") is not None]
     if given:
         option = f"--{given[0].replace('_', '-')}-bytes"
         raise InputError(f"{option} and --startup-log both say what a row takes; give one of them")
-    log = read_log(scenario.startup_log)
-    return calibrated_rows(log, requested_bytes(total_bytes, fraction), reserve_graph_memory=reserve_graphs)
+    return calibrated_rows(
+        log,
+        requested,
+        reserve_graph_memory=reserve_graphs,
+        only_resident=semantics is BudgetSemantics.STATIC_FRACTION,
+    )
 
 
 def _constants(assumed: tuple[str, ...]) -> EstimateConstants:
