@@ -23,6 +23,7 @@ from .estimates import EstimateConstants, activation_row, encoder_row, graph_row
 
 STATE_BLOCK_ALIGNMENT = 16  # tokens; attention kernels address blocks in multiples of it
 DEFAULT_BLOCK_SIZE = 16
+PACKED_BLOCK_SIZE = 256  # DeepSeek V4, whose windows have smaller blocks of their own
 
 
 @attrs.frozen(kw_only=True)
@@ -197,6 +198,8 @@ class Deployment:
         aligned = state_aligned_block_size(self.layers, storage, STATE_BLOCK_ALIGNMENT, self.tensor_parallel_size)
         if aligned is not None and aligned > wanted:
             return aligned, f"a state is one page, so a block of {aligned} tokens is the smallest that holds one"
+        if self.block_size is None and self.geometry.has_records:
+            return PACKED_BLOCK_SIZE, "the server's blocks of compressed states"
         caches = [cache for layer in self.layers for cache in layer]
         per_state = max((cache.tokens_per_state for cache in caches if isinstance(cache, CompressedCache)), default=1)
         if self.block_size is None and wanted % per_state:
@@ -266,8 +269,10 @@ class Deployment:
     def _draft_weights_row(self, layers: range) -> LedgerRow | None:
         """Weights of the drafter, which is on the last stage; given weights count them already."""
         is_last = layers.stop == self.geometry.num_hidden_layers
-        groups = self.drafts.weights(self.geometry) if self.drafts is not None and is_last else ()
-        if not groups or self.given.weights_bytes is not None:
+        if self.drafts is None or not is_last or self.given.weights_bytes is not None:
+            return None
+        groups = self.drafts.weights(self.geometry)
+        if not groups:
             return None
         row = weights_row(
             groups,

@@ -21,6 +21,8 @@ class EstimateConstants:
 
     Attributes:
         hidden_copies: vectors of the hidden size that a step keeps per token: residual, normed input, output.
+        unknown_block_copies: vectors of the hidden size that stand for the widest block of a model whose matrices are
+            not known.
         sampler_bytes_per_logit: bytes of a full sampling step with top-k and top-p per request and vocabulary entry:
             logits in 16 bits and in fp32, sorted values and indices (4 + 8) with the sort's own copies of both,
             probabilities and their cumulative sum (4 + 4).
@@ -33,6 +35,7 @@ class EstimateConstants:
     """
 
     hidden_copies: int = 3
+    unknown_block_copies: int = 8
     sampler_bytes_per_logit: int = 40
     non_torch_bytes: int = 300 * MIB
     collective_bytes: int = 450 * MIB
@@ -121,8 +124,13 @@ def activation_row(
     """
     element_bytes = BITS_PER_ELEMENT[canonical_dtype(dtype)] // 8
     hidden_size, vocab_size, tokens = geometry.hidden_size, geometry.vocab_size, max_num_batched_tokens
-    of_stage = geometry.weights.layers[layers.start : layers.stop]
-    widest = max(widest_block(layer, tensor_parallel_size) for layer in of_stage)
+    try:
+        of_stage = geometry.weights.layers[layers.start : layers.stop]
+        widest = max(widest_block(layer, tensor_parallel_size) for layer in of_stage)
+        of_what = "in the widest block"
+    except InputError:  # its weights were given, since nobody could count them
+        widest = -(-constants.unknown_block_copies * hidden_size // tensor_parallel_size)
+        of_what = f"for a block that is not known ({constants.unknown_block_copies} x hidden on {tensor_parallel_size})"
     forward = tokens * element_bytes * (constants.hidden_copies * hidden_size + widest)
     sampler = 0
     if layers.stop == geometry.num_hidden_layers:
@@ -131,7 +139,7 @@ def activation_row(
     if forward >= sampler:
         formula = (
             f"forward pass: {tokens:,} tokens x {element_bytes} B x ({constants.hidden_copies} x {hidden_size:,} hidden"
-            f" + {widest:,} in the widest block)"
+            f" + {widest:,} {of_what})"
         )
     else:
         formula = (

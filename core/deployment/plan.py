@@ -235,7 +235,9 @@ def _startup_refusal(deployment: Deployment, stages: list[StagePlan], pool: KVCa
 
 
 def _warnings(deployment: Deployment, stages: list[StagePlan], pool: KVCachePlan) -> list[str]:
-    out: list[str] = []
+    out: list[str] = [*deployment.geometry.warnings]
+    if deployment.drafts is not None and deployment.drafts.model is not None:
+        out.extend(deployment.drafts.model.warnings)
     if deployment.kv_cache_memory_bytes is not None:
         out.append(
             f"kv_cache_memory_bytes {deployment.kv_cache_memory_bytes:,} sizes the pool;"

@@ -14,15 +14,22 @@ Default = TypeVar("Default", int, None)
 class ConfigFields:
     """A config's mapping and the place it came from (`config.json`, `config.json: text_config`).
 
-    A field that is null counts as absent.
+    A field that is null counts as absent. Every access by name is remembered in `asked`, so that a field that nobody
+    asked for can be named (`unread_fields`).
     """
 
     values: Mapping[str, Any]
     place: str
+    asked: set[str] = attrs.field(factory=set, eq=False, repr=False)
+
+    def get(self, name: str) -> Any:
+        """The value as it is; None where the field is absent."""
+        self.asked.add(name)
+        return self.values.get(name)
 
     def has(self, name: str) -> bool:
         """Whether the field is there and not null."""
-        return self.values.get(name) is not None
+        return self.get(name) is not None
 
     def integer(self, name: str, *aliases: str) -> int:
         """A whole number above 0, under the first of these names that is there.
@@ -52,7 +59,7 @@ class ConfigFields:
 
     def flag(self, name: str, default: bool = False) -> bool:
         """True or false, or the architecture's default where the field is absent."""
-        value = self.values.get(name)
+        value = self.get(name)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -61,7 +68,7 @@ class ConfigFields:
 
     def text(self, name: str) -> str | None:
         """A string, or None where the field is absent."""
-        value = self.values.get(name)
+        value = self.get(name)
         if value is not None and not isinstance(value, str):
             raise InputError(f"{self.place}: {name} is {value!r}; expected a string")
         return value
@@ -96,7 +103,7 @@ class ConfigFields:
         Raises:
             InputError: absent, or not a list.
         """
-        value = self.values.get(name)
+        value = self.get(name)
         if value is None:
             raise InputError(f"{self.place}: missing {name}, which nothing else says")
         if not isinstance(value, Sequence) or isinstance(value, str):
@@ -109,7 +116,7 @@ class ConfigFields:
         Raises:
             InputError: not an object.
         """
-        value = self.values.get(name)
+        value = self.get(name)
         if value is None:
             return None
         if not isinstance(value, Mapping):
@@ -117,7 +124,7 @@ class ConfigFields:
         return ConfigFields(cast("Mapping[str, Any]", value), f"{self.place}: {name}")
 
     def _checked_integer(self, name: str) -> int:
-        value = self.values[name]
+        value = self.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{self.place}: {name} is {value!r}; expected a whole number above 0")
         return value

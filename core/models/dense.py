@@ -25,9 +25,12 @@ from .weights import (
 
 @architectures.register("LlamaForCausalLM")
 class Llama(Architecture):
-    """Full attention, with biases where `attention_bias` is true, and a gated MLP."""
+    """Full attention, with biases where `attention_bias` is true, and a gated MLP; listed layers may slide."""
 
     biases = "attention_bias"
+
+    def layer_types(self) -> Sequence[str]:
+        return self.listed_or(lambda index: "full_attention")
 
 
 @architectures.register("MistralForCausalLM", "Phi3ForCausalLM")
@@ -39,21 +42,22 @@ class Mistral(Llama):
         return self.listed_or(lambda index: default)
 
 
-@architectures.register("Qwen2ForCausalLM")
+@architectures.register("Qwen2ForCausalLM", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 class Qwen2(Architecture):
     """Biases on query, key and value; windows only where `use_sliding_window` is true."""
 
     biases = "qkv"
+    understands: ClassVar[frozenset[str]] = frozenset({"sliding_window", "max_window_layers"})
 
     def layer_types(self) -> Sequence[str]:
         """Layers from `max_window_layers` on slide."""
         if not self.fields.flag("use_sliding_window"):
-            return super().layer_types()
+            return self.listed_or(lambda index: "full_attention")
         first_sliding = self.fields.integer("max_window_layers")
         return self.listed_or(lambda index: "sliding_attention" if index >= first_sliding else "full_attention")
 
 
-@architectures.register("Qwen3ForCausalLM")
+@architectures.register("Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration")
 class Qwen3(Qwen2):
     """Norms on each head's queries and keys instead of biases."""
 
@@ -67,6 +71,7 @@ class Gemma2(Architecture):
     """Every second layer is full, the others slide; four norms a layer."""
 
     class_defaults: ClassVar = {"head_dim": 256, "sliding_window": 4096}
+    understands: ClassVar[frozenset[str]] = frozenset({"sliding_window_pattern"})
     tied_by_default = True
     norms_per_layer = 4
     full_every = 2
@@ -106,6 +111,7 @@ class Cohere2(Cohere):
     """Every fourth layer is full, the others slide."""
 
     full_every = 4
+    understands: ClassVar[frozenset[str]] = frozenset({"sliding_window_pattern"})
 
 
 @architectures.register("PhiForCausalLM")
@@ -164,6 +170,7 @@ class Gemma4(Architecture):
     """Full and sliding layers with different head sizes, layers that share an earlier cache, per-layer embeddings."""
 
     class_defaults: ClassVar = {"head_dim": 256, "global_head_dim": 512}
+    understands: ClassVar[frozenset[str]] = frozenset({"sliding_window_pattern", "num_global_key_value_heads"})
     encoders = "vision and audio encoders"
     tied_by_default = True
     norms_per_layer = 4
@@ -186,13 +193,13 @@ class Gemma4(Architecture):
     @property
     def num_stored(self) -> int:
         """Layers that store a cache: the last `num_kv_shared_layers` read an earlier layer's."""
-        shared = self.fields.values.get("num_kv_shared_layers") or 0
+        shared = self.fields.get("num_kv_shared_layers") or 0
         return self.num_layers - (self.fields.integer("num_kv_shared_layers") if shared else 0)
 
     @property
     def per_layer_size(self) -> int:
         """Width of each layer's own embedding; 0 without such embeddings."""
-        return self.fields.values.get("hidden_size_per_layer_input") or 0
+        return self.fields.get("hidden_size_per_layer_input") or 0
 
     def caches(self) -> LayerCaches:
         sliding, full = self.heads, self.full_heads

@@ -21,7 +21,7 @@ import attrs
 from ..errors import InputError
 from ..planner.cache_dtype import CacheFormat, cache_format, canonical_dtype
 from ..planner.specs import KVCacheSpec
-from . import dense, latent, linear, moe
+from . import dense, hybrid, latent, linear, moe
 from .architecture import Architecture, architectures
 from .catalog import builtin_configs, catalogue_name, unknown_model
 from .config_fields import ConfigFields
@@ -33,11 +33,13 @@ from .layer_cache import (
     LayerCache,
     LayerCaches,
     SequenceBytes,
-    StateCache,
+    SequenceStateCache,
+    VectorCache,
 )
+from .unread_fields import unread_fields, warning_about
 from .weights import ModelWeights
 
-BUILTIN_ARCHITECTURES = (dense, latent, linear, moe)  # their classes register themselves when they are imported
+BUILTIN_ARCHITECTURES = (dense, hybrid, latent, linear, moe)  # their classes register themselves when they are imported
 
 
 @attrs.frozen(kw_only=True)
@@ -53,6 +55,7 @@ class ModelGeometry:
         quantization_config: quantisation of the weights, as in the config; it never changes the cache.
         reader: the class that reads the architecture.
         from_class: fields that the config leaves out, each with the default of its class.
+        warnings: what the reader of a plan should know of the config.
     """
 
     name: str
@@ -63,6 +66,7 @@ class ModelGeometry:
     quantization_config: Mapping[str, Any] | None
     reader: type[Architecture]
     from_class: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def num_hidden_layers(self) -> int:
@@ -119,7 +123,7 @@ class ModelGeometry:
     @property
     def has_states(self) -> bool:
         """Whether some layer keeps a state of fixed size per sequence."""
-        return any(isinstance(cache, StateCache) for caches in self.layers for cache in caches)
+        return any(isinstance(cache, SequenceStateCache) for caches in self.layers for cache in caches)
 
     def cache_format(self, kv_cache_dtype: str) -> CacheFormat:
         """The storage format of `kv_cache_dtype`; `auto` is the model's own dtype.
@@ -129,12 +133,14 @@ class ModelGeometry:
                 names none.
         """
         storage = cache_format(kv_cache_dtype, self.dtype)
-        if storage.latent is not None and not self.has_sparse_latents:
+        if storage.latent is not None and not (self.has_sparse_latents or self.has_records):
             raise InputError(
                 f"kv_cache_dtype {kv_cache_dtype!r} packs the latents of sparse latent attention, which {self.name}"
                 " does not have; use fp8_e4m3"
             )
-        if storage.packed is not None and any(not isinstance(c, AttentionCache | StateCache) for c in self.caches()):
+        if storage.packed is not None and any(
+            not isinstance(c, AttentionCache | SequenceStateCache) for c in self.caches()
+        ):
             raise InputError(
                 f"kv_cache_dtype {kv_cache_dtype!r} packs the keys and values of heads, and {self.name} stores latents;"
                 " use fp8_e4m3"
@@ -147,6 +153,11 @@ class ModelGeometry:
         caches = list(self.caches())
         parts = {cache.part for cache in caches if isinstance(cache, LatentCache)}
         return parts >= {CachePart.KV, CachePart.INDEXER}
+
+    @property
+    def has_records(self) -> bool:
+        """Whether layers store vectors that have packed records of their own (DeepSeek V4)."""
+        return any(isinstance(cache, VectorCache) and cache.records for cache in self.caches())
 
     def caches(self) -> Iterable[LayerCache]:
         """Every cache of every layer."""
@@ -216,8 +227,8 @@ def geometry_from_config(config: Mapping[str, Any], name: str, place: str = "con
         reader = architectures.get(named[0])
     except InputError as error:
         raise InputError(
-            f"{place}: {error}. What the layers of any other store is not guessed: register a class that reads it"
-            " (kvledger.core.models.architecture), or describe the caches by kind and fields"
+            f"{place}: {error}. What the layers of any other store is not guessed: describe the caches by hand, by kind"
+            " and fields (docs/planning.md), or register a class that reads the config (docs/extending.md)"
         ) from None
     fields = top.section("text_config") or top
     left_out = {name: value for name, value in reader.class_defaults.items() if not fields.has(name)}
@@ -226,6 +237,7 @@ def geometry_from_config(config: Mapping[str, Any], name: str, place: str = "con
     quantization = top.section("quantization_config") or fields.section("quantization_config")
     layers = tuple(tuple(caches) for caches in reader(fields).caches())
     num_layers = reader(fields).num_layers
+    unread = unread_fields(top, fields, reader.understands)
     if len(layers) != num_layers:
         raise InputError(f"{place}: {len(layers)} layers are described, num_hidden_layers is {num_layers}")
     return ModelGeometry(
@@ -237,6 +249,7 @@ def geometry_from_config(config: Mapping[str, Any], name: str, place: str = "con
         quantization_config=None if quantization is None else quantization.values,
         reader=reader,
         from_class=tuple(f"{name} {value:,}" for name, value in left_out.items()),
+        warnings=(warning_about(unread, fields.place, named[0]),) if unread else (),
     )
 
 
@@ -253,14 +266,17 @@ def geometry_from_description(document: Mapping[str, Any], name: str, place: str
     # A description has the length limit beside its fields, a config inside them.
     limit = document.get("max_position_embeddings")
     values = fields.values if limit is None else {"max_position_embeddings": limit, **fields.values}
+    layers = described_caches(kind, fields)
+    unread = unread_fields(fields, fields, ())
     return ModelGeometry(
         name=name,
         architecture=kind,
         fields=ConfigFields(values, fields.place),
-        layers=described_caches(kind, fields),
+        layers=layers,
         dtype=None if (dtype := top.text("dtype")) is None else canonical_dtype(dtype),
         quantization_config=None,
         reader=Described,
+        warnings=(warning_about(unread, fields.place, f"kind {kind}"),) if unread else (),
     )
 
 

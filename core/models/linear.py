@@ -33,6 +33,7 @@ class Qwen35(Architecture):
 
     class_defaults: ClassVar = {"head_dim": 256}
     qk_norm = "head"
+    understands: ClassVar[frozenset[str]] = frozenset({"full_attention_interval"})
 
     @functools.cached_property
     def is_linear(self) -> tuple[bool, ...]:
@@ -43,7 +44,8 @@ class Qwen35(Architecture):
 
     def caches(self) -> LayerCaches:
         full = AttentionCache(num_kv_heads=self.heads.num_kv_heads, head_size=self.heads.head_size)
-        state = linear_state(self.fields, "linear_", DELTA_NET_KERNEL)
+        dtype = self.fields.text("mamba_ssm_dtype") or "fp32"
+        state = linear_state(self.fields, "linear_", DELTA_NET_KERNEL, recurrent_dtype=dtype)
         return tuple((state,) if is_linear else (full,) for is_linear in self.is_linear)
 
     def attention(self, index: int) -> Groups:

@@ -6,7 +6,7 @@ elements on another (rules of vLLM 0.32's choice of an attention backend; field 
 
 from ..planner.cache_dtype import KEEPS_BOUNDARY_LAYERS, PACKED_LATENT_SIZES, PACKED_LATENTS
 from .geometry import ModelGeometry
-from .layer_cache import AttentionCache, LatentCache
+from .layer_cache import AttentionCache, LatentCache, VectorCache
 
 _PACKED, _PLAIN = "fp8_ds_mla", "fp8_e4m3"
 _BOUNDARY_LAYERS = 2  # on either side, in formats that leave them alone
@@ -17,11 +17,15 @@ _EIGHT_BITS_ON_BLACKWELL = ("GlmMoeDsaForCausalLM",)
 def served_cache_dtype(geometry: ModelGeometry, kv_cache_dtype: str, cuda_capability: int | None = None) -> str:
     """The `kv_cache_dtype` with its layout: for sparse latents `fp8` becomes `fp8_ds_mla` or `fp8_e4m3`.
 
+    DeepSeek V4 is packed unless a plain dtype is asked for.
+
     Args:
         geometry: the model.
         kv_cache_dtype: as it was given.
         cuda_capability: ten times the compute capability of the GPU (90: Hopper); 0: no CUDA; None: not known.
     """
+    if geometry.has_records and kv_cache_dtype in ("auto", "fp8"):
+        return _PACKED
     if not geometry.has_sparse_latents:
         return kv_cache_dtype
     major = None if cuda_capability is None else cuda_capability // 10
@@ -77,6 +81,18 @@ def _is_latent(cache: object) -> bool:
 
 
 def _layout_notes(geometry: ModelGeometry, given: str, served: str) -> tuple[str, ...]:
+    if geometry.has_records:
+        records = {
+            f"{record.bytes_per_token} B ({record.formula})"
+            for cache in geometry.caches()
+            if isinstance(cache, VectorCache) and cache.fixed_dtype is None
+            for record in cache.records
+            if record.name == served
+        }
+        if not records:
+            return ()
+        why = ", as vLLM 0.32 does unless a plain dtype is given" if given != served else ""
+        return (f"kv_cache_dtype {given} packs vectors in records ({served}) of {' or '.join(sorted(records))}{why}",)
     if not geometry.has_sparse_latents or not served.startswith(("fp8", "nvfp4")):
         return ()
     size = _latent_size(geometry)

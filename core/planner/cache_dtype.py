@@ -118,11 +118,13 @@ class PackedLatent:
         name: the `kv_cache_dtype` that asks for it.
         bytes_per_token: bytes of the record.
         formula: how they are computed.
+        page_alignment: bytes that a page of such records is rounded up to a multiple of.
     """
 
     name: str
     bytes_per_token: int
     formula: str
+    page_alignment: int = 1
 
 
 PACKED_LATENT_SIZES: Final[tuple[int, ...]] = (512, 576)

@@ -15,6 +15,7 @@ from ...core.memory.ledger import LedgerRow
 from ...core.models.drafts import drafts_for
 from ...core.models.geometry import ModelGeometry, load_geometry
 from ...core.models.weights import scheme_by_name
+from ...core.planner.groups import group_layers
 from ...core.planner.layout import KVCacheLayout
 from ...core.quantities import format_bytes, parse_bytes
 from ..latency.devices import find_device
@@ -107,6 +108,8 @@ def read_question(scenario: Scenario) -> PlanQuestion:
         validate=scenario.validate,
         constants=_constants(scenario.assume),
     )
+    if scenario.kv_cache_layout is None:
+        deployment = _with_layout(deployment, assumptions)
     assumptions.extend(_derived(deployment))
     return PlanQuestion(
         deployment=deployment,
@@ -188,10 +191,25 @@ def _state_cache_mode(mode: str | None) -> Any:
     return mode
 
 
-def _layout(name: str) -> KVCacheLayout:
+def _layout(name: str | None) -> KVCacheLayout:
+    if name is None:
+        return KVCacheLayout.LBNHC
     if name not in KVCacheLayout.__members__:
         raise InputError(f"--kv-cache-layout {name!r}; known are {', '.join(KVCacheLayout.__members__)}")
     return KVCacheLayout[name]
+
+
+def _with_layout(deployment: Deployment, assumptions: list[str]) -> Deployment:
+    """The deployment with blocks outermost, where its layers' pages fit no other layout."""
+    specs = deployment.layer_specs()
+    try:
+        group_layers(specs, deployment.layout, deployment.hybrid_manager_is_off)
+    except InputError:
+        packed = attrs.evolve(deployment, layout=KVCacheLayout.BLNHC)
+        group_layers(specs, packed.layout, packed.hybrid_manager_is_off)
+        assumptions.append("--kv-cache-layout BLNHC, since the pages of some layers fit no other")
+        return packed
+    return deployment
 
 
 def read_log(path: str) -> StartupLog:

@@ -268,6 +268,8 @@ def _facts(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any]:
         "bytes_per_block_per_gpu": plan.bytes_per_block,
         "num_blocks_if_estimates_are_off": list(plan.blocks_range),
     }
+    if deployment.geometry.warnings:
+        facts["model_warnings"] = list(deployment.geometry.warnings)
     if deployment.cache_notes:
         facts["kv_cache_layout"] = spelled("; ".join(deployment.cache_notes), ("kv_cache_dtype",))
     if deployment.drafts is not None:

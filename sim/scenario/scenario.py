@@ -218,7 +218,12 @@ class Scenario:
     max_total_tokens: int | None = option(
         None, HARDWARE, "Tokens that the pool holds at most, whatever would fit.", metavar="TOKENS"
     )
-    kv_cache_layout: str = option("LBNHC", ENGINE, "Physical order of the cache's axes, e.g. LBNHC or BLNHC.")
+    kv_cache_layout: str | None = option(
+        None,
+        ENGINE,
+        "Physical order of the cache's axes, e.g. LBNHC or BLNHC. Unless given: LBNHC, or BLNHC where some pages fit "
+        "no other.",
+    )
     mamba_cache_mode: str | None = option(
         None, ENGINE, "Cached snapshots of state layers: none, align or all. Unless given: by prefix caching."
     )

@@ -99,3 +99,18 @@ def test_a18_a_dtype_that_does_not_give_the_pool_is_said() -> None:
     assert found["model_candidates"] == [] and found["is_whole_number_of_layers"] is False
     assert any("do not: 61 latents of 576 B and 61 keys of 132 B" in sentence for sentence in found["sentences"])
     assert model_stacks(builtin_geometry("qwen3.5-9b"), 16, 1) == ()  # states are no bytes a token
+
+
+def test_a18_the_records_of_v4_are_the_servers_own() -> None:
+    document = Scenario(model="deepseek-v4-flash", gpu="B200", tensor_parallel_size=8).plan().to_dict()
+    # Groups of 64, 64, 256, 4 and 8 tokens a block, 1,002,240 bytes each: vLLM 0.32 prints the same.
+    assert document["bytes_per_block"] == 1_002_240
+    assert sorted(group["block_size"] for group in document["groups"]) == [4, 8, 64, 64, 256]
+    assert any("records (fp8_ds_mla) of 584 B" in sentence for sentence in document["assumptions"])
+    assert builtin_geometry("deepseek-v4-flash").sequence_bytes(4096, "fp8_ds_mla").indexer == 21 * 1024 * 132
+
+
+def test_a18_draft_layers_of_a_sparse_model_store_latents_and_keys() -> None:
+    """Field report A20: 64 x 708 bytes a token, and not the whole model twice."""
+    asked = planned("fp8_e4m3", num_speculative_tokens=3, num_draft_layers=3)
+    assert asked.to_dict()["bytes_per_block"] == 16 * 64 * 708

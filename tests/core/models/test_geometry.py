@@ -185,10 +185,11 @@ def test_indexers_and_states_are_separate_parts() -> None:
     (state,) = builtin_geometry("qwen3.5-27b").layers[0]
     assert isinstance(state, StateCache)
     assert builtin_geometry("qwen3.5-27b").has_states
-    window, compressed, own_indexer = builtin_geometry("deepseek-v4-flash").layers[2]
+    window, compressed, compressor, own_indexer, _ = builtin_geometry("deepseek-v4-flash").layers[2]
+    assert compressor.part is CachePart.STATE
     assert isinstance(window, WindowBufferCache)
     assert (compressed.head_size, compressed.tokens_per_state) == (512, 4)
-    assert own_indexer.fixed_dtype == "fp4"
+    assert own_indexer.fixed_dtype == "fp8_e4m3"
 
 
 def test_quantised_weights_never_change_the_cache() -> None:
