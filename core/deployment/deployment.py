@@ -12,9 +12,8 @@ from ..errors import InputError, non_negative, positive
 from ..memory.budget import BudgetSemantics
 from ..memory.ledger import LedgerRow, RowRole, given_row
 from ..models.drafts import Drafts
-from ..models.geometry import ModelGeometry
+from ..models.geometry import ModelGeometry, cache_notes, served_cache_dtype
 from ..models.layer_cache import CompressedCache, LayerCaches, state_aligned_block_size
-from ..models.served_cache import cache_notes, served_cache_dtype
 from ..models.weights import QuantizationScheme, scheme_from_config
 from ..planner.layout import KVCacheLayout
 from ..planner.parallel import layers_per_stage, tensor_parallel_layers

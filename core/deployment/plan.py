@@ -17,7 +17,7 @@ import attrs
 from ..errors import DoesNotFitError, InputError
 from ..memory.budget import BudgetSemantics, MemoryShortfallError, check_explicit_kv_bytes, request_memory
 from ..memory.ledger import LedgerRow, MemoryBudget, MemoryLedger
-from ..models.served_cache import boundary_warning
+from ..models.geometry import boundary_warning
 from ..planner.inputs import PlanInputs
 from ..planner.plan import KVCachePlan, plan_kv_cache
 from ..planner.ranks import tightest_rank

@@ -1,23 +1,26 @@
-"""Dense decoders: Llama, Mistral, Qwen 2 and 3, Phi, GPT-2, OPT, Gemma 2, 3 and 4, Command."""
+"""Dense decoders: Llama, Mistral, Qwen 2 and 3, Phi, GPT-2, OPT, Gemma 2, 3 and 4, Command, DeciLM."""
 
 import functools
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import attrs
 
 from ..errors import InputError
 from .architecture import Architecture, architectures
+from .config_fields import ConfigFields
 from .layer_cache import AttentionCache, LayerCaches
 from .weights import (
     Groups,
     Heads,
+    WeightGroup,
     WeightKind,
     attention_projections,
     embedding,
     experts,
     gated_mlp,
     plain_mlp,
+    rounded_up,
     vector,
     whole,
 )
@@ -263,3 +266,89 @@ class Gemma4(Architecture):
             whole("per_layer_model_projection", WeightKind.MLP, self.hidden_size, width),
             vector("per-layer projection norm", size),
         )
+
+
+@architectures.register("DeciLMForCausalLM")
+class DeciLM(Architecture):
+    """Llama whose layers were searched one by one: each has its own KV heads and inner size, or lacks a part."""
+
+    biases = "attention_bias"
+
+    def blocks(self) -> Sequence[tuple[ConfigFields, ConfigFields]]:
+        """The attention and the MLP of each layer.
+
+        Raises:
+            InputError: `block_configs` does not describe every layer.
+        """
+        fields = self.fields
+        blocks = fields.items("block_configs")
+        if len(blocks) != self.num_layers:
+            raise InputError(f"{fields.place}: block_configs has {len(blocks)} entries for {self.num_layers} layers")
+        found: list[tuple[ConfigFields, ConfigFields]] = []
+        for index, block in enumerate(blocks):
+            part = ConfigFields({"block": block}, f"{fields.place}: block_configs[{index}]").section("block")
+            attention, ffn = (None, None) if part is None else (part.section("attention"), part.section("ffn"))
+            if attention is None or ffn is None:
+                raise InputError(f"{fields.place}: block_configs[{index}] has no attention and ffn")
+            found.append((attention, ffn))
+        return found
+
+    def caches(self) -> LayerCaches:
+        """Keys and values where there is attention.
+
+        Raises:
+            InputError: KV heads that do not divide the heads, or a window or a sparse pattern in a layer.
+        """
+        if not self.fields.has("block_configs"):  # DeciLM 7B lists KV heads alone
+            heads = self.fields.integer_list("num_key_value_heads_per_layer")
+            return tuple((self._cache(count),) for count in heads[: self.num_layers])
+        return tuple(
+            () if _is_left_out(attention) else (self._cache(self._kv_heads(attention)),)
+            for attention, _ in self.blocks()
+        )
+
+    def _cache(self, num_kv_heads: int) -> AttentionCache:
+        return AttentionCache(num_kv_heads=num_kv_heads, head_size=self.heads.head_size)
+
+    def _kv_heads(self, attention: ConfigFields) -> int:
+        for name in ("window_length", "sparsify"):
+            if attention.get(name):
+                raise InputError(f"{attention.place}: {name} {attention.get(name)!r}: what it keeps is not known here")
+        in_group = attention.integer("n_heads_in_group")
+        if self.heads.num_heads % in_group:
+            raise InputError(
+                f"{attention.place}: n_heads_in_group {in_group} does not divide {self.heads.num_heads} heads"
+            )
+        return self.heads.num_heads // in_group
+
+    def layer(self, index: int) -> Groups:
+        """Attention or one matrix instead of it, and the MLP; a part that is left out has no norm either."""
+        if not self.fields.has("block_configs"):
+            raise InputError(f"{self.fields.place}: missing block_configs, which says how wide each layer's MLP is")
+        hidden_size, (attention, ffn) = self.hidden_size, self.blocks()[index]
+        groups: list[WeightGroup] = []
+        if _is_left_out(attention):
+            if attention.flag("replace_with_linear"):
+                groups.append(whole("linear_attn", WeightKind.ATTENTION, hidden_size, hidden_size))
+        else:
+            heads: Heads = attrs.evolve(self.heads, num_kv_heads=self._kv_heads(attention))
+            groups += attention_projections(hidden_size, heads)
+        if not ffn.flag("no_op"):
+            if ffn.flag("replace_with_linear"):
+                groups.append(whole("linear_mlp", WeightKind.MLP, hidden_size, hidden_size))
+            else:
+                groups += gated_mlp(hidden_size, self._inner_size(ffn))
+        norms = (not attention.flag("no_op")) + (not ffn.flag("no_op"))
+        return (*groups, vector("norms", norms * hidden_size))
+
+    def _inner_size(self, ffn: ConfigFields) -> int:
+        factor: Any = ffn.get("ffn_mult")
+        if factor is None:
+            return ffn.integer("intermediate_size")
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
+            raise InputError(f"{ffn.place}: ffn_mult is {factor!r}; expected a number above 0")
+        return rounded_up(int(2 * factor * self.hidden_size / 3), 256)
+
+
+def _is_left_out(attention: ConfigFields) -> bool:
+    return attention.flag("no_op") or attention.flag("replace_with_linear")

@@ -179,6 +179,11 @@ def attention_projections(
     return (*groups, vector("attention biases and norms", extra)) if extra else tuple(groups)
 
 
+def rounded_up(size: int, multiple: int) -> int:
+    """The least multiple that is not below `size`."""
+    return -(-size // multiple) * multiple
+
+
 def gated_mlp(hidden_size: int, intermediate_size: int, bias: bool = False) -> Groups:
     """Gate, up and down projections."""
     groups = (

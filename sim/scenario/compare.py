@@ -7,8 +7,7 @@ from typing import Any
 import attrs
 
 from ...core.errors import DoesNotFitError, InputError
-from ...core.models.geometry import load_geometry
-from ...core.models.served_cache import served_cache_dtype
+from ...core.models.geometry import load_geometry, served_cache_dtype
 from ...core.quantities import format_bytes
 from ..baselines.baselines import AllocatorUsage, compare_allocators
 from ..figures import Document, gib, percent

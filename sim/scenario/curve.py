@@ -137,8 +137,10 @@ def bytes_per_block(model: str, kv_cache_dtype: str, block_size: int) -> int:
 
     Raises InputError: not every token of the model takes the same bytes.
     """
-    from ...core.models.geometry import load_geometry  # most curves need no model
-    from ...core.models.served_cache import served_cache_dtype
+    from ...core.models.geometry import (
+        load_geometry,  # most curves need no model
+        served_cache_dtype,
+    )
 
     geometry = load_geometry(model)
     kv_cache_dtype = served_cache_dtype(geometry, kv_cache_dtype)

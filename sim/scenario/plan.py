@@ -8,20 +8,22 @@ import attrs
 from ...core.deployment.deployment import DEFAULT_BLOCK_SIZE
 from ...core.deployment.diagnosis import (
     Diagnosis,
+    ModelStack,
+    PoolExplanation,
+    explain_pool,
     free_memory_but_startup_fails,
+    model_stacks,
     one_request_does_not_fit,
     pool_smaller_than_expected,
     raising_utilization_gained_little,
 )
 from ...core.deployment.plan import DeploymentPlan, StagePlan, plan_deployment
-from ...core.deployment.pool_explanation import ModelStack, PoolExplanation, explain_pool, model_stacks
 from ...core.deployment.remedies import FittingValues, Remedy, fitting_values
 from ...core.deployment.startup_log import GibFigure, StartupLog, log_lines
 from ...core.errors import DoesNotFitError, InputError
 from ...core.memory.budget import MemoryCondition, MemoryShortfallError, neighbour_warnings
 from ...core.memory.ledger import LedgerRow, RowRole
-from ...core.models.geometry import ModelGeometry, load_geometry
-from ...core.models.served_cache import served_cache_dtype
+from ...core.models.geometry import ModelGeometry, load_geometry, served_cache_dtype
 from ...core.planner.parallel import tensor_parallel_layers
 from ...core.planner.report import CapacityRow, capacity_mix, explain_plan, plan_as_dict
 from ...core.planner.verdict import PlanRefusedError

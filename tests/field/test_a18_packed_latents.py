@@ -2,9 +2,8 @@
 
 import pytest
 from kvledger.core import InputError
-from kvledger.core.deployment.pool_explanation import model_stacks
-from kvledger.core.models.geometry import builtin_geometry
-from kvledger.core.models.served_cache import served_cache_dtype
+from kvledger.core.deployment.diagnosis import model_stacks
+from kvledger.core.models.geometry import builtin_geometry, served_cache_dtype
 from kvledger.sim import Scenario
 from kvledger.sim.scenario.plan import PlanOptions, explain_log
 

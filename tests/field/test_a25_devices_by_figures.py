@@ -21,7 +21,7 @@ cuda_capability = "12.0"
 source = "figures of a test"
 """
 MODEL = ("--model", "llama-3.1-8b", "--max-model-len", "4096")
-RUN = ("--workload", "conversation", "--limit", "20")
+RUN = ("--workload", "conversation", "--limit", "6")
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a25_figures_from_a_file(card: Path) -> None:
         ("plan", *MODEL),
         ("replay", *MODEL, *RUN),
         ("fleet", *MODEL, *RUN, "--replicas", "2"),
-        ("size", *MODEL, *RUN, "--ttft", "10", "--tpot", "1"),
+        ("size", *MODEL, *RUN, "--slo-ttft-p99", "10"),
         ("study", *MODEL, *RUN),
     ],
 )
@@ -75,7 +75,7 @@ def test_a25_a_plan_starts_from_its_memory(card: Path) -> None:
 def test_a25_half_the_bandwidth_is_a_slower_step(card: Path) -> None:
     def tpot() -> float:
         run = Scenario(workload="conversation", limit=10, model="llama-3.1-8b", gpu=str(card), max_model_len=4096)
-        return run.replay().report.tpot_s["mean"]
+        return run.replay().report.to_json()["tpot_s"]["mean"]
 
     before = tpot()
     card.write_text(FIGURES.replace("1500", "750"))
@@ -114,7 +114,7 @@ def test_a25_several_gpus_need_a_link_and_step_times_need_flops(card: Path) -> N
     card.write_text(FIGURES.replace('link = {name = "PCIe 5 x16", gb_s = 128}', ""))
     with pytest.raises(InputError, match="has no link here, which several GPUs need"):
         run.replay()
-    assert run.evolve(tensor_parallel_size=1).replay().report.tpot_s["mean"] > 0
+    assert run.evolve(tensor_parallel_size=1).replay().report.to_json()["tpot_s"]["mean"] > 0
     card.write_text(FIGURES.replace("tflops = {bf16 = 400, fp8 = 800}", ""))
     with pytest.raises(InputError, match="has no dense bf16 FLOP/s here"):
         run.evolve(tensor_parallel_size=1).replay()

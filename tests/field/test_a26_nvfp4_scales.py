@@ -3,8 +3,7 @@
 from typing import Any
 
 import pytest
-from kvledger.core.models.geometry import builtin_geometry, geometry_from_config
-from kvledger.core.models.served_cache import cache_notes
+from kvledger.core.models.geometry import builtin_geometry, cache_notes, geometry_from_config
 from kvledger.sim import Scenario
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvledger.core.deployment.deployment import Deployment
+from kvledger.core.deployment.diagnosis import explain_pool, uniform_stacks
 from kvledger.core.deployment.plan import DeploymentPlan, plan_deployment
-from kvledger.core.deployment.pool_explanation import explain_pool, uniform_stacks
 from kvledger.core.deployment.startup_log import (
     GibFigure,
     StartupLog,
