@@ -216,7 +216,8 @@ def layer_caches(
             if not tensor.layers or tensor.layers[0] not in group.layer_names:
                 continue
             spec = group.layer_specs[group.layer_names.index(tensor.layers[0])]
-            if isinstance(spec, AttentionSpec | MLASpec | CompressedStateSpec) and spec.scales is not None:
+            is_scaled = isinstance(spec, AttentionSpec | MLASpec | CompressedStateSpec) and spec.scales is not None
+            if is_scaled or (isinstance(spec, AttentionSpec) and spec.packed is not None):
                 raise InputError(
                     f"layers {', '.join(tensor.layers)}: {spec.dtype} with scales stored beside the elements has no "
                     "typed view; use a dtype with one scale a layer (fp8_e4m3, fp8_e5m2)"

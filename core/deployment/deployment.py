@@ -12,7 +12,7 @@ from ..errors import InputError, non_negative, positive
 from ..memory.budget import BudgetSemantics
 from ..memory.ledger import LedgerRow, RowRole, given_row
 from ..models.drafts import Drafts
-from ..models.geometry import ModelGeometry
+from ..models.geometry import ModelGeometry, cache_notes, served_cache_dtype
 from ..models.layer_cache import CompressedCache, LayerCaches, state_aligned_block_size
 from ..models.weights import QuantizationScheme, scheme_from_config
 from ..planner.layout import KVCacheLayout
@@ -22,6 +22,7 @@ from .estimates import EstimateConstants, activation_row, encoder_row, graph_row
 
 STATE_BLOCK_ALIGNMENT = 16  # tokens; attention kernels address blocks in multiples of it
 DEFAULT_BLOCK_SIZE = 16
+PACKED_BLOCK_SIZE = 256  # DeepSeek V4, whose windows have smaller blocks of their own
 
 
 @attrs.frozen(kw_only=True)
@@ -52,6 +53,8 @@ class Deployment:
         max_num_batched_tokens: most tokens in one step.
         max_concurrent_batches: steps in flight (pipeline stages, or 2 with asynchronous scheduling).
         kv_cache_dtype: dtype of the cache; `auto` is the model's.
+        cuda_capability: ten times the compute capability of the devices (90: Hopper), which decides the layout of an
+            8-bit cache of sparse latents; 0: no CUDA; None: not known.
         dtype: dtype of unquantised weights and activations; None: the model's.
         quantization: quantisation of the weights; None: as in the config.
         ignore_config_quantization: whether to count the weights unquantised whatever the config says.
@@ -89,6 +92,7 @@ class Deployment:
     max_num_batched_tokens: int = attrs.field(validator=positive)
     max_concurrent_batches: int = attrs.field(default=1, validator=positive)
     kv_cache_dtype: str = "auto"
+    cuda_capability: int | None = None
     dtype: str | None = None
     quantization: QuantizationScheme | None = None
     ignore_config_quantization: bool = False
@@ -153,8 +157,14 @@ class Deployment:
 
     @property
     def cache_dtype(self) -> str:
-        """`kv_cache_dtype`; `auto` becomes `dtype` if that is given."""
-        return self.dtype if self.kv_cache_dtype == "auto" and self.dtype is not None else self.kv_cache_dtype
+        """`kv_cache_dtype` with the layout that a server takes; `auto` becomes `dtype` if that is given."""
+        dtype = self.dtype if self.kv_cache_dtype == "auto" and self.dtype is not None else self.kv_cache_dtype
+        return served_cache_dtype(self.geometry, dtype, self.cuda_capability)
+
+    @property
+    def cache_notes(self) -> tuple[str, ...]:
+        """Sentences about the layout of the cache, for the reader of a plan."""
+        return cache_notes(self.geometry, self.kv_cache_dtype, self.cache_dtype)
 
     @property
     def hybrid_manager_is_off(self) -> bool:
@@ -187,6 +197,8 @@ class Deployment:
         aligned = state_aligned_block_size(self.layers, storage, STATE_BLOCK_ALIGNMENT, self.tensor_parallel_size)
         if aligned is not None and aligned > wanted:
             return aligned, f"a state is one page, so a block of {aligned} tokens is the smallest that holds one"
+        if self.block_size is None and self.geometry.has_records:
+            return PACKED_BLOCK_SIZE, "the server's blocks of compressed states"
         caches = [cache for layer in self.layers for cache in layer]
         per_state = max((cache.tokens_per_state for cache in caches if isinstance(cache, CompressedCache)), default=1)
         if self.block_size is None and wanted % per_state:
@@ -256,8 +268,10 @@ class Deployment:
     def _draft_weights_row(self, layers: range) -> LedgerRow | None:
         """Weights of the drafter, which is on the last stage; given weights count them already."""
         is_last = layers.stop == self.geometry.num_hidden_layers
-        groups = self.drafts.weights(self.geometry) if self.drafts is not None and is_last else ()
-        if not groups or self.given.weights_bytes is not None:
+        if self.drafts is None or not is_last or self.given.weights_bytes is not None:
+            return None
+        groups = self.drafts.weights(self.geometry)
+        if not groups:
             return None
         row = weights_row(
             groups,

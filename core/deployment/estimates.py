@@ -20,6 +20,8 @@ class EstimateConstants:
     """Sizes that no configuration gives. A range is the smallest and the largest plausible multiple of an estimate."""
 
     hidden_copies: int = 3  # vectors of the hidden size that a step keeps per token: residual, normed input, output
+    # Vectors of the hidden size that stand for the widest block of a model whose matrices are not known.
+    unknown_block_copies: int = 8
     # Bytes of a full sampling step with top-k and top-p per request and vocabulary entry: logits in 16 bits and in
     # fp32, sorted values and indices (4 + 8) with the sort's own copies of both, probabilities and their cumulative
     # sum (4 + 4).
@@ -104,8 +106,13 @@ def activation_row(
     """
     element_bytes = BITS_PER_ELEMENT[canonical_dtype(dtype)] // 8
     hidden_size, vocab_size, tokens = geometry.hidden_size, geometry.vocab_size, max_num_batched_tokens
-    of_stage = geometry.weights.layers[layers.start : layers.stop]
-    widest = max(widest_block(layer, tensor_parallel_size) for layer in of_stage)
+    try:
+        of_stage = geometry.weights.layers[layers.start : layers.stop]
+        widest = max(widest_block(layer, tensor_parallel_size) for layer in of_stage)
+        of_what = "in the widest block"
+    except InputError:  # its weights were given, since nobody could count them
+        widest = -(-constants.unknown_block_copies * hidden_size // tensor_parallel_size)
+        of_what = f"for a block that is not known ({constants.unknown_block_copies} x hidden on {tensor_parallel_size})"
     forward = tokens * element_bytes * (constants.hidden_copies * hidden_size + widest)
     sampler = 0
     if layers.stop == geometry.num_hidden_layers:
@@ -114,7 +121,7 @@ def activation_row(
     if forward >= sampler:
         formula = (
             f"forward pass: {tokens:,} tokens x {element_bytes} B x ({constants.hidden_copies} x {hidden_size:,} hidden"
-            f" + {widest:,} in the widest block)"
+            f" + {widest:,} {of_what})"
         )
     else:
         formula = (

@@ -17,6 +17,7 @@ import attrs
 from ..errors import DoesNotFitError, InputError
 from ..memory.budget import BudgetSemantics, MemoryShortfallError, check_explicit_kv_bytes, request_memory
 from ..memory.ledger import LedgerRow, MemoryBudget, MemoryLedger
+from ..models.geometry import boundary_warning
 from ..planner.inputs import PlanInputs
 from ..planner.plan import KVCachePlan, plan_kv_cache
 from ..planner.ranks import tightest_rank
@@ -234,7 +235,9 @@ def _startup_refusal(deployment: Deployment, stages: list[StagePlan], pool: KVCa
 
 
 def _warnings(deployment: Deployment, stages: list[StagePlan], pool: KVCachePlan) -> list[str]:
-    out: list[str] = []
+    out: list[str] = [*deployment.geometry.warnings]
+    if deployment.drafts is not None and deployment.drafts.model is not None:
+        out.extend(deployment.drafts.model.warnings)
     if deployment.kv_cache_memory_bytes is not None:
         out.append(
             f"kv_cache_memory_bytes {deployment.kv_cache_memory_bytes:,} sizes the pool;"
@@ -248,6 +251,9 @@ def _warnings(deployment: Deployment, stages: list[StagePlan], pool: KVCachePlan
                 f"CUDA graphs of about {format_gib(stage.graph_bytes_beside)} are not set aside, and only"
                 f" {format_gib(left)} remain free: capturing them may run out of memory"
             )
+    boundary = boundary_warning(deployment.geometry, deployment.cache_dtype)
+    if boundary is not None:
+        out.append(boundary)
     unknown = deployment.geometry.left_out
     if unknown and deployment.given.encoder_bytes is None and deployment.measured is None:
         out.append(

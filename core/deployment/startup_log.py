@@ -4,16 +4,16 @@ The lines of a real start-up replace estimates by measured rows, or explain a po
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from decimal import Decimal
+from typing import Any
 
 import attrs
 
 from ..errors import InputError
 from ..memory.budget import graph_utilizations
 from ..memory.ledger import LedgerRow, RowRole, RowSource, sum_bytes
-from ..planner.cache_dtype import BITS_PER_ELEMENT
-from ..quantities import GIB, MIB, gib_to_bytes
+from ..quantities import GIB, gib_to_bytes
 from .plan import DeploymentPlan
 
 
@@ -68,9 +68,15 @@ def _gib(num_bytes: int) -> str:
 
 @attrs.frozen(kw_only=True)
 class GibFigure:
-    """A GiB figure as a log prints it: the bytes lie within half a unit of its last decimal."""
+    """A GiB figure as a log prints it: the bytes lie within half a unit of its last decimal.
+
+    Attributes:
+        text: the figure.
+        num_rounded: printed figures that it is the sum of; each of them was rounded.
+    """
 
     text: str
+    num_rounded: int = 1
 
     @property
     def num_bytes(self) -> int:
@@ -81,40 +87,61 @@ class GibFigure:
     def range_bytes(self) -> tuple[int, int]:
         """Fewest and most bytes that print as this figure."""
         num_decimals = len(self.text.partition(".")[2])
-        half = Decimal(5).scaleb(-num_decimals - 1)
+        half = Decimal(5).scaleb(-num_decimals - 1) * self.num_rounded
         figure = Decimal(self.text)
         return int(-(-(figure - half) * GIB // 1)), int((figure + half) * GIB)
 
 
 @attrs.frozen(kw_only=True)
 class StartupLog:
-    """The figures of one start-up log; None where it has no such line."""
+    """The figures of one start-up; None where the log has no such line.
+
+    Attributes:
+        weights, non_torch, activation, graphs, available: GiB figures; `available` is the memory of the KV cache.
+        kv_cache_tokens: `GPU KV cache size`.
+        num_gpu_blocks: `# GPU blocks` (or CUDA blocks).
+        max_concurrency, concurrency_tokens: `Maximum concurrency for N tokens per request`.
+        total, utilization: memory of the device, and the share that the instance may use.
+        free_after: memory that is free once the pool is allocated (SGLang).
+        engine: whose lines these are.
+        warnings: what the reader should know of the log.
+    """
 
     weights: GibFigure | None = None
     non_torch: GibFigure | None = None
     activation: GibFigure | None = None
     graphs: GibFigure | None = None
     available: GibFigure | None = None
-    kv_cache_tokens: int | None = None  # `GPU KV cache size`
-    num_gpu_blocks: int | None = None  # `# GPU blocks` (or CUDA blocks)
-    max_concurrency: float | None = None  # `Maximum concurrency for N tokens per request`
-    concurrency_tokens: int | None = None  # the N of that line
-    total: GibFigure | None = None  # memory of the device
-    utilization: float | None = None  # the share of it that the instance may use
+    kv_cache_tokens: int | None = None
+    num_gpu_blocks: int | None = None
+    max_concurrency: float | None = None
+    concurrency_tokens: int | None = None
+    total: GibFigure | None = None
+    utilization: float | None = None
+    free_after: GibFigure | None = None
+    engine: str = "vLLM"
+    warnings: tuple[str, ...] = ()
 
 
+# SGLang divides by 2^30 and prints GB.
 _FIGURE = r"([0-9]+(?:\.[0-9]+)?)\s*Gi?B"
 _GIB_LINES = {
     "weights": (
         rf"Model loading took\s+{_FIGURE}",
         rf"[Ll]oading model weights took\s+{_FIGURE}",
         rf"weights take\s+{_FIGURE}",
+        rf"Load weight end\..*mem usage=\s*{_FIGURE}",
     ),
     "non_torch": (rf"non_torch_memory(?: takes)?\s+{_FIGURE}",),
     "activation": (rf"activation peak memory(?: takes)?\s+{_FIGURE}",),
-    "graphs": (rf"[Gg]raph capturing finished in .*took\s+{_FIGURE}", rf"CUDA graph memory:\s+{_FIGURE}"),
+    "graphs": (
+        rf"[Gg]raph capturing finished in .*took\s+{_FIGURE}",
+        rf"CUDA graph memory:\s+{_FIGURE}",
+        rf"Capture cuda graph end\..*mem usage=\s*{_FIGURE}",
+    ),
     "available": (rf"Available KV cache memory:\s+{_FIGURE}", rf"reserved for KV Cache is\s+{_FIGURE}"),
     "total": (rf"total_gpu_memory\s*\(?\s*{_FIGURE}",),
+    "free_after": (rf"Memory pool end\..*avail mem=\s*{_FIGURE}",),
 }
 _COUNT_LINES = {
     "kv_cache_tokens": r"GPU KV cache size:\s+([0-9,]+)\s+tokens",
@@ -123,21 +150,129 @@ _COUNT_LINES = {
 }
 _CONCURRENCY = re.compile(r"tokens per request:\s+([0-9.]+)x")
 _UTILIZATION = re.compile(r"gpu_memory_utilization\s*[=(]?\s*\(?\s*([01]\.[0-9]+)")
+# A pool's line of SGLang: its tokens, and the bytes of keys and values together or apart.
+_SGLANG_POOL = re.compile(
+    r"KV Cache is allocated\..*?#tokens:\s*([0-9,]+),"
+    rf"\s*(?:KV size:\s*{_FIGURE}|K size:\s*{_FIGURE},\s*V size:\s*{_FIGURE})"
+)
+# Which engine of a data-parallel server logged a line, and which of its ranks.
+_ENGINE = re.compile(r"(?<![A-Za-z])DP\s?(\d+)|EngineCore_(\d+)")
+_RANK = re.compile(r"\b(TP\s?\d+|PP\s?\d+|Worker_\w+|rank[= ]\d+)")
+# What a start begins with, whoever logs it; and the phases that follow each other in it.
+_START = re.compile(
+    r"vLLM API server version|Initializing an? (?:V\d+ )?LLM engine|Scheduled restart job|server_args=ServerArgs"
+)
+_LOADING, _PROFILING, _POOL, _READY = range(4)
+_PHASES = (
+    (_LOADING, re.compile(r"Model loading took|[Ll]oading model weights took|Load weight (?:begin|end)")),
+    (_PROFILING, re.compile(r"Available KV cache memory|reserved for KV Cache is")),
+    (_POOL, re.compile(r"GPU KV cache size|# ?(?:GPU|CUDA) blocks|Maximum concurrency for")),
+    (_READY, re.compile(r"max_total_num_tokens=|ready to roll")),
+)
+
+
+@attrs.define
+class _Start:
+    """The lines of one start, and how far it has come."""
+
+    lines: list[str] = attrs.field(factory=list)
+    phase: int = _LOADING
 
 
 def read_startup_log(lines: Iterable[str], place: str) -> StartupLog:
-    """Find the known lines; of several workers' lines the one that leaves the cache the least memory counts.
+    """Find the known lines of the last complete start; of several ranks' lines the tightest count.
+
+    A log may hold several starts, one after the other. A start is complete if it came to a pool. If earlier ones differ
+    from it, a warning says so (field report A21).
 
     Raises:
         InputError: there is none of the known lines.
     """
+    chosen: list[str] = []
+    warnings: list[str] = []
+    for starts in _starts_by_engine(lines):
+        known = [start for start in starts if _figures(start.lines)]
+        complete = [start for start in known if start.phase >= _POOL or _SGLANG_POOL.search("\n".join(start.lines))]
+        if not known:
+            continue
+        last = (complete or known)[-1]
+        chosen += last.lines
+        warnings += _warnings_about(known, last)
+    found = _figures(chosen)
+    if not found:
+        raise InputError(
+            f"{place}: none of the known lines was found (vLLM: Available KV cache memory, GPU KV cache size, # GPU"
+            " blocks, Maximum concurrency, Model loading took, Graph capturing finished; SGLang: KV Cache is allocated,"
+            " Load weight end, Memory pool end, Capture cuda graph end)"
+        )
+    return attrs.evolve(StartupLog(), **found, warnings=tuple(dict.fromkeys(warnings)))
+
+
+def _starts_by_engine(lines: Iterable[str]) -> list[list[_Start]]:
+    """The starts of each engine in the log; lines that name no engine belong to all or to the only one."""
+    engines: dict[str, list[_Start]] = {}
+    for line in lines:
+        match = _ENGINE.search(line)
+        starts = engines.setdefault(next(filter(None, match.groups())) if match else "", [_Start()])
+        phase = next((phase for phase, pattern in _PHASES if pattern.search(line)), None)
+        if _begins(starts[-1], line, phase):
+            starts.append(_Start())
+        starts[-1].lines.append(line)
+        if phase is not None:
+            starts[-1].phase = max(starts[-1].phase, phase)
+    return list(engines.values())
+
+
+def _begins(start: _Start, line: str, phase: int | None) -> bool:
+    """Whether a line begins another start: by what it says, or because it belongs to a phase that is over.
+
+    SGLang loads a drafter behind the pool of the model, so there a phase is over once the server is ready.
+    """
+    if _START.search(line):
+        return bool(_figures(start.lines))
+    over = _READY if "Load weight" in line or _SGLANG_POOL.search(line) else _POOL
+    is_early = phase in (_LOADING, _PROFILING) or _SGLANG_POOL.search(line) is not None
+    return is_early and start.phase >= over
+
+
+def _warnings_about(known: list[_Start], last: _Start) -> list[str]:
+    """One sentence if the log holds several starts that differ."""
+    if len(known) < 2:
+        return []
+    figures = [_figures(start.lines) for start in known]
+    names = ("available", "kv_cache_tokens", "num_gpu_blocks", "weights")
+    different = [name for name in names if len({_shown(found.get(name)) for found in figures}) > 1]
+    if not different:
+        return []
+    used = known.index(last) + 1
+    texts = [f"{_LABELS[name]} {', '.join(_shown(found.get(name)) for found in figures)}" for name in different]
+    which = "the last counts" if used == len(known) else f"number {used} counts, the last that came to a pool"
+    return [f"the log holds {len(known)} starts that differ ({'; '.join(texts)}): {which}"]
+
+
+_LABELS = {
+    "available": "GiB for the KV cache:",
+    "kv_cache_tokens": "tokens:",
+    "num_gpu_blocks": "blocks:",
+    "weights": "GiB of weights:",
+}
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, GibFigure):
+        return value.text
+    return f"{value:,}" if isinstance(value, int) else "none"
+
+
+def _figures(lines: Sequence[str]) -> dict[str, Any]:
+    """The known figures of some lines, by the names of `StartupLog`; empty if there are none."""
     text = "\n".join(lines)
-    found: dict[str, GibFigure | int | float] = {}
+    found: dict[str, Any] = {}
     for name, patterns in _GIB_LINES.items():
         figures = [figure for pattern in patterns for figure in re.findall(pattern, text)]
         if figures:
             # Each rank logs its own; the tightest decides, which uses the most and has the least left.
-            pick = min if name in ("available", "total") else max
+            pick = min if name in ("available", "total", "free_after") else max
             found[name] = GibFigure(text=pick(figures, key=Decimal))
     for name, pattern in _COUNT_LINES.items():
         counts = [int(count.replace(",", "")) for count in re.findall(pattern, text)]
@@ -147,28 +282,44 @@ def read_startup_log(lines: Iterable[str], place: str) -> StartupLog:
         found["max_concurrency"] = float(match.group(1))
     if match := _UTILIZATION.search(text):
         found["utilization"] = float(match.group(1))
-    if not found:
-        raise InputError(
-            f"{place}: none of the known lines was found (Available KV cache memory, GPU KV cache size, # GPU blocks,"
-            " Maximum concurrency, Model loading took, Graph capturing finished)"
-        )
-    return attrs.evolve(StartupLog(), **found)
+    return found | _sglang_pool(lines)
 
 
-def calibrated_rows(log: StartupLog, requested_bytes: int, *, reserve_graph_memory: bool) -> tuple[LedgerRow, ...]:
+def _sglang_pool(lines: Sequence[str]) -> dict[str, Any]:
+    """Tokens and bytes of SGLang's pool: of the tightest rank, with the pools of a drafter that it has beside it."""
+    pools: dict[str, list[tuple[int, list[str]]]] = {}
+    for line in lines:
+        if match := _SGLANG_POOL.search(line):
+            tokens, *sizes = match.groups()
+            rank = " ".join(_RANK.findall(line.partition("KV Cache")[0]))
+            pools.setdefault(rank, []).append((int(tokens.replace(",", "")), [size for size in sizes if size]))
+    if not pools:
+        return {}
+    tokens = min(count for rank in pools.values() for count, _ in rank)
+    sums = [[size for _, sizes in rank for size in sizes] for rank in pools.values()]
+    least = min(sums, key=lambda sizes: sum(map(Decimal, sizes)))
+    available = GibFigure(text=str(sum(map(Decimal, least))), num_rounded=len(least))
+    return {"kv_cache_tokens": tokens, "available": available, "engine": "SGLang"}
+
+
+def calibrated_rows(
+    log: StartupLog, requested_bytes: int, *, reserve_graph_memory: bool, only_resident: bool = False
+) -> tuple[LedgerRow, ...]:
     """The rows of one real start-up: weights as logged, and everything else that the cache did not get.
 
-    `requested_bytes` is the memory that the logged server requested; `reserve_graph_memory` whether it set graph memory
-    aside.
+    Args:
+        log: the figures of the start-up.
+        requested_bytes: memory that the logged server requested.
+        reserve_graph_memory: whether it set graph memory aside.
+        only_resident: whether the request covers weights and cache alone, as SGLang's static fraction does.
 
     Raises:
         InputError: the log lacks a required line, or its figures do not fit the request.
     """
-    missing = [
-        name
-        for name, value in (("Model loading took", log.weights), ("Available KV cache memory", log.available))
-        if value is None
-    ]
+    weights_line, pool_line = {
+        "SGLang": ("Load weight end", "KV Cache is allocated"),
+    }.get(log.engine, ("Model loading took", "Available KV cache memory"))
+    missing = [name for name, value in ((weights_line, log.weights), (pool_line, log.available)) if value is None]
     if log.weights is None or log.available is None:
         raise InputError(f"the start-up log has no line {' and no line '.join(missing)}, which calibration needs")
     rows = [_calibrated("weights", log.weights, RowRole.RESIDENT)]
@@ -179,7 +330,8 @@ def calibrated_rows(log: StartupLog, requested_bytes: int, *, reserve_graph_memo
     if log.graphs is not None and reserve_graph_memory:
         rows.append(_calibrated("CUDA graphs", log.graphs, RowRole.GRAPHS))
     low, high = log.available.range_bytes
-    rest = requested_bytes - sum_bytes(tuple(rows)) - log.available.num_bytes
+    rest = requested_bytes - log.available.num_bytes
+    rest -= sum_bytes(tuple(rows), RowRole.RESIDENT if only_resident else None)
     spread = high - log.available.num_bytes
     if rest + spread < 0:
         raise InputError(
@@ -188,13 +340,14 @@ def calibrated_rows(log: StartupLog, requested_bytes: int, *, reserve_graph_memo
             " gpu_memory_utilization of that server"
         )
     rest = max(rest, 0)
+    is_resident = only_resident or log.activation is not None
     rows.append(
         LedgerRow(
-            "peak activation and other" if log.activation is None else "other",
-            rest,
-            RowSource.MEASURED,
-            RowRole.TRANSIENT if log.activation is None else RowRole.RESIDENT,
-            f"requested {requested_bytes:,} - rows above - logged {log.available.text} GiB for the cache",
+            name="other" if is_resident else "peak activation and other",
+            num_bytes=rest,
+            source=RowSource.MEASURED,
+            role=RowRole.RESIDENT if is_resident else RowRole.TRANSIENT,
+            formula=f"requested {requested_bytes:,} - rows above - logged {log.available.text} GiB for the cache",
             low_bytes=max(rest - spread, 0),
             high_bytes=rest + (log.available.num_bytes - low),
         )
@@ -203,135 +356,13 @@ def calibrated_rows(log: StartupLog, requested_bytes: int, *, reserve_graph_memo
 
 
 def _calibrated(name: str, figure: GibFigure, role: RowRole) -> LedgerRow:
-    (low, high), num_bytes = figure.range_bytes, figure.num_bytes
-    formula = f"start-up log: {figure.text} GiB"
-    return LedgerRow(name, num_bytes, RowSource.MEASURED, role, formula, min(low, num_bytes), max(high, num_bytes))
-
-
-MAX_LAYERS = 160
-_HEADS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 64)
-_HEAD_SIZES = (64, 80, 96, 112, 120, 128, 160, 192, 256, 512)
-_LATENT_SIZES = (320, 512, 576, 640)
-_DTYPES = ("bf16", "fp8_e4m3", "fp32", "int4")
-
-
-@attrs.frozen
-class UniformStack:
-    """Equal layers whose pages add up to a block of a wanted size."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
-    dtype: str
-    is_latent: bool
-    bytes_per_block: int
-
-    def __str__(self) -> str:
-        """The stack in words."""
-        shape = f"latent of {self.head_size}" if self.is_latent else f"{self.num_kv_heads} KV heads x {self.head_size}"
-        return f"{self.num_layers} layers of {shape} in {self.dtype} ({self.bytes_per_block:,} B a block)"
-
-
-@attrs.frozen(kw_only=True)
-class PoolExplanation:
-    """What two lines of a start-up log determine: the blocks of its pool, and the geometries that they could have."""
-
-    num_blocks: int
-    block_size: int  # tokens per block
-    low_bytes_per_block: int  # the smallest block that fits both lines
-    high_bytes_per_block: int  # the largest
-    candidates: tuple[UniformStack, ...]  # stacks of equal layers within that range
-    page_size_bytes: int | None = None  # page of one layer of the geometry to check; None without one
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether some whole number of layers of the geometry to check gives a block within the range."""
-        if self.page_size_bytes is None:
-            return bool(self.candidates)
-        most, too_few = self.high_bytes_per_block, self.low_bytes_per_block - 1
-        return most // self.page_size_bytes > too_few // self.page_size_bytes
-
-    def sentences(self) -> tuple[str, ...]:
-        """The explanation in words."""
-        out = [
-            f"{self.num_blocks:,} blocks of {self.block_size} tokens",
-            f"a block takes {self.low_bytes_per_block:,} to {self.high_bytes_per_block:,} bytes"
-            f" ({self.low_bytes_per_block / MIB:.3f} MiB); the range is that of the GiB figure's last decimal",
-        ]
-        if self.page_size_bytes is not None:
-            out.append(self._geometry_sentence(self.page_size_bytes))
-        if self.candidates:
-            out.append("stacks of equal layers that give such a block: " + "; ".join(map(str, self.candidates[:8])))
-        elif not (self.page_size_bytes is not None and self.is_whole):
-            out.append(
-                f"no stack of up to {MAX_LAYERS} equal layers of usual heads, sizes and dtypes gives such a block. What"
-                " could: layers of several sizes (an indexer, a draft model's layer, full and sliding layers that"
-                " differ), pages padded to one size, scales stored beside quantised elements, several groups, where the"
-                " logged tokens are concurrency x max_model_len and not blocks x block size, or a GiB line of another"
-                " rank than the one that decides the pool"
-            )
-        return tuple(out)
-
-    def _geometry_sentence(self, page: int) -> str:
-        low, high = self.low_bytes_per_block, self.high_bytes_per_block
-        layers, rest = divmod(high, page)
-        if self.is_whole:
-            return f"{layers} layers with pages of {page:,} B give such a block"
-        return (
-            f"layers with pages of {page:,} B would have to be {low / page:.3f} to {high / page:.3f} in number:"
-            f" {layers} leave {max(low - layers * page, 0):,} to {rest:,} bytes of every block unexplained,"
-            f" {layers + 1} would not fit"
-        )
-
-
-def explain_pool(
-    available: GibFigure, kv_cache_tokens: int, block_size: int, page_size_bytes: int | None = None
-) -> PoolExplanation:
-    """Derive blocks and bytes per block from two logged lines.
-
-    `num_blocks = floor(available / bytes_per_block)`, so bytes_per_block lies above available / (num_blocks + 1) and at
-    most at available / num_blocks, over every amount that prints as the logged figure.
-
-    Args:
-        available: the figure of "Available KV cache memory".
-        kv_cache_tokens: the figure of "GPU KV cache size".
-        block_size: tokens per block.
-        page_size_bytes: page of one layer of a geometry to check.
-
-    Raises:
-        InputError: the tokens are not a whole number of blocks.
-    """
-    if block_size < 1 or kv_cache_tokens < 1 or kv_cache_tokens % block_size:
-        raise InputError(
-            f"{kv_cache_tokens:,} tokens are no whole number of blocks of {block_size} tokens; give the server's"
-            " block_size, or the tokens stand for several groups (concurrency x max_model_len)"
-        )
-    num_blocks = kv_cache_tokens // block_size
-    low_available, high_available = available.range_bytes
-    low = low_available // (num_blocks + 1) + 1
-    high = high_available // num_blocks
-    return PoolExplanation(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        low_bytes_per_block=low,
-        high_bytes_per_block=high,
-        candidates=uniform_stacks(low, high, block_size),
-        page_size_bytes=page_size_bytes,
+    low, high = figure.range_bytes
+    return LedgerRow(
+        name=name,
+        num_bytes=figure.num_bytes,
+        source=RowSource.MEASURED,
+        role=role,
+        formula=f"start-up log: {figure.text} GiB",
+        low_bytes=min(low, figure.num_bytes),
+        high_bytes=max(high, figure.num_bytes),
     )
-
-
-def uniform_stacks(low_bytes: int, high_bytes: int, block_size: int) -> tuple[UniformStack, ...]:
-    """Stacks of equal layers whose block lies within the range, fewest layers first."""
-    pages = [
-        (heads, size, dtype, False, 2 * heads * size) for heads in _HEADS for size in _HEAD_SIZES for dtype in _DTYPES
-    ]
-    pages += [(1, size, dtype, True, size) for size in _LATENT_SIZES for dtype in _DTYPES]
-    found: list[UniformStack] = []
-    for heads, size, dtype, is_latent, elements in pages:
-        page_bytes = elements * block_size * BITS_PER_ELEMENT[dtype] // 8
-        most = min(high_bytes // page_bytes, MAX_LAYERS)
-        found.extend(
-            UniformStack(num_layers, heads, size, dtype, is_latent, bytes_per_block=num_layers * page_bytes)
-            for num_layers in range(-(-low_bytes // page_bytes), most + 1)
-        )
-    return tuple(sorted(found, key=lambda stack: (stack.num_layers, stack.dtype, stack.num_kv_heads)))

@@ -47,6 +47,8 @@ class Architecture:
         fields: the decoder's part of the config.
         class_defaults: values of fields that a config of this architecture may leave out, where its own class has a
             default that other architectures do not share (a checkpoint's config omits fields that equal these).
+        understands: fields that decide what layers store and that the reader knows without asking for them in every
+            config (what it does not know either way is named in a warning).
         encoders: parts of a `...ForConditionalGeneration` checkpoint that `weights` does not count.
         hybrid_manager: False where vLLM sizes windowed layers like full ones by default (Llama 4's chunks).
         tied_by_default: whether the output matrix is the embedding where the config does not say.
@@ -59,6 +61,7 @@ class Architecture:
     """
 
     class_defaults: ClassVar[Mapping[str, int]] = MappingProxyType({})
+    understands: ClassVar[frozenset[str]] = frozenset()
     encoders: ClassVar[str] = "vision encoder and projector"
     hybrid_manager: ClassVar[bool] = True
     tied_by_default: ClassVar[bool] = False
@@ -140,9 +143,9 @@ class Architecture:
         fields, count = self.fields, self.num_layers
         if fields.has("mlp_layer_types"):
             return tuple(kind != "dense" for kind in fields.text_list("mlp_layer_types")[:count])
-        if fields.has("moe_layer_freq") and not isinstance(fields.values["moe_layer_freq"], int):
+        if fields.has("moe_layer_freq") and not isinstance(fields.get("moe_layer_freq"), int):
             return tuple(bool(item) for item in fields.integer_list("moe_layer_freq")[:count])
-        first = fields.integer("first_k_dense_replace") if fields.values.get("first_k_dense_replace") else 0
+        first = fields.integer("first_k_dense_replace") if fields.get("first_k_dense_replace") else 0
         return tuple(index >= first for index in range(count))
 
     def layer_types(self) -> Sequence[str]:

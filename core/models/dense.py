@@ -1,23 +1,37 @@
-"""Dense decoders: Llama, Mistral, Qwen 2 and 3, Phi, GPT-2, OPT, Gemma 2, 3 and 4, Command."""
+"""Dense decoders: Llama, Mistral, Qwen 2 and 3, Phi, GPT-2, OPT, Gemma 2, 3 and 4, Command, DeciLM."""
 
 import functools
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import attrs
 
 from ..errors import InputError
 from . import weights
 from .architecture import Architecture, architectures
+from .config_fields import ConfigFields
 from .layer_cache import AttentionCache, LayerCaches
-from .weights import Groups, Heads, WeightKind
+from .weights import (
+    Groups,
+    Heads,
+    WeightGroup,
+    WeightKind,
+    attention_projections,
+    gated_mlp,
+    rounded_up,
+    vector,
+    whole,
+)
 
 
 @architectures.register("LlamaForCausalLM")
 class Llama(Architecture):
-    """Full attention, with biases where `attention_bias` is true, and a gated MLP."""
+    """Full attention, with biases where `attention_bias` is true, and a gated MLP; listed layers may slide."""
 
     biases = "attention_bias"
+
+    def layer_types(self) -> Sequence[str]:
+        return self.listed_or(lambda index: "full_attention")
 
 
 @architectures.register("MistralForCausalLM", "Phi3ForCausalLM")
@@ -29,21 +43,22 @@ class Mistral(Llama):
         return self.listed_or(lambda index: default)
 
 
-@architectures.register("Qwen2ForCausalLM")
+@architectures.register("Qwen2ForCausalLM", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 class Qwen2(Architecture):
     """Biases on query, key and value; windows only where `use_sliding_window` is true."""
 
     biases = "qkv"
+    understands: ClassVar[frozenset[str]] = frozenset({"sliding_window", "max_window_layers"})
 
     def layer_types(self) -> Sequence[str]:
         """Layers from `max_window_layers` on slide."""
         if not self.fields.flag("use_sliding_window"):
-            return super().layer_types()
+            return self.listed_or(lambda index: "full_attention")
         first_sliding = self.fields.integer("max_window_layers")
         return self.listed_or(lambda index: "sliding_attention" if index >= first_sliding else "full_attention")
 
 
-@architectures.register("Qwen3ForCausalLM")
+@architectures.register("Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration")
 class Qwen3(Qwen2):
     """Norms on each head's queries and keys instead of biases."""
 
@@ -57,6 +72,7 @@ class Gemma2(Architecture):
     """Every second layer is full, the others slide; four norms a layer."""
 
     class_defaults: ClassVar = {"head_dim": 256, "sliding_window": 4096}
+    understands: ClassVar[frozenset[str]] = frozenset({"sliding_window_pattern"})
     tied_by_default = True
     norms_per_layer = 4
     full_every = 2
@@ -96,6 +112,7 @@ class Cohere2(Cohere):
     """Every fourth layer is full, the others slide."""
 
     full_every = 4
+    understands: ClassVar[frozenset[str]] = frozenset({"sliding_window_pattern"})
 
 
 @architectures.register("PhiForCausalLM")
@@ -154,6 +171,7 @@ class Gemma4(Architecture):
     """Full and sliding layers with different head sizes, layers that share an earlier cache, per-layer embeddings."""
 
     class_defaults: ClassVar = {"head_dim": 256, "global_head_dim": 512}
+    understands: ClassVar[frozenset[str]] = frozenset({"sliding_window_pattern", "num_global_key_value_heads"})
     encoders = "vision and audio encoders"
     tied_by_default = True
     norms_per_layer = 4
@@ -176,13 +194,13 @@ class Gemma4(Architecture):
     @property
     def num_stored(self) -> int:
         """Layers that store a cache: the last `num_kv_shared_layers` read an earlier layer's."""
-        shared = self.fields.values.get("num_kv_shared_layers") or 0
+        shared = self.fields.get("num_kv_shared_layers") or 0
         return self.num_layers - (self.fields.integer("num_kv_shared_layers") if shared else 0)
 
     @property
     def per_layer_size(self) -> int:
         """Width of each layer's own embedding; 0 without such embeddings."""
-        return self.fields.values.get("hidden_size_per_layer_input") or 0
+        return self.fields.get("hidden_size_per_layer_input") or 0
 
     def caches(self) -> LayerCaches:
         sliding, full = self.heads, self.full_heads
@@ -246,3 +264,89 @@ class Gemma4(Architecture):
             weights.whole("per_layer_model_projection", WeightKind.MLP, self.hidden_size, width),
             weights.vector("per-layer projection norm", size),
         )
+
+
+@architectures.register("DeciLMForCausalLM")
+class DeciLM(Architecture):
+    """Llama whose layers were searched one by one: each has its own KV heads and inner size, or lacks a part."""
+
+    biases = "attention_bias"
+
+    def blocks(self) -> Sequence[tuple[ConfigFields, ConfigFields]]:
+        """The attention and the MLP of each layer.
+
+        Raises:
+            InputError: `block_configs` does not describe every layer.
+        """
+        fields = self.fields
+        blocks = fields.items("block_configs")
+        if len(blocks) != self.num_layers:
+            raise InputError(f"{fields.place}: block_configs has {len(blocks)} entries for {self.num_layers} layers")
+        found: list[tuple[ConfigFields, ConfigFields]] = []
+        for index, block in enumerate(blocks):
+            part = ConfigFields({"block": block}, f"{fields.place}: block_configs[{index}]").section("block")
+            attention, ffn = (None, None) if part is None else (part.section("attention"), part.section("ffn"))
+            if attention is None or ffn is None:
+                raise InputError(f"{fields.place}: block_configs[{index}] has no attention and ffn")
+            found.append((attention, ffn))
+        return found
+
+    def caches(self) -> LayerCaches:
+        """Keys and values where there is attention.
+
+        Raises:
+            InputError: KV heads that do not divide the heads, or a window or a sparse pattern in a layer.
+        """
+        if not self.fields.has("block_configs"):  # DeciLM 7B lists KV heads alone
+            heads = self.fields.integer_list("num_key_value_heads_per_layer")
+            return tuple((self._cache(count),) for count in heads[: self.num_layers])
+        return tuple(
+            () if _is_left_out(attention) else (self._cache(self._kv_heads(attention)),)
+            for attention, _ in self.blocks()
+        )
+
+    def _cache(self, num_kv_heads: int) -> AttentionCache:
+        return AttentionCache(num_kv_heads=num_kv_heads, head_size=self.heads.head_size)
+
+    def _kv_heads(self, attention: ConfigFields) -> int:
+        for name in ("window_length", "sparsify"):
+            if attention.get(name):
+                raise InputError(f"{attention.place}: {name} {attention.get(name)!r}: what it keeps is not known here")
+        in_group = attention.integer("n_heads_in_group")
+        if self.heads.num_heads % in_group:
+            raise InputError(
+                f"{attention.place}: n_heads_in_group {in_group} does not divide {self.heads.num_heads} heads"
+            )
+        return self.heads.num_heads // in_group
+
+    def layer(self, index: int) -> Groups:
+        """Attention or one matrix instead of it, and the MLP; a part that is left out has no norm either."""
+        if not self.fields.has("block_configs"):
+            raise InputError(f"{self.fields.place}: missing block_configs, which says how wide each layer's MLP is")
+        hidden_size, (attention, ffn) = self.hidden_size, self.blocks()[index]
+        groups: list[WeightGroup] = []
+        if _is_left_out(attention):
+            if attention.flag("replace_with_linear"):
+                groups.append(whole("linear_attn", WeightKind.ATTENTION, hidden_size, hidden_size))
+        else:
+            heads: Heads = attrs.evolve(self.heads, num_kv_heads=self._kv_heads(attention))
+            groups += attention_projections(hidden_size, heads)
+        if not ffn.flag("no_op"):
+            if ffn.flag("replace_with_linear"):
+                groups.append(whole("linear_mlp", WeightKind.MLP, hidden_size, hidden_size))
+            else:
+                groups += gated_mlp(hidden_size, self._inner_size(ffn))
+        norms = (not attention.flag("no_op")) + (not ffn.flag("no_op"))
+        return (*groups, vector("norms", norms * hidden_size))
+
+    def _inner_size(self, ffn: ConfigFields) -> int:
+        factor: Any = ffn.get("ffn_mult")
+        if factor is None:
+            return ffn.integer("intermediate_size")
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
+            raise InputError(f"{ffn.place}: ffn_mult is {factor!r}; expected a number above 0")
+        return rounded_up(int(2 * factor * self.hidden_size / 3), 256)
+
+
+def _is_left_out(attention: ConfigFields) -> bool:
+    return attention.flag("no_op") or attention.flag("replace_with_linear")

@@ -4,15 +4,23 @@ For models whose architecture is not known here, and for golden/model_kv_bytes.j
 descriptions. They give no order of the layers, so layers of one kind follow each other.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import attrs
 
 from ..errors import InputError
 from .architecture import Architecture
 from .config_fields import ConfigFields
-from .latent import DeepseekV4, latent_cache
-from .layer_cache import AttentionCache, CachePart, LatentCache, LayerCache, LayerCaches
+from .latent import DeepseekV4, indexer_cache, latent_cache
+from .layer_cache import (
+    AttentionCache,
+    CachePart,
+    LatentCache,
+    LayerCache,
+    LayerCaches,
+    OpaqueStateCache,
+    RecordCache,
+)
 from .linear import DELTA_NET_KERNEL, linear_state
 from .weights import ModelWeights
 
@@ -56,8 +64,9 @@ def _attention(fields: ConfigFields, prefix: str = "") -> AttentionCache:
 
 
 def _standard(fields: ConfigFields) -> LayerCaches:
-    """Every layer keeps keys and values of every token; a window in the fields is ignored."""
-    return ((_attention(fields),),) * fields.integer("num_hidden_layers")
+    """Layers that keep keys and values of every token; a window in the fields is ignored."""
+    stored = fields.integer_or("stored_layers", fields.integer("num_hidden_layers"))
+    return _counted(fields, [(stored, (_attention(fields),))])
 
 
 def _mixed(fields: ConfigFields) -> LayerCaches:
@@ -82,10 +91,10 @@ def _mla(fields: ConfigFields) -> LayerCaches:
 
 def _dsa(fields: ConfigFields) -> LayerCaches:
     """Latents everywhere, and keys on the layers with their own indexer."""
-    latent = latent_cache(fields)
+    latent, indexer = latent_cache(fields), indexer_cache(fields.integer("index_head_dim"))
     count = fields.integer("num_hidden_layers")
     own = fields.integer_or("indexer_full_layers", count)
-    return _counted(fields, [(own, (latent, _indexer(fields))), (count - own, (latent,))])
+    return _counted(fields, [(own, (latent, indexer)), (count - own, (latent,))])
 
 
 def _indexer(fields: ConfigFields) -> LatentCache:
@@ -150,7 +159,53 @@ def _counted(fields: ConfigFields, counted: list[tuple[int, tuple[LayerCache, ..
     return (*caches, *((),) * (count - stored))
 
 
+def _layers(fields: ConfigFields) -> LayerCaches:
+    """Layers as listed, each entry with its `count` and what one layer of it stores; nothing if it says no more.
+
+    An entry has `num_key_value_heads` and `head_dim` (with `v_head_dim`, `sliding_window` or `attention_chunk_size`
+    where they apply), `latent_size`, `bytes_per_token`, `state_bytes` (per sequence), `indexer_key_size`, or several.
+    """
+    caches: list[tuple[LayerCache, ...]] = []
+    for index, item in enumerate(fields.items("layers")):
+        entry = ConfigFields({"layer": item}, f"{fields.place}: layers[{index}]").section("layer")
+        if entry is None:
+            raise InputError(f"{fields.place}: layers[{index}] is null; expected an object")
+        unknown = sorted(set(entry.values) - _LAYER_FIELDS)
+        if unknown:
+            raise InputError(f"{entry.place}: unknown field {unknown[0]}; known are {', '.join(sorted(_LAYER_FIELDS))}")
+        caches += [tuple(_listed_caches(entry))] * entry.integer_or("count", 1)
+    total = fields.integer_or("num_hidden_layers", len(caches))
+    if total != len(caches):
+        raise InputError(f"{fields.place}: {len(caches)} layers are listed, num_hidden_layers is {total}")
+    return caches
+
+
+_LAYER_FIELDS = frozenset(
+    {"count", "num_key_value_heads", "head_dim", "v_head_dim", "sliding_window", "attention_chunk_size", "latent_size"}
+    | {"bytes_per_token", "state_bytes", "indexer_key_size"}
+)
+
+
+def _listed_caches(entry: ConfigFields) -> Iterator[LayerCache]:
+    if entry.has("num_key_value_heads") or entry.has("head_dim"):
+        cache = _attention(entry)
+        yield attrs.evolve(
+            cache,
+            sliding_window=entry.integer_or("sliding_window", None),
+            attention_chunk_size=entry.integer_or("attention_chunk_size", None),
+        )
+    if entry.has("latent_size"):
+        yield LatentCache(head_size=entry.integer("latent_size"))
+    if entry.has("bytes_per_token"):
+        yield RecordCache(bytes_per_token=entry.integer("bytes_per_token"))
+    if entry.has("indexer_key_size"):
+        yield indexer_cache(entry.integer("indexer_key_size"))
+    if entry.has("state_bytes"):
+        yield OpaqueStateCache(state_bytes=entry.integer("state_bytes"))
+
+
 _READERS: dict[str, Callable[[ConfigFields], LayerCaches]] = {
+    "layers": _layers,
     "standard_gqa": _standard,
     "mixed_full_sliding_gqa": _mixed,
     "mla": _mla,

@@ -4,7 +4,7 @@ import attrs
 
 from ..errors import InputError, non_negative, positive
 from .geometry import ModelGeometry
-from .layer_cache import LayerCaches, StateCache
+from .layer_cache import LayerCaches, SequenceStateCache, WindowBufferCache
 from .weights import Groups, WeightKind, whole
 
 METHODS = ("mtp", "eagle", "draft_model", "ngram")
@@ -46,7 +46,9 @@ class Drafts:
         """
         layers = [
             tuple(
-                attrs.evolve(cache, num_draft_tokens=self.num_tokens) if isinstance(cache, StateCache) else cache
+                attrs.evolve(cache, num_draft_tokens=self.num_tokens)
+                if isinstance(cache, SequenceStateCache)
+                else cache
                 for cache in caches
             )
             for caches in geometry.layers
@@ -64,7 +66,10 @@ class Drafts:
         if not self.num_layers:
             return ()
         for caches in reversed(geometry.layers):
-            if caches and not any(isinstance(cache, StateCache) for cache in caches):
+            windows = tuple(cache for cache in caches if isinstance(cache, WindowBufferCache))
+            if windows:  # DeepSeek V4's predictor compresses nothing
+                return (windows,) * self.num_layers
+            if caches and not any(isinstance(cache, SequenceStateCache) for cache in caches):
                 return (caches,) * self.num_layers
         raise InputError(f"{geometry.name}: no layer stores keys and values, so a drafter's layers are not known")
 

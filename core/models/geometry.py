@@ -12,21 +12,37 @@ An unknown architecture is an error, and so is a missing field, by its name: not
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import attrs
 
 from ..errors import InputError
-from ..planner.cache_dtype import CacheFormat, cache_format, canonical_dtype
+from ..planner.cache_dtype import (
+    KEEPS_BOUNDARY_LAYERS,
+    PACKED_LATENT_SIZES,
+    PACKED_LATENTS,
+    CacheFormat,
+    cache_format,
+    canonical_dtype,
+)
 from ..planner.specs import KVCacheSpec
 from . import dense, latent, linear, moe
 from .architecture import Architecture, architectures
 from .catalog import builtin_configs, catalogue_name, unknown_model
-from .config_fields import ConfigFields
+from .config_fields import ConfigFields, unread_fields, warning_about
 from .described import Described, described_caches
-from .layer_cache import CachePart, LayerCache, LayerCaches, SequenceBytes, StateCache
+from .layer_cache import (
+    AttentionCache,
+    CachePart,
+    LatentCache,
+    LayerCache,
+    LayerCaches,
+    SequenceBytes,
+    SequenceStateCache,
+    VectorCache,
+)
 from .weights import ModelWeights
 
 BUILTIN_ARCHITECTURES = (dense, latent, linear, moe)  # their classes register themselves when they are imported
@@ -45,6 +61,7 @@ class ModelGeometry:
         quantization_config: quantisation of the weights, as in the config; it never changes the cache.
         reader: the class that reads the architecture.
         from_class: fields that the config leaves out, each with the default of its class.
+        warnings: what the reader of a plan should know of the config.
     """
 
     name: str
@@ -55,6 +72,7 @@ class ModelGeometry:
     quantization_config: Mapping[str, Any] | None
     reader: type[Architecture]
     from_class: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def num_hidden_layers(self) -> int:
@@ -111,15 +129,45 @@ class ModelGeometry:
     @property
     def has_states(self) -> bool:
         """Whether some layer keeps a state of fixed size per sequence."""
-        return any(isinstance(cache, StateCache) for caches in self.layers for cache in caches)
+        return any(isinstance(cache, SequenceStateCache) for caches in self.layers for cache in caches)
 
     def cache_format(self, kv_cache_dtype: str) -> CacheFormat:
         """The storage format of `kv_cache_dtype`; `auto` is the model's own dtype.
 
         Raises:
-            InputError: the dtype is unknown, or `auto` and the config names none.
+            InputError: the dtype is unknown or packs what this model does not store, or it is `auto` and the config
+                names none.
         """
-        return cache_format(kv_cache_dtype, self.dtype)
+        storage = cache_format(kv_cache_dtype, self.dtype)
+        if storage.latent is not None and not (self.has_sparse_latents or self.has_records):
+            raise InputError(
+                f"kv_cache_dtype {kv_cache_dtype!r} packs the latents of sparse latent attention, which {self.name}"
+                " does not have; use fp8_e4m3"
+            )
+        if storage.packed is not None and any(
+            not isinstance(c, AttentionCache | SequenceStateCache) for c in self.caches()
+        ):
+            raise InputError(
+                f"kv_cache_dtype {kv_cache_dtype!r} packs the keys and values of heads, and {self.name} stores latents;"
+                " use fp8_e4m3"
+            )
+        return storage
+
+    @property
+    def has_sparse_latents(self) -> bool:
+        """Whether layers store latents of which an indexer chooses what is read (DeepSeek V3.2, GLM-5)."""
+        caches = list(self.caches())
+        parts = {cache.part for cache in caches if isinstance(cache, LatentCache)}
+        return parts >= {CachePart.KV, CachePart.INDEXER}
+
+    @property
+    def has_records(self) -> bool:
+        """Whether layers store vectors that have packed records of their own (DeepSeek V4)."""
+        return any(isinstance(cache, VectorCache) and cache.records for cache in self.caches())
+
+    def caches(self) -> Iterable[LayerCache]:
+        """Every cache of every layer."""
+        return itertools.chain.from_iterable(self.layers)
 
     def layer_specs(
         self, block_size: int, kv_cache_dtype: str, layers: LayerCaches | None = None
@@ -185,8 +233,8 @@ def geometry_from_config(config: Mapping[str, Any], name: str, place: str = "con
         reader = architectures.get(named[0])
     except InputError as error:
         raise InputError(
-            f"{place}: {error}. What the layers of any other store is not guessed: register a class that reads it"
-            " (kvledger.core.models.architecture), or describe the caches by kind and fields"
+            f"{place}: {error}. What the layers of any other store is not guessed: describe the caches by hand, by kind"
+            " and fields (docs/planning.md), or register a class that reads the config (docs/extending.md)"
         ) from None
     fields = top.section("text_config") or top
     left_out = {name: value for name, value in reader.class_defaults.items() if not fields.has(name)}
@@ -195,6 +243,7 @@ def geometry_from_config(config: Mapping[str, Any], name: str, place: str = "con
     quantization = top.section("quantization_config") or fields.section("quantization_config")
     layers = tuple(tuple(caches) for caches in reader(fields).caches())
     num_layers = reader(fields).num_layers
+    unread = unread_fields(top, fields, reader.understands)
     if len(layers) != num_layers:
         raise InputError(f"{place}: {len(layers)} layers are described, num_hidden_layers is {num_layers}")
     return ModelGeometry(
@@ -206,6 +255,7 @@ def geometry_from_config(config: Mapping[str, Any], name: str, place: str = "con
         quantization_config=None if quantization is None else quantization.values,
         reader=reader,
         from_class=tuple(f"{name} {value:,}" for name, value in left_out.items()),
+        warnings=(warning_about(unread, fields.place, named[0]),) if unread else (),
     )
 
 
@@ -222,14 +272,17 @@ def geometry_from_description(document: Mapping[str, Any], name: str, place: str
     # A description has the length limit beside its fields, a config inside them.
     limit = document.get("max_position_embeddings")
     values = fields.values if limit is None else {"max_position_embeddings": limit, **fields.values}
+    layers = described_caches(kind, fields)
+    unread = unread_fields(fields, fields, ())
     return ModelGeometry(
         name=name,
         architecture=kind,
         fields=ConfigFields(values, fields.place),
-        layers=described_caches(kind, fields),
+        layers=layers,
         dtype=None if (dtype := top.text("dtype")) is None else canonical_dtype(dtype),
         quantization_config=None,
         reader=Described,
+        warnings=(warning_about(unread, fields.place, f"kind {kind}"),) if unread else (),
     )
 
 
@@ -271,3 +324,123 @@ def load_geometry(model: str) -> ModelGeometry:
     if "kind" in document and "architectures" not in document:
         return geometry_from_description(document, name, str(path))
     return geometry_from_config(document, name, str(path))
+
+
+# The value of `kv_cache_dtype` names no layout by itself where a model's latents are sparse: `fp8` means packed records
+# on one GPU and plain elements on another (rules of vLLM 0.32's choice of an attention backend; field report A18).
+_PACKED, _PLAIN = "fp8_ds_mla", "fp8_e4m3"
+_BOUNDARY_LAYERS = 2  # on either side, in formats that leave them alone
+# Architectures whose cache is fp8 on GPUs of compute capability 10.x where no dtype is given.
+_EIGHT_BITS_ON_BLACKWELL = ("GlmMoeDsaForCausalLM",)
+
+
+def served_cache_dtype(geometry: ModelGeometry, kv_cache_dtype: str, cuda_capability: int | None = None) -> str:
+    """The `kv_cache_dtype` with a server's layout: for sparse latents `fp8` becomes `fp8_ds_mla` or `fp8_e4m3`.
+
+    DeepSeek V4 is packed unless a plain dtype is asked for.
+
+    Args:
+        geometry: the model.
+        kv_cache_dtype: as it was given.
+        cuda_capability: ten times the compute capability of the GPU (90: Hopper); 0: no CUDA; None: not known.
+    """
+    if geometry.has_records and kv_cache_dtype in ("auto", "fp8"):
+        return _PACKED
+    if not geometry.has_sparse_latents:
+        return kv_cache_dtype
+    major = None if cuda_capability is None else cuda_capability // 10
+    if major == 12 and kv_cache_dtype in ("auto", "fp8", "fp8_e4m3"):
+        return _PACKED
+    if major == 10 and kv_cache_dtype == "auto" and geometry.architecture in _EIGHT_BITS_ON_BLACKWELL:
+        return _PLAIN
+    if kv_cache_dtype != "fp8":
+        return kv_cache_dtype
+    is_packed = major not in (10, 0) and _latent_size(geometry) in PACKED_LATENT_SIZES
+    return _PACKED if is_packed else _PLAIN
+
+
+def cache_notes(geometry: ModelGeometry, given: str, served: str) -> tuple[str, ...]:
+    """Sentences about the layout: which one was taken, and sizes that were rounded.
+
+    Args:
+        geometry: the model.
+        given: the `kv_cache_dtype` as it was given.
+        served: the one with its layout (`served_cache_dtype`).
+    """
+    return (*_layout_notes(geometry, given, served), *_rounding_notes(geometry, served))
+
+
+def boundary_warning(geometry: ModelGeometry, served: str) -> str | None:
+    """What a format with unquantised boundary layers needs beyond what is counted; None for other formats.
+
+    A server leaves the first and last two layers of a model without states in the model's dtype.
+    """
+    if served not in KEEPS_BOUNDARY_LAYERS or geometry.has_states or geometry.dtype is None:
+        return None
+    count = geometry.num_hidden_layers
+    side = min(_BOUNDARY_LAYERS, count // 2)
+    layers = sorted({*range(side), *range(count - side, count)})
+    storage, plain = geometry.cache_format(served), geometry.cache_format("auto")
+    more = sum(
+        cache.floor_bytes(1, plain) - cache.floor_bytes(1, storage)
+        for index in layers
+        for cache in geometry.layers[index]
+    )
+    return (
+        f"kv_cache_dtype {served} is counted in all {count} layers; vLLM leaves layers {', '.join(map(str, layers))} in"
+        f" {geometry.dtype}, which are {more:,} B a token more"
+    )
+
+
+def _latent_size(geometry: ModelGeometry) -> int | None:
+    return next((cache.head_size for cache in geometry.caches() if _is_latent(cache)), None)
+
+
+def _is_latent(cache: object) -> bool:
+    return isinstance(cache, LatentCache) and cache.fixed_dtype is None
+
+
+def _layout_notes(geometry: ModelGeometry, given: str, served: str) -> tuple[str, ...]:
+    if geometry.has_records:
+        records = {
+            f"{record.bytes_per_token} B ({record.formula})"
+            for cache in geometry.caches()
+            if isinstance(cache, VectorCache) and cache.fixed_dtype is None
+            for record in cache.records
+            if record.name == served
+        }
+        if not records:
+            return ()
+        why = ", as vLLM 0.32 does unless a plain dtype is given" if given != served else ""
+        return (f"kv_cache_dtype {given} packs vectors in records ({served}) of {' or '.join(sorted(records))}{why}",)
+    if not geometry.has_sparse_latents or not served.startswith(("fp8", "nvfp4")):
+        return ()
+    size = _latent_size(geometry)
+    record = PACKED_LATENTS.get(served)
+    if record is not None:
+        taken = f"packed records ({record.name}), {record.bytes_per_token} B a token and layer: {record.formula}"
+        other = f"; {_PLAIN} is the plain layout, {size} B" if given != served else ""
+    else:
+        taken = f"plain {served}, {size} B a token and layer"
+        other = f"; {_PACKED} is the packed layout, {PACKED_LATENTS[_PACKED].bytes_per_token} B"
+    why = ", as vLLM 0.32 chooses on such a GPU" if given != served else ""
+    return (f"kv_cache_dtype {given} stores latents as {taken}{why}{other}",)
+
+
+def _rounding_notes(geometry: ModelGeometry, served: str) -> tuple[str, ...]:
+    storage = geometry.cache_format(served)
+    per_scale = None if storage.scales is None else storage.scales.elements_per_scale
+    if per_scale is None or storage.scales is None:
+        return ()
+    sizes: set[int] = set()
+    for cache in geometry.caches():
+        if isinstance(cache, AttentionCache):
+            sizes |= {cache.head_size, cache.head_size_v}
+        elif isinstance(cache, LatentCache) and cache.fixed_dtype is None:
+            sizes.add(cache.head_size)
+    return tuple(
+        f"kv_cache_dtype {served}: {size} elements are {size / per_scale:g} groups of {per_scale}, so"
+        f" {-(-size // per_scale)} scales are counted for each vector"
+        for size in sorted(sizes)
+        if size % per_scale
+    )

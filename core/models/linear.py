@@ -1,14 +1,28 @@
-"""Linear attention beside full attention: Qwen 3 Next, 3.5 and later (gated delta nets), Kimi Linear and K3 (KDA)."""
+"""States beside attention: gated delta nets (Qwen 3 Next, 3.5 and later), KDA (Kimi), LFM2 and Nemotron-H."""
 
 import functools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+
+import attrs
 
 from ..errors import InputError
 from .architecture import Architecture, architectures
 from .config_fields import ConfigFields
 from .latent import MLA, latent_cache
-from .layer_cache import AttentionCache, LayerCaches, StateCache
-from .weights import Groups, ModelWeights, WeightKind, column, experts, gated_mlp, row, vector, whole
+from .layer_cache import AttentionCache, LayerCache, LayerCaches, Mamba2Cache, ShortConvCache, StateCache
+from .weights import (
+    Groups,
+    ModelWeights,
+    WeightGroup,
+    WeightKind,
+    column,
+    experts,
+    gated_mlp,
+    rounded_up,
+    row,
+    vector,
+    whole,
+)
 
 DELTA_NET_KERNEL = "linear_conv_kernel_dim"
 
@@ -33,6 +47,7 @@ class Qwen35(Architecture):
 
     class_defaults: ClassVar = {"head_dim": 256}
     qk_norm = "head"
+    understands: ClassVar[frozenset[str]] = frozenset({"full_attention_interval"})
 
     @functools.cached_property
     def is_linear(self) -> tuple[bool, ...]:
@@ -43,7 +58,8 @@ class Qwen35(Architecture):
 
     def caches(self) -> LayerCaches:
         full = AttentionCache(num_kv_heads=self.heads.num_kv_heads, head_size=self.heads.head_size)
-        state = linear_state(self.fields, "linear_", DELTA_NET_KERNEL)
+        dtype = self.fields.text("mamba_ssm_dtype") or "fp32"
+        state = linear_state(self.fields, "linear_", DELTA_NET_KERNEL, recurrent_dtype=dtype)
         return tuple((state,) if is_linear else (full,) for is_linear in self.is_linear)
 
     def attention(self, index: int) -> Groups:
@@ -150,3 +166,183 @@ class KimiK3(KimiLinear):
             f"{self.fields.place}: the parameters of Kimi K3 are not known here (its experts work on a latent, and its"
             " layers attend to earlier layers' outputs)"
         )
+
+
+@architectures.register("Lfm2ForCausalLM")
+class Lfm2(Architecture):
+    """Short gated convolutions, which keep their last inputs, and full attention on the layers that are listed."""
+
+    tied_by_default = True
+    qk_norm: ClassVar[Literal["head"]] = "head"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @functools.cached_property
+    def is_full(self) -> tuple[bool, ...]:
+        """Whether each layer attends: by `layer_types`, or as `full_attn_idxs` lists.
+
+        Raises:
+            InputError: a layer of another type, or neither list.
+        """
+        types = self.listed()
+        if types is None:
+            full = self.fields.integer_list("full_attn_idxs")
+            return tuple(index in full for index in range(self.num_layers))
+        unknown = [kind for kind in types if kind not in ("conv", "full_attention")]
+        if unknown:
+            raise InputError(f"{self.fields.place}: layer_types has {unknown[0]!r}; known are conv and full_attention")
+        return tuple(kind == "full_attention" for kind in types)
+
+    @property
+    def channels(self) -> int:
+        """Channels of a convolution: the hidden size unless given."""
+        return self.fields.integer_or("conv_dim", self.hidden_size)
+
+    def caches(self) -> LayerCaches:
+        full = self.full_cache()
+        conv = ShortConvCache(conv_kernel_size=self.fields.integer("conv_L_cache"), channels=self.channels)
+        return tuple((full,) if is_full else (conv,) for is_full in self.is_full)
+
+    def attention(self, index: int) -> Groups:
+        if self.is_full[index]:
+            return super().attention(index)
+        kind, hidden_size, channels = WeightKind.ATTENTION, self.hidden_size, self.channels
+        kernel = self.fields.integer("conv_L_cache")
+        bias = (4 * channels + hidden_size) * self.fields.flag("conv_bias")
+        return (
+            column("in_proj", kind, hidden_size, 3 * channels),
+            vector("conv", channels * kernel + bias),
+            row("out_proj", kind, channels, hidden_size),
+        )
+
+    def mlp(self, index: int) -> Groups:
+        """A gated MLP; its inner size is two thirds of the one given, rounded up, unless that is switched off."""
+        size = self.fields.integer("intermediate_size", "block_ff_dim")
+        if self.fields.flag("block_auto_adjust_ff_dim", default=True):
+            factor = self.fields.get("block_ffn_dim_multiplier")
+            size = int(2 * size / 3)
+            if isinstance(factor, int | float) and not isinstance(factor, bool):
+                size = int(factor * size)
+            size = rounded_up(size, self.fields.integer_or("block_multiple_of", 256))
+        return gated_mlp(self.hidden_size, size)
+
+
+# What a letter of Nemotron-H's pattern says of a layer: it has one part, and only two kinds of parts store.
+_MAMBA, _ATTENTION, _MLP, _EXPERTS = "M", "*", "-", "E"
+
+
+@architectures.register("NemotronHForCausalLM")
+class NemotronH(Architecture):
+    """Layers of one part each, by a pattern of letters: Mamba 2, attention, an MLP or experts."""
+
+    norms_per_layer = 1
+    understands: ClassVar[frozenset[str]] = frozenset({"mamba_head_dim", "mamba_num_heads", "layers_block_type"})
+
+    @functools.cached_property
+    def pattern(self) -> str:
+        """One letter for each layer.
+
+        Raises:
+            InputError: no pattern, one of another length, or an unknown letter.
+        """
+        pattern = self.fields.text("hybrid_override_pattern")
+        if pattern is None:
+            raise InputError(f"{self.fields.place}: missing hybrid_override_pattern, which nothing else says")
+        unknown = sorted(set(pattern) - {_MAMBA, _ATTENTION, _MLP, _EXPERTS})
+        if unknown:
+            raise InputError(
+                f"{self.fields.place}: hybrid_override_pattern has {unknown[0]!r}; known are M (Mamba 2), *"
+                " (attention), - (MLP) and E (experts)"
+            )
+        count = self.fields.integer_or("num_hidden_layers", len(pattern))
+        if len(pattern) != count:
+            raise InputError(
+                f"{self.fields.place}: hybrid_override_pattern has {len(pattern)} letters for {count} layers"
+            )
+        return pattern
+
+    @property
+    def num_layers(self) -> int:
+        """Letters of the pattern."""
+        return len(self.pattern)
+
+    @property
+    def state(self) -> Mamba2Cache:
+        """The state of a Mamba layer; its matrices are fp32 unless the config says otherwise."""
+        num_heads, head_dim, state_size, kernel, groups = self.fields.integers(
+            "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "conv_kernel", "n_groups"
+        )
+        return Mamba2Cache(
+            conv_kernel_size=kernel,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            num_groups=groups,
+            state_size=state_size,
+            recurrent_dtype=self.fields.text("mamba_ssm_cache_dtype") or "fp32",
+        )
+
+    def caches(self) -> LayerCaches:
+        full = self.full_cache()
+        if self.fields.has("sliding_window"):
+            full = attrs.evolve(full, sliding_window=self.window)
+        stored: dict[str, tuple[LayerCache, ...]] = {_ATTENTION: (full,)}
+        if _MAMBA in self.pattern:
+            stored[_MAMBA] = (self.state,)
+        return tuple(stored.get(letter, ()) for letter in self.pattern)
+
+    def layer(self, index: int) -> Groups:
+        """The one part of the layer, and its norm."""
+        part = {
+            _MAMBA: self._mamba,
+            _ATTENTION: lambda: self.attention(index),
+            _MLP: self._plain_mlp,
+            _EXPERTS: self._expert_groups,
+        }[self.pattern[index]]
+        return (*part(), vector("norm", self.hidden_size))
+
+    def _mamba(self) -> Groups:
+        state, hidden_size, kind = self.state, self.hidden_size, WeightKind.ATTENTION
+        width = state.num_heads * state.head_dim
+        conv_bias = state.conv_channels * self.fields.flag("use_conv_bias", default=True)
+        return (
+            column("in_proj", kind, hidden_size, width + state.conv_channels + state.num_heads),
+            vector("conv1d", state.conv_channels * state.conv_kernel_size + conv_bias),
+            vector("decays, skips, biases and norm", 3 * state.num_heads + width),
+            row("out_proj", kind, width, hidden_size),
+        )
+
+    def _plain_mlp(self) -> Groups:
+        return _ungated(self.hidden_size, self.fields.integer("intermediate_size"), WeightKind.MLP)
+
+    def _expert_groups(self) -> Groups:
+        """Experts without a gate, on the hidden state or on a narrower one (`moe_latent_size`), and a shared one."""
+        fields, hidden_size = self.fields, self.hidden_size
+        num_experts, visited, expert_size = fields.integers(
+            "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"
+        )
+        latent = fields.integer_or("moe_latent_size", None)
+        width = latent or hidden_size
+        shared = fields.get("n_shared_experts") or 0
+        groups: list[WeightGroup] = [
+            WeightGroup(
+                name=name,
+                parameters=num_experts * width * expert_size,
+                kind=WeightKind.EXPERT,
+                width=visited * expert_size,
+            )
+            for name in ("experts.up_proj", "experts.down_proj")
+        ]
+        groups.append(attrs.evolve(vector("router", hidden_size * num_experts), width=visited * hidden_size))
+        groups.append(vector("router bias", num_experts))
+        if latent is not None:
+            kind = WeightKind.MLP
+            groups += [whole("latent in", kind, hidden_size, latent), whole("latent out", kind, latent, hidden_size)]
+        if shared:
+            size = shared * fields.integer("moe_shared_expert_intermediate_size")
+            groups += _ungated(hidden_size, size, WeightKind.MLP)
+        return tuple(groups)
+
+
+def _ungated(hidden_size: int, intermediate_size: int, kind: WeightKind) -> Groups:
+    return (
+        column("up_proj", kind, hidden_size, intermediate_size),
+        row("down_proj", kind, intermediate_size, hidden_size),
+    )

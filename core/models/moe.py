@@ -28,10 +28,27 @@ class MiniMaxM2(Mixtral):
     class_defaults: ClassVar = {"head_dim": 128}
     qk_norm = "heads"
 
+    def caches(self) -> LayerCaches:
+        """Full attention everywhere.
 
-@architectures.register("Qwen3MoeForCausalLM")
+        Raises:
+            InputError: `attn_type_list` has a layer that is not full (MiniMax 01 and M1 have lightning attention).
+        """
+        if self.fields.has("attn_type_list"):
+            types = self.fields.integer_list("attn_type_list")
+            other = [index for index, kind in enumerate(types[: self.num_layers]) if kind != 1]
+            if other:
+                raise InputError(
+                    f"{self.fields.place}: attn_type_list[{other[0]}] is {types[other[0]]}; only 1 is known"
+                )
+        return super().caches()
+
+
+@architectures.register("Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration")
 class Qwen3Moe(Architecture):
     """Norms on each head's queries and keys; `mlp_only_layers`, `decoder_sparse_step` choose dense layers."""
+
+    understands: ClassVar[frozenset[str]] = frozenset({"max_window_layers"})
 
     biases = "attention_bias"
     qk_norm = "head"
@@ -73,6 +90,8 @@ class GptOss(Architecture):
 @architectures.register("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM")
 class MiMo(Architecture):
     """Full and sliding layers that may differ in heads and in both head sizes; dense and sparse layers as listed."""
+
+    understands: ClassVar[frozenset[str]] = frozenset({"swa_num_attention_heads", "hybrid_layer_pattern"})
 
     @functools.cached_property
     def slides(self) -> tuple[bool, ...]:
@@ -183,13 +202,14 @@ class Llama4(Architecture):
     """Chunked attention in layers with rotary positions; layers that route also have a shared expert."""
 
     hybrid_manager = False
+    understands: ClassVar[frozenset[str]] = frozenset({"layer_types"})
 
     def layer_types(self) -> Sequence[str]:
         """Layers with rotary positions attend in chunks; the others (every fourth by default) to everything."""
         fields = self.fields
         if not fields.has("attention_chunk_size"):
             return super().layer_types()
-        if fields.values.get("no_rope_layers"):
+        if fields.get("no_rope_layers"):
             uses_rope = fields.integer_list("no_rope_layers")
             return tuple("chunked_attention" if rope else "full_attention" for rope in uses_rope[: self.num_layers])
         interval = fields.integer_or("no_rope_layer_interval", 4)
@@ -206,7 +226,7 @@ class Llama4(Architecture):
         hidden_size, expert_size, dense_size, num_experts, visited = fields.integers(
             "hidden_size", "intermediate_size", "intermediate_size_mlp", "num_local_experts", "num_experts_per_tok"
         )
-        if fields.values.get("moe_layers"):
+        if fields.get("moe_layers"):
             routes = index in fields.integer_list("moe_layers")
         else:
             routes = (index + 1) % fields.integer_or("interleave_moe_layer_step", 1) == 0

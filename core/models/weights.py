@@ -167,6 +167,11 @@ def attention_projections(
     return (*groups, vector("attention biases and norms", extra)) if extra else tuple(groups)
 
 
+def rounded_up(size: int, multiple: int) -> int:
+    """The least multiple that is not below `size`."""
+    return -(-size // multiple) * multiple
+
+
 def gated_mlp(hidden_size: int, intermediate_size: int, bias: bool = False) -> Groups:
     """Gate, up and down projections."""
     groups = (
@@ -297,7 +302,7 @@ def _list(config: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 
 def _grouped_scheme(method: str, config: Mapping[str, Any], place: str) -> QuantizationScheme:
-    bits, group_size, kind = config.get("bits"), config.get("group_size"), "int"
+    bits, group_size, kind, is_symmetric = config.get("bits"), config.get("group_size"), "int", False
     if method == "compressed-tensors":
         groups = config.get("config_groups")
         first = next(iter(cast("Mapping[str, Any]", groups).values()), None) if isinstance(groups, Mapping) else None
@@ -306,6 +311,7 @@ def _grouped_scheme(method: str, config: Mapping[str, Any], place: str) -> Quant
             raise InputError(f"{place}: quantization_config has no config_groups with weights")
         described = cast("Mapping[str, Any]", weights)
         bits, group_size, kind = described.get("num_bits"), described.get("group_size"), described.get("type", "int")
+        is_symmetric = described.get("symmetric") is True
     if method == "modelopt":
         algorithm = str(config.get("quant_algo", "")).upper()
         bits, group_size = (4, 16) if algorithm == "NVFP4" else (8, None) if algorithm == "FP8" else (None, None)
@@ -314,7 +320,7 @@ def _grouped_scheme(method: str, config: Mapping[str, Any], place: str) -> Quant
         raise InputError(f"{place}: quantization_config does not say how many bits a weight takes")
     scale_bits = Fraction(0)
     if isinstance(group_size, int) and group_size > 0:
-        zero_point = bits if kind == "int" else 0
+        zero_point = bits if kind == "int" and not is_symmetric else 0
         scale_bits = Fraction((8 if kind == "float" and bits == 4 else 16) + zero_point, group_size)
     return QuantizationScheme(name=f"{method} {bits}-bit", bits=bits, scale_bits=scale_bits)
 
@@ -326,6 +332,7 @@ _KINDS_BY_WORD = {
     "mlp": WeightKind.MLP,
     "feed_forward": WeightKind.MLP,
     "experts": WeightKind.EXPERT,
+    "shared_experts": WeightKind.MLP,
 }
 _NEVER_QUANTISED = ("lm_head", "embed", "norm", "router", "gate", "vision", "visual", "projector", "audio", "mtp")
 
@@ -335,6 +342,8 @@ def _without_ignored(scheme: QuantizationScheme, ignored: Sequence[str]) -> Quan
     kinds, names, unknown = set(scheme.kinds), set(scheme.left_alone), set[str]()
     for entry in ignored:
         word = entry.replace("*", "").rstrip(".").rsplit(".", 1)[-1].rsplit(":", 1)[-1]
+        if "mlp\\.(" in entry:  # every projection of dense MLPs, by a regular expression
+            word = "mlp"
         if word in _KINDS_BY_WORD:
             kinds.discard(_KINDS_BY_WORD[word])
         elif word.endswith("_proj"):

@@ -122,6 +122,7 @@ def _promote(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
         head_size_v=spec.head_size_v,
         dtype=spec.dtype,
         scales=spec.scales,
+        packed=spec.packed,
         sliding_window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
         attention_chunk_size=spec.attention_chunk_size if isinstance(spec, ChunkedLocalSpec) else None,
     )
@@ -155,7 +156,8 @@ def _equalise_page_sizes(layer_specs: LayerSpecs) -> LayerSpecs | None:
 def _all_sized_like_full(layer_specs: LayerSpecs) -> KVCacheGroup:
     """One group in which windowed layers are sized like full ones, for latents whose page fits no other page."""
     kinds = {type(spec) for spec in layer_specs.values()}
-    if SlidingWindowSpec in kinds and ChunkedLocalSpec not in kinds:
+    of_latents = any(isinstance(spec, SlidingWindowSpec) and not spec.head_size_v for spec in layer_specs.values())
+    if SlidingWindowSpec in kinds and ChunkedLocalSpec not in kinds and not of_latents:
         group = _one_group(_promoted(layer_specs))
         if group is not None:
             return group
@@ -227,10 +229,10 @@ class _Bucket:
         """Whether every page occurs equally often, so that the bucket is a pattern that can be cut between repeats."""
         return len({len(names) for names in self.names_by_page.values()}) == 1
 
-    @property
-    def holds_states(self) -> bool:
-        """Whether the bucket's layers are fixed states."""
-        return isinstance(next(iter(self.specs.values())), MambaLikeSpec)
+    def is_cut_to_fit(self, repeats_per_group: int | None) -> bool:
+        """Whether its groups are made as narrow as a block needs: states always, windows where no pattern repeats."""
+        spec = next(iter(self.specs.values()))
+        return isinstance(spec, MambaLikeSpec) or (repeats_per_group is None and isinstance(spec, SlidingWindowSpec))
 
     def widest_group_bytes(self, num_groups: int) -> int:
         """Page bytes of the largest of `num_groups` groups."""
@@ -241,18 +243,19 @@ def _pack_groups(layer_specs: LayerSpecs) -> tuple[KVCacheGroup, ...]:
     """Split layers of different page sizes into groups that fill a block about equally.
 
     Buckets that mix page sizes evenly are patterns. The largest pattern decides how many repeats a group covers, and
-    the other even buckets are cut to about that. State buckets are cut further, so that they never widen the block.
+    the other even buckets are cut to about that. Buckets of states, and of windows where there is no pattern, are cut
+    further, so that they never widen the block (DeepSeek V4's windows beside its compressed states).
     """
     buckets = _same_slots_buckets(layer_specs)
     repeats_per_group = _repeats_per_group(buckets)
     group_counts = [_group_count(bucket, repeats_per_group) for bucket in buckets]
     block_bytes = max(
-        bucket.widest_group_bytes(len(bucket.specs) if bucket.holds_states else num_groups)
+        bucket.widest_group_bytes(len(bucket.specs) if bucket.is_cut_to_fit(repeats_per_group) else num_groups)
         for bucket, num_groups in zip(buckets, group_counts, strict=True)
     )
     groups: list[KVCacheGroup] = []
     for bucket, num_groups in zip(buckets, group_counts, strict=True):
-        if bucket.holds_states:
+        if bucket.is_cut_to_fit(repeats_per_group):
             page_bytes = next(iter(bucket.specs.values())).page_size_bytes
             states_per_block = max(block_bytes // page_bytes, 1)
             num_groups = max(num_groups, math.ceil(len(bucket.specs) / states_per_block))

@@ -238,9 +238,9 @@ def needs_zeroing(groups: tuple[KVCacheGroup, ...]) -> bool:
     if any(isinstance(spec, MambaLikeSpec) for spec in specs):
         return True
     precisions = {
-        (spec.dtype, spec.scales)
+        (spec.dtype, spec.scales, getattr(spec, "packed", None))
         if isinstance(spec, AttentionSpec | MLASpec | CompressedStateSpec)
-        else ("uint8", None)
+        else ("uint8", None, None)
         for spec in specs
     }
     return len(precisions) > 1

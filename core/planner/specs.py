@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 import attrs
 
 from ..errors import InputError, non_negative, one_of, positive
-from .cache_dtype import BITS_PER_ELEMENT, ScaleStorage, canonical_dtype, packed_bytes
+from .cache_dtype import BITS_PER_ELEMENT, PackedHead, ScaleStorage, canonical_dtype, packed_bytes
 
 StateCacheMode = Literal["none", "align", "all"]
 """When state layers keep snapshots for prefix caching: never, at aligned boundaries, or for every block."""
@@ -190,6 +190,7 @@ class AttentionSpec(KVCacheSpec):
         head_size_v: elements of one value vector; equal to `head_size` unless given, 0 where no value is stored.
         dtype: dtype of the elements.
         scales: scales stored beside quantised elements.
+        packed: the slot of a head's key and value, where they differ in bits; `dtype` is then uint8.
     """
 
     num_kv_heads: int = attrs.field(validator=positive)
@@ -199,6 +200,7 @@ class AttentionSpec(KVCacheSpec):
     )
     dtype: str = attrs.field(converter=canonical_dtype)
     scales: ScaleStorage | None = None
+    packed: PackedHead | None = None
 
     @property
     def num_head_slots(self) -> int:
@@ -212,6 +214,10 @@ class AttentionSpec(KVCacheSpec):
     @property
     def cell_terms(self) -> tuple[Term, ...]:
         """Keys and values, and their scales."""
+        if self.packed is not None:
+            sizes = (self.head_size, self.head_size_v)
+            text = self.packed.formula(*sizes)
+            return (Term("packed keys and values", self.packed.bytes_for(*sizes), text),)
         return _vector_terms("keys and values", (self.head_size, self.head_size_v), self.dtype, self.scales)
 
     def floor_bytes(self, num_tokens: int) -> int:
@@ -489,17 +495,19 @@ class OpaqueSpec(LatentSpec):
 
     Attributes:
         opaque_bytes_per_token: bytes that one token takes in this layer, everything included.
+        parts: how they are computed, if that is known.
     """
 
     kind: ClassVar[str] = "opaque"
 
     opaque_bytes_per_token: int = attrs.field(validator=positive)
+    parts: str = ""
 
     @property
     def cell_terms(self) -> tuple[Term, ...]:
         """The packed token."""
         size = self.opaque_bytes_per_token
-        return (Term("packed token", size, f"{size} B"),)
+        return (Term("packed token", size, f"({self.parts})" if self.parts else f"{size} B"),)
 
 
 @attrs.frozen

@@ -138,6 +138,7 @@ _NAMES = {
     "{latency models}": ("sim.latency.models", "latency_models.names"),
     "{routers}": ("sim.fleet.routing", "routers.names"),
     "{gpus}": ("sim.latency.devices", "devices"),
+    "{KV cache dtypes}": ("core.planner.cache_dtype", "known_cache_dtypes"),
 }
 
 

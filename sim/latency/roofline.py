@@ -119,6 +119,13 @@ class RooflineLatency:
         )
 
     def __attrs_post_init__(self) -> None:
+        if self.device.bf16_flops is None:
+            raise InputError(
+                f"the {self.device.name} has no dense bf16 FLOP/s here, which step times need: describe it with --gpu"
+                " FILE.toml (tflops.bf16), or give --latency linear or table"
+            )
+        if self.tensor_parallel_size * self.pipeline_parallel_size > 1 and not self.device.link.bytes_per_s:
+            raise InputError(f"the {self.device.name} has no link here, which several GPUs need: give link.gb_s")
         object.__setattr__(self, "_terms", self._precomputed_terms())
         object.__setattr__(self, "_attention", self._precomputed_attention())
         object.__setattr__(self, "_experts", self._precomputed_experts())
@@ -170,7 +177,7 @@ class RooflineLatency:
 
     def _precomputed_terms(self) -> tuple[tuple[float, ...], ...]:
         work, factors, ranks, stages = self.work, self.factors, self.tensor_parallel_size, self.pipeline_parallel_size
-        link = self.device.link.bytes_per_s / 2 * factors.link_efficiency
+        link = self.device.link.bytes_per_s / 2 * factors.link_efficiency or float("inf")  # one GPU needs none
         all_reduces = 2 * work.num_layers if ranks > 1 else 0
         expert_layers = work.experts.num_layers if work.experts else 0
         matrix_token_s = work.flops_per_token / self._flops(False) + work.eight_bit_flops_per_token / self._flops(True)
@@ -236,6 +243,7 @@ class RooflineLatency:
 
     def _flops(self, in_eight_bits: bool) -> float:
         peak = self.device.fp8_flops if in_eight_bits and self.device.fp8_flops else self.device.bf16_flops
+        assert peak is not None  # checked when the model was made
         return peak * self.factors.compute_efficiency
 
     def assumptions(self) -> dict[str, object]:
@@ -245,9 +253,9 @@ class RooflineLatency:
             "model": self.description,
             "tensor_parallel_size": self.tensor_parallel_size,
             "pipeline_parallel_size": self.pipeline_parallel_size,
-            "device": f"{device.name} (datasheet ceilings)",
+            "device": f"{device.name} ({device.figures})",
             "bandwidth_tb_per_s": device.bandwidth_bytes_per_s / 1e12,
-            "bf16_tflops": device.bf16_flops / 1e12,
+            "bf16_tflops": (device.bf16_flops or 0) / 1e12,
             "fp8_tflops": None if device.fp8_flops is None else device.fp8_flops / 1e12,
             "link": f"{device.link.name}, {device.link.bytes_per_s / 1e9:g} GB/s both ways",
             "matrix_gb_per_rank": work.matrix_bytes / 1e9,

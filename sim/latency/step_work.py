@@ -137,7 +137,7 @@ def step_work(
             eight_bit_flops += 2 * parameters * (bits == _EIGHT_BITS)
     head = geometry.vocab_size * geometry.hidden_size / ranks
     storage = geometry.cache_format(kv_cache_dtype)
-    states = (cache for cache in _caches(geometry) if isinstance(cache, caches.StateCache))
+    states = (cache for cache in _caches(geometry) if isinstance(cache, caches.SequenceStateCache))
     return StepWork(
         num_layers=geometry.num_hidden_layers,
         matrix_bytes=matrix_bytes,
@@ -197,7 +197,7 @@ def _attention_work(geometry: ModelGeometry, ranks: int, storage: CacheFormat) -
     flops = 2 * num_heads / ranks
     totals: dict[int | None, AttentionWork] = {}
     for cache in _caches(geometry):
-        if isinstance(cache, caches.StateCache):
+        if cache.part is caches.CachePart.STATE:
             continue
         window = getattr(cache, "sliding_window", None) or getattr(cache, "attention_chunk_size", None)
         so_far = totals.get(window, AttentionWork(window, 0.0, 0.0, 0.0))

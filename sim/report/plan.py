@@ -268,4 +268,4 @@ def _print_diagnosis(out: Any, diagnosis: Diagnosis) -> None:
 
 def print_explanation(explanation: LogExplanation) -> None:
     """Print what two lines of a vLLM log mean."""
-    print_list(console(), "What these two lines mean", explanation.found.sentences())
+    print_list(console(), "What these two lines mean", explanation.sentences())

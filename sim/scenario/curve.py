@@ -110,9 +110,13 @@ def bytes_per_token(model: str, kv_cache_dtype: str, advice: str) -> "tuple[Mode
 
     Raises InputError: not every token of the model takes the same bytes; the message ends with the advice.
     """
-    from ...core.models.geometry import load_geometry  # most curves need no model
+    from ...core.models.geometry import (
+        load_geometry,  # most curves need no model
+        served_cache_dtype,
+    )
 
     geometry = load_geometry(model)
+    kv_cache_dtype = served_cache_dtype(geometry, kv_cache_dtype)
     per_token = geometry.sequence_bytes(1, kv_cache_dtype).total
     if geometry.sequence_bytes(_MANY_TOKENS, kv_cache_dtype).total != _MANY_TOKENS * per_token:
         raise InputError(

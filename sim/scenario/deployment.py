@@ -11,9 +11,11 @@ from ...core.deployment.estimates import EstimateConstants, reserves_graph_memor
 from ...core.deployment.startup_log import StartupLog, calibrated_rows, read_startup_log
 from ...core.errors import InputError
 from ...core.memory.budget import BudgetSemantics, requested_bytes
+from ...core.memory.ledger import LedgerRow
 from ...core.models.drafts import drafts_for
 from ...core.models.geometry import load_geometry
 from ...core.models.weights import scheme_by_name
+from ...core.planner.groups import group_layers
 from ...core.planner.layout import KVCacheLayout
 from ...core.quantities import format_bytes, parse_bytes
 from ..latency.devices import find_device
@@ -35,11 +37,12 @@ GIVEN_ROWS = ("weights", "non_torch", "workspace", "encoder", "activation", "gra
 
 @attrs.frozen(kw_only=True)
 class PlanQuestion:
-    """A deployment to plan, the name of its device, and a sentence for every figure that was not typed."""
+    """A deployment to plan, its device's name, a sentence for every figure not typed, and warnings of what was read."""
 
     deployment: Deployment
     device_name: str
     assumptions: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
 
 def read_question(scenario: Scenario) -> PlanQuestion:
@@ -50,13 +53,14 @@ def read_question(scenario: Scenario) -> PlanQuestion:
         raise InputError("--enforce-eager captures no CUDA graphs, so --graph-bytes has no effect; give one of them")
     geometry = load_geometry(scenario.model)
     assumptions: list[str] = []
-    device_name, total_bytes = _device(scenario, assumptions)
+    device_name, total_bytes, cuda_capability = _device(scenario, assumptions)
     free_bytes = scenario.free_memory
     if free_bytes is None:
         free_bytes = total_bytes
         assumptions.append("all of the device is free before the engine starts (--free-memory)")
     semantics, fraction = _budget(scenario, assumptions)
     reserve_graphs = _reserve_graphs(scenario, assumptions)
+    log = None if scenario.startup_log is None else read_log(scenario.startup_log)
     limits: dict[str, int] = {}
     for name, default in LIMITS.items():
         limits[name] = default if getattr(scenario, name) is None else getattr(scenario, name)
@@ -69,8 +73,9 @@ def read_question(scenario: Scenario) -> PlanQuestion:
         raise InputError(f"--mamba-cache-mode {scenario.mamba_cache_mode!r}; give none, align or all")
     mode: Any = scenario.mamba_cache_mode
     layouts = KVCacheLayout.__members__
-    if scenario.kv_cache_layout not in layouts:
-        raise InputError(f"--kv-cache-layout {scenario.kv_cache_layout!r}; known are {', '.join(layouts)}")
+    layout = scenario.kv_cache_layout or KVCacheLayout.LBNHC.name
+    if layout not in layouts:
+        raise InputError(f"--kv-cache-layout {layout!r}; known are {', '.join(layouts)}")
     deployment = Deployment(
         geometry=geometry,
         total_bytes=total_bytes,
@@ -78,6 +83,7 @@ def read_question(scenario: Scenario) -> PlanQuestion:
         utilization=fraction,
         semantics=semantics,
         max_concurrent_batches=max(scenario.pipeline_parallel_size, 1 if scenario.async_scheduling is False else 2),
+        cuda_capability=cuda_capability,
         quantization=None if scenario.quantization is None else scheme_by_name(scenario.quantization),
         ignore_config_quantization=scenario.quantization == "none",
         drafts=drafts_for(
@@ -88,21 +94,28 @@ def read_question(scenario: Scenario) -> PlanQuestion:
             model=None if scenario.draft_model is None else load_geometry(scenario.draft_model),
         ),
         state_cache_mode=mode,
-        layout=layouts[scenario.kv_cache_layout],
+        layout=layouts[layout],
         reserve_graph_memory=reserve_graphs,
         externally_held_bytes=scenario.externally_held_bytes or 0,
         frontend_reservation_bytes=scenario.frontend_reservation_bytes or 0,
         given=GivenMemory(**{f"{row}_bytes": getattr(scenario, f"{row}_bytes") for row in GIVEN_ROWS}),
-        measured=_measured(scenario, total_bytes, fraction, reserve_graphs),
+        measured=_measured(log, scenario, requested_bytes(total_bytes, fraction), semantics, reserve_graphs),
         constants=_constants(scenario.assume),
         **limits,
         **{name: getattr(scenario, name) for name in UNCHANGED},
     )
+    if scenario.kv_cache_layout is None:
+        deployment = _with_layout(deployment, assumptions)
     assumptions.extend(_derived(deployment))
-    return PlanQuestion(deployment=deployment, device_name=device_name, assumptions=tuple(assumptions))
+    return PlanQuestion(
+        deployment=deployment,
+        device_name=device_name,
+        assumptions=tuple(assumptions),
+        warnings=() if log is None else log.warnings,
+    )
 
 
-def _device(scenario: Scenario, assumptions: list[str]) -> tuple[str, int]:
+def _device(scenario: Scenario, assumptions: list[str]) -> tuple[str, int, int | None]:
     total = scenario.total_memory
     if scenario.gpu is None and total is None:
         raise InputError(
@@ -110,12 +123,14 @@ def _device(scenario: Scenario, assumptions: list[str]) -> tuple[str, int]:
             " driver reports, e.g. --total-memory 79.19GiB"
         )
     if scenario.gpu is None:
-        return "device", total or 0
+        return "device", total or 0, None
     device = find_device(scenario.gpu)
+    if device.is_described:
+        assumptions.append(f"{device.name} by the figures of {scenario.gpu}, not calibrated: {device.figures_source}")
     if total is not None:
-        return device.name, total
+        return device.name, total, device.cuda_capability
     assumptions.append(f"{device.name} reports {format_bytes(device.total_bytes)} in total: {device.total_source}")
-    return device.name, device.total_bytes
+    return device.name, device.total_bytes, device.cuda_capability
 
 
 def _budget(scenario: Scenario, assumptions: list[str]) -> tuple[BudgetSemantics, float]:
@@ -153,6 +168,19 @@ def _reserve_graphs(scenario: Scenario, assumptions: list[str]) -> bool:
     return True
 
 
+def _with_layout(deployment: Deployment, assumptions: list[str]) -> Deployment:
+    """The deployment with blocks outermost, where its layers' pages fit no other layout."""
+    specs = deployment.layer_specs()
+    try:
+        group_layers(specs, deployment.layout, deployment.hybrid_manager_is_off)
+    except InputError:
+        packed = attrs.evolve(deployment, layout=KVCacheLayout.BLNHC)
+        group_layers(specs, packed.layout, packed.hybrid_manager_is_off)
+        assumptions.append("--kv-cache-layout BLNHC, since the pages of some layers fit no other")
+        return packed
+    return deployment
+
+
 def read_log(path: str) -> StartupLog:
     """A start-up log from a file, or from standard input (`-`).
 
@@ -167,15 +195,25 @@ def read_log(path: str) -> StartupLog:
     return read_startup_log(text.splitlines(), path)
 
 
-def _measured(scenario: Scenario, total_bytes: int, fraction: float, reserve_graphs: bool):
-    if scenario.startup_log is None:
+def _measured(
+    log: StartupLog | None,
+    scenario: Scenario,
+    requested: int,
+    semantics: BudgetSemantics,
+    reserve_graphs: bool,
+) -> tuple[LedgerRow, ...] | None:
+    if log is None:
         return None
     given = [name for name in GIVEN_ROWS if getattr(scenario, f"{name}_bytes") is not None]
     if given:
         option = f"--{given[0].replace('_', '-')}-bytes"
         raise InputError(f"{option} and --startup-log both say what a row takes; give one of them")
-    log = read_log(scenario.startup_log)
-    return calibrated_rows(log, requested_bytes(total_bytes, fraction), reserve_graph_memory=reserve_graphs)
+    return calibrated_rows(
+        log,
+        requested,
+        reserve_graph_memory=reserve_graphs,
+        only_resident=semantics is BudgetSemantics.STATIC_FRACTION,
+    )
 
 
 def _constants(assumed: tuple[str, ...]) -> EstimateConstants:
@@ -197,6 +235,7 @@ def _derived(deployment: Deployment) -> list[str]:
         out.append(f"{', '.join(geometry.from_class)}: left out of the config, so as the architecture's class has it")
     if deployment.drafts is not None:
         out.append(spelled(deployment.drafts.assumption(), DRAFT_OPTIONS))
+    out.extend(spelled(note, ("kv_cache_dtype",)) for note in deployment.cache_notes)
     block_size, why = deployment.resolved_block_size()
     if deployment.block_size != block_size:
         out.append(f"blocks of {block_size} tokens: {why}")

@@ -8,18 +8,22 @@ import attrs
 from ...core.deployment.deployment import DEFAULT_BLOCK_SIZE
 from ...core.deployment.diagnosis import (
     Diagnosis,
+    ModelStack,
+    PoolExplanation,
+    explain_pool,
     free_memory_but_startup_fails,
+    model_stacks,
     one_request_does_not_fit,
     pool_smaller_than_expected,
     raising_utilization_gained_little,
 )
 from ...core.deployment.plan import DeploymentPlan, StagePlan, plan_deployment
 from ...core.deployment.remedies import FittingValues, Remedy, fitting_values
-from ...core.deployment.startup_log import GibFigure, PoolExplanation, StartupLog, explain_pool, log_lines
+from ...core.deployment.startup_log import GibFigure, StartupLog, log_lines
 from ...core.errors import DoesNotFitError, InputError
 from ...core.memory.budget import MemoryCondition, MemoryShortfallError, neighbour_warnings
 from ...core.memory.ledger import LedgerRow, RowRole
-from ...core.models.geometry import load_geometry
+from ...core.models.geometry import ModelGeometry, load_geometry, served_cache_dtype
 from ...core.planner.parallel import tensor_parallel_layers
 from ...core.planner.report import CapacityRow, capacity_mix, explain_plan, plan_as_dict
 from ...core.planner.verdict import PlanRefusedError
@@ -107,7 +111,7 @@ def plan_scenario(scenario: Scenario, asked: PlanOptions | None = None) -> PlanR
         plan=plan,
         capacity=capacity_mix(plan.pool, lengths).rows,
         diagnoses=_diagnoses(question, plan, asked),
-        warnings=(*plan.warnings, *warnings),
+        warnings=(*question.warnings, *plan.warnings, *warnings),
         mix=None if asked.context_mix is None else _mix_as_dict(plan, asked.context_mix),
     )
 
@@ -159,10 +163,20 @@ def _logged_lines(scenario: Scenario, asked: PlanOptions) -> StartupLog:
 
 @attrs.frozen
 class LogExplanation:
-    """What two lines of a server's log imply about its blocks; `num_layers` is None without a model."""
+    """What two lines of a server's log imply about its blocks, the model's layers (None without a model), and the lines."""
 
     found: PoolExplanation
     num_layers: int | None
+    log: StartupLog
+
+    def sentences(self) -> tuple[str, ...]:
+        """What the lines say, in words."""
+        said = list(self.found.sentences())
+        if self.log.engine == "SGLang":
+            said.insert(0, "these are SGLang's lines; its GB are GiB, and its pool counts tokens")
+        if self.log.free_after is not None:
+            said.append(f"{self.log.free_after.text} GiB stay free beside the pool")
+        return (*said, *self.log.warnings)
 
     def to_dict(self) -> Document:
         """The document of `kvledger plan --logged-memory ... --json`."""
@@ -175,7 +189,13 @@ class LogExplanation:
             "page_size_bytes": found.page_size_bytes,
             "num_layers_of_model": self.num_layers,
             "candidates": [str(candidate) for candidate in found.candidates],
-            "sentences": list(found.sentences()),
+            "model_candidates": [str(candidate) for candidate in found.model_candidates],
+            "engine": self.log.engine,
+            "kv_cache_tokens": self.log.kv_cache_tokens,
+            "kv_cache_bytes": None if self.log.available is None else self.log.available.num_bytes,
+            "free_bytes_after": None if self.log.free_after is None else self.log.free_after.num_bytes,
+            "warnings": list(self.log.warnings),
+            "sentences": list(self.sentences()),
         }
 
 
@@ -200,20 +220,31 @@ def explain_log(scenario: Scenario, asked: PlanOptions) -> LogExplanation:
             " a plan with the rest of it, give --model and --gpu as well"
         )
     block_size = scenario.block_size or DEFAULT_BLOCK_SIZE
-    page_size_bytes, num_layers = _page_of_model(scenario, block_size)
-    return LogExplanation(explain_pool(log.available, log.kv_cache_tokens, block_size, page_size_bytes), num_layers)
-
-
-def _page_of_model(scenario: Scenario, block_size: int) -> tuple[int | None, int | None]:
-    """The page of one layer of the model asked about, on one rank; None without a model or if its pages differ."""
-    if scenario.model is None:
-        return None, None
-    geometry = load_geometry(scenario.model)
-    specs = tensor_parallel_layers(
-        geometry.layer_specs(block_size, scenario.kv_cache_dtype), scenario.tensor_parallel_size
+    if log.engine == "SGLang" and scenario.block_size is None and log.kv_cache_tokens % block_size:
+        block_size = 1  # SGLang's pages have one token unless --page-size says otherwise
+    geometry = None if scenario.model is None else load_geometry(scenario.model)
+    found = explain_pool(
+        log.available,
+        log.kv_cache_tokens,
+        block_size,
+        None if geometry is None else _page_of_model(geometry, scenario, block_size),
+        () if geometry is None else _stacks_of_model(geometry, scenario, block_size),
     )
+    return LogExplanation(found, None if geometry is None else geometry.num_hidden_layers, log)
+
+
+def _page_of_model(geometry: ModelGeometry, scenario: Scenario, block_size: int) -> int | None:
+    """The page of one layer of the model asked about, on one rank; None if its pages differ."""
+    dtype = served_cache_dtype(geometry, scenario.kv_cache_dtype)
+    specs = tensor_parallel_layers(geometry.layer_specs(block_size, dtype), scenario.tensor_parallel_size)
     pages = {spec.page_size_bytes for spec in specs.values()}
-    return (pages.pop() if len(pages) == 1 else None), geometry.num_hidden_layers
+    return pages.pop() if len(pages) == 1 else None
+
+
+def _stacks_of_model(geometry: ModelGeometry, scenario: Scenario, block_size: int) -> tuple[ModelStack, ...]:
+    """Its layers under the dtype that was given, or under every dtype that they could have."""
+    dtypes = () if scenario.kv_cache_dtype == "auto" else (served_cache_dtype(geometry, scenario.kv_cache_dtype),)
+    return model_stacks(geometry, block_size, scenario.tensor_parallel_size, dtypes)
 
 
 def _plan_as_dict(result: PlanResult) -> Document:

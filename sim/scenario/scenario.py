@@ -65,7 +65,9 @@ class Scenario:
     model: str | None = option(
         None, MODEL, "Built-in model name, or path of a config.json.", "--model", "--config", metavar="MODEL"
     )
-    gpu: str | None = option(None, HARDWARE, "GPU preset: {gpus}.")
+    gpu: str | None = option(
+        None, HARDWARE, "GPU preset: {gpus}; or a TOML file with the figures of any other device.", metavar="GPU"
+    )
     num_gpu_blocks_override: int | None = option(
         None, HARDWARE, "Blocks in the pool, null block included, whatever would fit.", metavar="BLOCKS"
     )
@@ -82,7 +84,7 @@ class Scenario:
     quantization: str | None = option(
         None, MODEL, "Weight format: none, fp8, fp8_block, int8, int4, mxfp4 or nvfp4. Unless given: the model's own."
     )
-    kv_cache_dtype: str = option("auto", ENGINE, "Element type of the KV cache: auto, fp8, int8_per_token_head, ...")
+    kv_cache_dtype: str = option("auto", ENGINE, "Format of the KV cache: {KV cache dtypes}.")
     kv_cache_memory_bytes: int | None = option(
         None, HARDWARE, "KV cache memory per GPU, instead of a utilization (12GiB).", unit="bytes"
     )
@@ -217,7 +219,12 @@ class Scenario:
     max_total_tokens: int | None = option(
         None, HARDWARE, "Tokens that the pool holds at most, whatever would fit.", metavar="TOKENS"
     )
-    kv_cache_layout: str = option("LBNHC", ENGINE, "Physical order of the cache's axes, e.g. LBNHC or BLNHC.")
+    kv_cache_layout: str | None = option(
+        None,
+        ENGINE,
+        "Physical order of the cache's axes, e.g. LBNHC or BLNHC. Unless given: LBNHC, or BLNHC where some pages fit "
+        "no other.",
+    )
     mamba_cache_mode: str | None = option(
         None, ENGINE, "Cached snapshots of state layers: none, align or all. Unless given: by prefix caching."
     )

@@ -8,6 +8,7 @@ import attrs
 
 from ...core.errors import DoesNotFitError, InputError
 from ..figures import Document
+from ..latency.devices import find_device
 from ..scenario.engine import Engine, engine_of
 from ..scenario.results import trace_as_dict
 from ..scenario.scenario import Scenario
@@ -99,7 +100,7 @@ def answer_trial(best: Mapping[str, Any], name: str) -> Document:
 def _sentence(question: SizeQuestion, best: Mapping[str, Any], per_s: float | None) -> str:
     """What keeps the SLO: a fleet, or a fleet at a rate."""
     gpu, replicas, promised = question.scenario.gpu, best["replicas"], promises(question.asked.slo)
-    engine = f"{best['gpus_per_replica']} x {gpu}" if gpu else "one engine"
+    engine = f"{best['gpus_per_replica']} x {find_device(gpu).name}" if gpu else "one engine"
     fleet = f"1 replica of {engine}" if replicas == 1 else f"{replicas:,} replicas of {engine}"
     if "rate_scale" in best:
         rate = "" if per_s is None else f", {per_s:,.3g} requests/s,"

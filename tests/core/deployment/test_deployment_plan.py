@@ -88,7 +88,7 @@ def test_a_models_states_decide_the_block_size_and_say_so() -> None:
 
 def test_compressed_states_need_whole_states_in_a_block() -> None:
     asked = deployment("deepseek-v4-flash", tensor_parallel_size=8)
-    assert asked.resolved_block_size()[0] == 128
+    assert asked.resolved_block_size()[0] == 256
     with pytest.raises(InputError, match="multiple of 128"):
         plan_deployment(attrs.evolve(asked, block_size=16))
 

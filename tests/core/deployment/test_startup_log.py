@@ -6,16 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvledger.core.deployment.deployment import Deployment
+from kvledger.core.deployment.diagnosis import explain_pool, uniform_stacks
 from kvledger.core.deployment.plan import DeploymentPlan, plan_deployment
 from kvledger.core.deployment.startup_log import (
     GibFigure,
     StartupLog,
     calibrated_rows,
-    explain_pool,
     graph_memory_line,
     log_lines,
     read_startup_log,
-    uniform_stacks,
 )
 from kvledger.core.errors import InputError
 from kvledger.core.memory.budget import requested_bytes

@@ -15,6 +15,7 @@ from kvledger.core.models.geometry import (
     load_geometry,
 )
 from kvledger.core.models.layer_cache import AttentionCache, CachePart, LatentCache, StateCache, WindowBufferCache
+from kvledger.core.planner.cache_dtype import ScaleStorage
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -179,15 +180,16 @@ def test_indexers_and_states_are_separate_parts() -> None:
     latent, indexer = builtin_geometry("deepseek-v3.2").layers[0]
     assert (latent, indexer) == (
         LatentCache(head_size=576),
-        LatentCache(part=CachePart.INDEXER, head_size=128),
+        LatentCache(part=CachePart.INDEXER, head_size=128, fixed_dtype="fp8_e4m3", fixed_scales=ScaleStorage(4, 128)),
     )
     (state,) = builtin_geometry("qwen3.5-27b").layers[0]
     assert isinstance(state, StateCache)
     assert builtin_geometry("qwen3.5-27b").has_states
-    window, compressed, own_indexer = builtin_geometry("deepseek-v4-flash").layers[2]
+    window, compressed, compressor, own_indexer, _ = builtin_geometry("deepseek-v4-flash").layers[2]
+    assert compressor.part is CachePart.STATE
     assert isinstance(window, WindowBufferCache)
     assert (compressed.head_size, compressed.tokens_per_state) == (512, 4)
-    assert own_indexer.fixed_dtype == "fp4"
+    assert own_indexer.fixed_dtype == "fp8_e4m3"
 
 
 def test_quantised_weights_never_change_the_cache() -> None:
