@@ -11,18 +11,18 @@ from ....core.events import POOL, Commit, Key, TierCommit, TiersCreated, as_ints
 from ....core.keys.block_hash import key_low64
 from ..log.keys import encode_key
 from .content import ContentRegistry, RequestContent
-from .schema import WIRES, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVCacheEvent, Wire
+from .schema import GPU, WIRES, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVCacheEvent, Wire
 
-SPEC_KINDS: Final[dict[type, str]] = {
+# vLLM's name for each kind of group; it has no name of its own for compressed states.
+KIND_NAMES: Final[dict[type, str]] = {
     FullAttention: "full_attention",
-    CompressedState: "compressed_state",
+    CompressedState: "mla_attention",
     SlidingWindow: "sliding_window",
     ChunkedLocal: "chunked_local_attention",
     SequenceState: "mamba",
 }
-MEDIUM: Final = "GPU"
-# vLLM's offloading connector calls host memory "CPU".
-MEDIA: Final[Mapping[str, str]] = {"host": "CPU", "ssd": "SSD"}
+# The names that vLLM's offloading gives the tiers.
+MEDIA: Final[Mapping[str, str]] = {"host": "CPU", "ssd": "STORAGE"}
 
 
 def block_hash(key: Key) -> BlockHash:
@@ -58,7 +58,7 @@ class KVEventEncoder:
         contents: ContentRegistry,
         wire: Wire = "vllm",
         as_hash: Callable[[Key], BlockHash] = block_hash,
-        medium: str = MEDIUM,
+        medium: str = GPU,
     ) -> None:
         """Start before the first commit.
 
@@ -180,7 +180,7 @@ class KVEventEncoder:
             lora_name=content.lora_name,
             extra_keys=extra_keys,
             group_idx=group,
-            kv_cache_spec_kind=SPEC_KINDS.get(type(kind), type(kind).__name__),
+            kv_cache_spec_kind=KIND_NAMES.get(type(kind), "unknown"),
             kv_cache_spec_sliding_window=kind.window if isinstance(kind, SlidingWindow) else None,
         )
 
