@@ -74,9 +74,7 @@ class StreamRequests:
         self.num_stored_tokens = 0
 
     def counts(self, event: BlockStored) -> bool:
-        """Return whether an event belongs to the group that separates requests."""
-        if event.on_medium != GPU:
-            return False
+        """Return whether an event of the GPU belongs to the group that separates requests."""
         if self._group is None and event.needs_whole_prefix:
             self._group = event.group_idx or 0
         return bool(event.block_hashes) and self._group == (event.group_idx or 0)

@@ -45,7 +45,7 @@ def test_e07_a_block_stored_behind_another_is_a_further_copy_although_reuse_is_r
     assert seen.figures("num_blocks", "hit_blocks") == (3, 1)
 
 
-@pytest.mark.parametrize("kind, left", [("sliding_window", 2), ("mamba", 2), ("mla_attention", 4)])
+@pytest.mark.parametrize("kind, left", [("sliding_window", 2), ("mamba", 2), ("full_attention", 4)])
 def test_e07_a_group_that_skips_blocks_gains_none_of_those_that_are_told_again(follow, kind: str, left: int) -> None:
     """vLLM tells all blocks of the hit, skipped ones too; 1 and 2 are not cached, and may be gone."""
     more = {"group_idx": 0, "kv_cache_spec_kind": kind}
