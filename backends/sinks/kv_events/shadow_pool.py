@@ -141,8 +141,8 @@ class ShadowPool:
 
     def _store(self, event: BlockStored) -> None:
         group, medium, parent = event.group_idx or 0, event.on_medium, event.parent_block_hash
-        follows = medium == GPU and event.needs_whole_prefix and parent is not None
-        if follows and not self.num_copies_of(parent, group, GPU):
+        needs_parent = medium == GPU and event.needs_whole_prefix
+        if needs_parent and parent is not None and not self.num_copies_of(parent, group, GPU):
             self.num_orphans += len(event.block_hashes)
         sizes = event.tokens_per_block()
         gained = self.gained(event)
