@@ -2,10 +2,13 @@
 (llm-d-router#2362/#2363; AMD-AGI/Infera#98; dynamo#12169).
 """
 
+import json
+import sys
+
 import pytest
 from kvledger.backends.sinks.kv_events.content import ContentRegistry, ListedTokens, RequestContent
 from kvledger.backends.sinks.kv_events.encoder import KVEventEncoder
-from kvledger.backends.sinks.kv_events.schema import SPEC_KINDS, BlockStored
+from kvledger.backends.sinks.kv_events.schema import SPEC_KINDS, BlockStored, decode_batch
 from kvledger.core.cache_kinds import ChunkedLocal, CompressedState, FullAttention, SequenceState, SlidingWindow
 from kvledger.core.events import BlocksCached, Commit, PoolCreated, RowsAssigned
 from kvledger.core.keys.block_hash import block_hasher
@@ -79,3 +82,34 @@ def test_e04_what_is_published_is_a_kind_of_the_servers(group, kind: str) -> Non
     (event,) = encoder.encode(Commit(1, (cached,)))
     assert isinstance(event, BlockStored)
     assert event.kv_cache_spec_kind == kind
+
+
+@pytest.mark.parametrize(
+    "model, kinds",
+    [
+        ("llama-3.1-8b", {"full_attention"}),
+        ("deepseek-v3", {"mla_attention"}),
+        ("deepseek-v3.2", {"mla_attention"}),
+        ("qwen3.6-35b-a3b", {"full_attention", "mamba"}),
+    ],
+)
+def test_e04_a_run_of_a_latent_model_is_published_as_a_server_would(tmp_path, model: str, kinds: set[str]) -> None:
+    pytest.importorskip("pyarrow")
+    from kvledger.backends.sinks.kv_events.file import read_kv_event_file
+    from kvledger.sim.commands.cli import main
+
+    trace, log, stream = tmp_path / "one.jsonl", tmp_path / "log", tmp_path / "stream.kve"
+    trace.write_text(
+        json.dumps({"timestamp": 0, "input_length": 8192, "output_length": 1, "hash_ids": list(range(16))})
+    )
+    commands = [
+        ["replay", trace, "--model", model, "--gpu", "H200", "--tensor-parallel-size", 8, "--log", log, "--json"],
+        ["log", "convert", log, stream, "--to", "kv-events"],
+    ]
+    for command in commands:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+            patch.setattr(sys, "argv", ["kvledger", *map(str, command)])
+            main()
+        assert not ended.value.code
+    events = [event for _, payload in read_kv_event_file(stream) for event in decode_batch(payload).events]
+    assert {event.kv_cache_spec_kind for event in events if isinstance(event, BlockStored)} == kinds
