@@ -18,6 +18,18 @@ def test_e08_a_block_that_is_full_in_part_counts_its_own_tokens(follow) -> None:
     assert seen["trace"] == {"rows": 1, "left_out": 0, "block_size": 256}
 
 
+def test_e08_a_block_that_fills_up_is_replaced_and_makes_no_second_request(follow) -> None:
+    """64 tokens of the third block are stored, then all 256. Another request that goes on behind 2 is its own."""
+    tokens = list(range(768))
+    part = stored_map([3], parent=2, size=64, token_ids=tokens[512:576])
+    whole = stored_map([4], parent=2, size=256, token_ids=tokens[512:])
+    other = stored_map([5], parent=2, size=256)
+    seen = follow((1.0, [stored_map([1, 2], size=256), part]), (1.5, [whole]), (1.6, [other]))
+    assert seen.figures("requests", "hit_blocks", "stored_tokens") == (2, 2, 768 + 256)
+    assert sorted(row["input_length"] for row in seen.rows) == [768, 768]
+    assert [row["hash_ids"] for row in seen.rows] == [[0, 1, 2], [0, 1, 3]]
+
+
 def test_e08_an_event_whose_last_block_is_full_in_part_says_so_by_its_tokens(follow) -> None:
     """300 tokens in two blocks of 256; the second one's parent is the first."""
     seen = follow(

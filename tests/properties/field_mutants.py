@@ -399,8 +399,8 @@ FIELD_MUTANTS = (
     Mutant(
         "every block has the tokens of the first of its request",
         "sim/logs/stream_requests.py",
-        "sequence.tokens += sizes[num_hits:]",
-        "sequence.tokens += [*sequence.tokens, *sizes][:1] * len(sizes[num_hits:])",
+        "        self.tokens += sizes\n",
+        "        self.tokens += [*self.tokens, *sizes][:1] * len(sizes)\n",
         ("E08",),
     ),
     Mutant(
@@ -408,6 +408,13 @@ FIELD_MUTANTS = (
         "backends/sinks/kv_events/schema.py",
         "[size] * (count - 1) + [given - (count - 1) * size if given else size]",
         "[size] * count",
+        ("E08",),
+    ),
+    Mutant(
+        "a block that fills up makes a second request",
+        "sim/logs/stream_requests.py",
+        "if sequence.tail:\n            self._tip_after",
+        "if False:\n            self._tip_after",
         ("E08",),
     ),
     Mutant(
