@@ -43,7 +43,7 @@ def follow(
         try:
             last = follower.run(lambda report: print(dumps(report) if json else line_of(report), flush=True))
         except KeyboardInterrupt:
-            last = follower.ledger.report(follower.order.counts)
+            last = follower.last_report()
     if json:
         print(dumps({**last, "assumptions": ASSUMPTIONS}))
     else:

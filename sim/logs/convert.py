@@ -15,6 +15,8 @@ from ...backends.sinks.log.reader import LogReader
 from ...backends.sinks.log.rows import ROW_SCHEMA, LoggedCommit, RequestArrived
 from ...core.errors import InputError
 from ...core.events import BlocksFreed, Commit, FreeReason, RowsReleased
+from ...core.models.geometry import load_geometry
+from ...core.models.layer_cache import AttentionCache, LatentCache
 from ..engine.arrivals import traced_request
 from ..figures import Document
 from ..traces.logged import LiveTrace, is_live, row_of
@@ -24,7 +26,7 @@ from .live_rerun import KnownKeys, LoggedKeys
 def _to_kv_events(reader: LogReader, path: Path, wire: str) -> int:
     """Write the KV events that a run would have published, as a stream to follow; one row is a batch."""
     try:
-        from ...backends.sinks.kv_events.encoder import KVEventEncoder
+        from ...backends.sinks.kv_events.encoder import KIND_NAMES, LATENT_KIND_NAMES, KVEventEncoder
         from ...backends.sinks.kv_events.file import KVEventFileWriter
         from ...backends.sinks.kv_events.schema import WIRES, KVEventBatch, Wire, encode_batch
     except ModuleNotFoundError as error:
@@ -35,7 +37,8 @@ def _to_kv_events(reader: LogReader, path: Path, wire: str) -> int:
     if trace is None and not is_live(reader):
         raise InputError(f"{reader.directory} holds no requests, only commits, so the tokens of KV events are unknown")
     registry, block_size = ContentRegistry(), reader.created.hash_block_size
-    encoder = KVEventEncoder(registry, cast(Wire, wire))
+    kind_names = LATENT_KIND_NAMES if _has_latents_only(reader) else KIND_NAMES
+    encoder = KVEventEncoder(registry, cast(Wire, wire), kind_names=kind_names)
     logged_keys = LoggedKeys(reader) if is_live(reader) else None
     count = ordinal = 0
     with closing(KVEventFileWriter(path)) as writer:
@@ -56,6 +59,22 @@ def _to_kv_events(reader: LogReader, path: Path, wire: str) -> int:
                 if keys is not None:
                     registry.add(record.note.request_id, RequestContent(SyntheticTokens(keys, block_size), keys))
     return count
+
+
+def _has_latents_only(reader: LogReader) -> bool:
+    """Return whether the model of a replay keeps latents, and no layer of it keeps keys and values.
+
+    False if the log names no model, or one whose file is gone.
+    """
+    header = reader.manifest.header
+    model = header["options"].get("model") if header.get("command") == "replay" else None
+    if model is None:
+        return False
+    try:
+        kinds = {type(cache) for layer in load_geometry(model).layers for cache in layer}
+    except InputError:
+        return False
+    return LatentCache in kinds and AttentionCache not in kinds
 
 
 def _ended(commit: Commit) -> Iterator[str]:

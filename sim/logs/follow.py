@@ -1,19 +1,18 @@
 """Follows a stream of KV events, from a server's sockets or a recorded file, and feeds a shadow ledger."""
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from pathlib import Path
 
 from ...backends.sinks.kv_events.file import KVEventFileWriter, is_kv_event_file, read_kv_event_file
-from ...backends.sinks.kv_events.schema import AllBlocksCleared, BlockHash, KVEventBatch, encode_batch
+from ...backends.sinks.kv_events.schema import AllBlocksCleared, KVEventBatch, encode_batch
 from ...backends.sinks.kv_events.stream_order import StreamOrder
 from ...backends.sinks.kv_events.subscriber import Endpoints, KVEventSubscriber
 from ...core.errors import InputError
 from ..figures import Document
 from .follow_options import FollowOptions
-from .shadow_ledger import SeenRequest, ShadowLedger
+from .seen_trace import SeenTrace
+from .shadow_ledger import ShadowLedger
 
 
 class Follower(AbstractContextManager["Follower"]):
@@ -28,17 +27,21 @@ class Follower(AbstractContextManager["Follower"]):
                 f"{options.endpoint} is neither a recorded stream of KV events nor an endpoint such as "
                 "tcp://127.0.0.1:5557"
             )
-        self.ledger = ShadowLedger(options.num_gpu_blocks, options.continuation_s)
+        self.ledger = ShadowLedger(
+            options.num_gpu_blocks, options.continuation_s, reports_reuse=options.kv_cache_report_mode == "full"
+        )
         self.order = StreamOrder(self._apply, self._clear)
         self._files = ExitStack()
         self._recording: KVEventFileWriter | None = None
         self._num_recorded = 0
         self._start_s: float | None = None
+        self._trace: SeenTrace | None = None
         if options.record is not None:
             self._recording = KVEventFileWriter(options.record)
             self._files.callback(self._recording.close)
         if options.trace_out is not None:
-            self._open_trace(options.trace_out)
+            self._trace = trace = self._files.enter_context(SeenTrace(options.trace_out))
+            self.ledger.requests.ended = lambda request: trace.write(request, self._start_s or 0.0)
 
     def __exit__(self, *_: object) -> None:
         self.ledger.requests.forget()
@@ -48,10 +51,31 @@ class Follower(AbstractContextManager["Follower"]):
         """Follow until the duration ends, the file ends, or an interrupt. Returns the last report.
 
         `on_report` is called with each report; the interval is by this machine's clock, or by the recorded one.
+
+        Raises InputError: messages came, but none of them could be read.
         """
         for _ in self._through_file() if self._is_file else self._through_sockets():
             on_report(self.ledger.report(self.order.counts))
-        return self.ledger.report(self.order.counts)
+        return self.last_report()
+
+    def last_report(self) -> Document:
+        """End all requests and return the last report.
+
+        Raises InputError: messages came, but nothing in them could be read (field report E03).
+        """
+        self.ledger.requests.forget()
+        order, unknown = self.order, self.ledger.first_unknown
+        count = order.counts.undecodable
+        if order.first_error is not None and not order.counts.applied and not order.counts.snapshots:
+            raise InputError(f"none of {count:,} messages of {self._options.endpoint} can be read; {order.first_error}")
+        if unknown is not None and not self.ledger.num_known_events:
+            total = self.ledger.pool.unknown_events.total()
+            raise InputError(
+                f"none of {total:,} events of {self._options.endpoint} can be read; the first is {unknown.tag!r}: "
+                f"{unknown.reason}"
+            )
+        report = self.ledger.report(order.counts)
+        return report if self._trace is None else {**report, "trace": self._trace.to_json()}
 
     def _through_file(self) -> Iterator[None]:
         due: float | None = None
@@ -97,15 +121,3 @@ class Follower(AbstractContextManager["Follower"]):
         if self._recording is not None:
             self._recording.write(self._num_recorded, encode_batch(batch))
             self._num_recorded += 1
-
-    def _open_trace(self, path: str) -> None:
-        if Path(path).exists():
-            raise InputError(f"{path} exists already; give another name")
-        file = self._files.enter_context(Path(path).open("w"))  # noqa: SIM115
-
-        numbers: dict[BlockHash, int] = {}
-
-        def write(request: SeenRequest) -> None:
-            file.write(json.dumps(request.row(numbers, self._start_s or 0.0)) + "\n")
-
-        self.ledger.requests.ended = write

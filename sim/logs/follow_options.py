@@ -6,6 +6,7 @@ from ...core.errors import InputError
 from ..scenario.options import option, options
 
 PANEL = "Options"
+REPORT_MODES = ("incremental", "full")
 
 
 @options
@@ -26,6 +27,9 @@ class FollowOptions:
     continuation_s: float = option(
         2.0, PANEL, "Blocks right behind a sequence belong to it if they come within so many seconds.", least=0
     )
+    kv_cache_report_mode: str = option(
+        "incremental", PANEL, "full: the server also reports the blocks that requests found, as stored again."
+    )
     record: str | None = option(None, PANEL, "Keep the stream in this file, which can be followed again.")
     trace_out: str | None = option(
         None, PANEL, "Write the requests seen to this file, a Mooncake trace for kvledger curve."
@@ -35,3 +39,6 @@ class FollowOptions:
     def __attrs_post_init__(self) -> None:
         if self.interval <= 0:
             raise InputError(f"--interval is {self.interval}; it must be above 0 seconds")
+        if self.kv_cache_report_mode not in REPORT_MODES:
+            modes = " or ".join(REPORT_MODES)
+            raise InputError(f"--kv-cache-report-mode is {self.kv_cache_report_mode!r}; it must be {modes}")

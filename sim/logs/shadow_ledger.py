@@ -5,125 +5,38 @@ The stream has no lookups, so a request that stores no block is invisible, and i
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 import attrs
 
-from ...backends.sinks.kv_events.schema import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEventBatch
-from ...backends.sinks.kv_events.shadow_pool import FULL_ATTENTION, Address, ShadowPool
+from ...backends.sinks.kv_events.schema import (
+    GPU,
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+    UnknownEvent,
+)
+from ...backends.sinks.kv_events.shadow_pool import Address, ShadowPool
 from ...backends.sinks.kv_events.stream_order import StreamCounts
 from ...backends.sinks.metrics.endpoint import Figure
 from ..figures import Document
-
-
-@attrs.define
-class SeenRequest:
-    """A request: the times of its first and latest store, and the hashes of its blocks, hits first."""
-
-    arrival_s: float
-    last_s: float
-    chain: list[BlockHash]
-    block_size: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of full blocks, of prompt and output together."""
-        return len(self.chain) * self.block_size
-
-    def row(self, numbers: dict[BlockHash, int], start_s: float) -> Document:
-        """The row of a Mooncake trace with the stream's block size; output counts as prompt.
-
-        Block hashes are numbered in the order of their first use.
-        """
-        return {
-            "timestamp": (self.arrival_s - start_s) * 1e3,
-            "input_length": self.num_tokens,
-            "output_length": 1,
-            "hash_ids": [numbers.setdefault(each, len(numbers)) for each in self.chain],
-        }
-
-
-class StreamRequests:
-    """Separates the requests in a stream of stored blocks.
-
-    Blocks stored right after the last block of a request continue it (a chunk of its prompt, or its output), if they
-    come within `continuation_s`. Any other store begins a request, whose prefix hit is the chain before it.
-    """
-
-    def __init__(self, pool: ShadowPool, continuation_s: float) -> None:
-        """`pool` gives prefixes before an event is applied to it; `ended` is called with each ended request."""
-        self._pool = pool
-        self._continuation_s = continuation_s
-        self.ended: Callable[[SeenRequest], None] = lambda request: None
-        self._by_tip: dict[BlockHash, SeenRequest] = {}
-        self._group: int | None = None
-        self.block_size = 0
-        self.num_requests = 0
-        self.num_hit_blocks = 0
-        self.num_stored_blocks = 0
-
-    def group_of(self, event: BlockStored, kind: str) -> int | None:
-        """The group that separates requests: the first of this kind (or of unknown kind) that stores."""
-        if self._group is None and event.kv_cache_spec_kind in (None, kind):
-            self._group = event.group_idx or 0
-        return self._group
-
-    def stored(self, event: BlockStored, ts: float) -> None:
-        """Apply one store of the group, before the pool does."""
-        hashes, parent = event.block_hashes, event.parent_block_hash
-        self.num_stored_blocks += len(hashes)
-        self.block_size = event.block_size
-        sequence = self._by_tip.pop(parent, None) if parent is not None else None
-        if sequence is not None and ts - sequence.last_s > self._continuation_s:
-            self.ended(sequence)
-            sequence = None
-        if sequence is None:
-            prefix = self._prefix(parent)
-            self.num_requests += 1
-            self.num_hit_blocks += len(prefix)
-            sequence = SeenRequest(ts, ts, prefix, event.block_size)
-        sequence.chain += hashes
-        sequence.last_s = ts
-        replaced = self._by_tip.pop(hashes[-1], None)
-        if replaced is not None:
-            self.ended(replaced)
-        self._by_tip[hashes[-1]] = sequence
-        self._end_old(ts)
-
-    def forget(self) -> None:
-        """End all current requests, because the stream was interrupted."""
-        for sequence in self._by_tip.values():
-            self.ended(sequence)
-        self._by_tip.clear()
-
-    def _prefix(self, parent: BlockHash | None) -> list[BlockHash]:
-        chain: list[BlockHash] = []
-        at = parent
-        while at is not None and len(chain) < len(self._pool.blocks):
-            block = self._pool.blocks.get((self._group or 0, at))
-            if block is None:
-                break
-            chain.append(at)
-            at = block.parent
-        return chain[::-1]
-
-    def _end_old(self, now: float) -> None:
-        """End old requests; they are ordered by their latest store, so the old ones come first."""
-        while self._by_tip:
-            tip, sequence = next(iter(self._by_tip.items()))
-            if now - sequence.last_s <= self._continuation_s:
-                return
-            del self._by_tip[tip]
-            self.ended(sequence)
-
+from .stream_requests import StreamRequests
 
 ASSUMPTIONS = {
     "prefix_hit_rate": "hit blocks over hit and stored blocks, where the blocks before a request's first stored one "
     "count as hits; requests that store nothing are invisible, and output blocks count as stored",
     "twice_memory": "stored blocks that were evicted less than one pool of evictions earlier, which LRU with twice the "
     "blocks would still have",
-    "occupancy": "cached blocks, including duplicates; blocks without a hash are invisible",
+    "occupancy": "cached blocks of the GPU, including duplicates; blocks without a hash are invisible",
+    "media": "only what the GPU stores makes a request; blocks copied back from another medium count as stored",
+    "reuse": "with --kv-cache-report-mode full, blocks stored again from a first block on are a hit, even if the "
+    "server computed them twice; without it, every stored block is a further copy",
+    "unknown_events": "events of unknown types remove nothing; removals that cannot be read clear the view",
+    "trace": "an orphan's row has the blocks that were seen; a request is left out if its blocks have several sizes "
+    "(but for a shorter last one) or tokens that the stream does not tell",
 }
 
 
@@ -139,24 +52,34 @@ class Interval:
 
 
 class ShadowLedger:
-    """The state of a server's KV cache, updated batch by batch (`apply`) and reset by `clear`."""
+    """The state of a server's KV cache, updated batch by batch (`apply`) and reset by `clear`.
 
-    def __init__(self, num_gpu_blocks: int | None = None, continuation_s: float = 2.0) -> None:
+    All figures but `blocks_by_medium` are those of the GPU.
+    """
+
+    def __init__(
+        self, num_gpu_blocks: int | None = None, continuation_s: float = 2.0, reports_reuse: bool = False
+    ) -> None:
         """Start before the first batch.
 
         Args:
             num_gpu_blocks: blocks of the server's pool, if known; else the most blocks cached at once so far.
             continuation_s: a store right after the last block of a request continues it if it comes within this time,
                 and begins a request otherwise.
+            reports_reuse: the server also reports the blocks that a request found, as stored.
         """
         self._num_gpu_blocks = num_gpu_blocks
-        self.pool = ShadowPool()
+        self.pool = ShadowPool(reports_reuse=reports_reuse)
         self.requests = StreamRequests(self.pool, continuation_s)
         self._peak = 0
         self._returned_of_requests = 0
         self._interval = Interval()
         self._total = Interval()
         self._evicted: OrderedDict[Address, None] = OrderedDict()
+        self._sizes: dict[int, set[int]] = {}
+        self._kinds: dict[int, str | None] = {}
+        self.num_known_events = 0
+        self.first_unknown: UnknownEvent | None = None
 
     @property
     def capacity(self) -> int:
@@ -181,14 +104,21 @@ class ShadowLedger:
         # The lookup that missed these blocks came before the evictions that made room for them.
         returned = self._take_returned(batch)
         for event in batch.events:
+            self.num_known_events += not isinstance(event, UnknownEvent)
             if isinstance(event, BlockStored):
-                self._stored(event, batch.ts, returned)
+                if event.on_medium == GPU:
+                    self._stored(event, batch.ts, returned)
             elif isinstance(event, BlockRemoved):
-                self._removed(event)
+                if event.on_medium == GPU:
+                    self._removed(event)
             elif isinstance(event, AllBlocksCleared):
                 self._evicted.clear()
+            else:
+                self.first_unknown = self.first_unknown or event
+                if event.may_remove:
+                    self.clear()
             self.pool.apply([event])
-        self._peak = max(self._peak, self.pool.num_copies)
+        self._peak = max(self._peak, self.pool.copies_in[GPU])
 
     def clear(self) -> None:
         """Forget everything, because the stream has a gap or the producer restarted."""
@@ -198,7 +128,7 @@ class ShadowLedger:
 
     def _take_returned(self, batch: KVEventBatch) -> set[Address]:
         """Blocks stored by this batch that were evicted within the last pool of evictions."""
-        stored = [event for event in batch.events if isinstance(event, BlockStored)]
+        stored = [each for each in batch.events if isinstance(each, BlockStored) and each.on_medium == GPU]
         addresses = [(event.group_idx or 0, hashed) for event in stored for hashed in event.block_hashes]
         returned = {address for address in addresses if address in self._evicted}
         for address in returned:
@@ -206,20 +136,23 @@ class ShadowLedger:
         return returned
 
     def _stored(self, event: BlockStored, ts: float, returned: set[Address]) -> None:
-        group = event.group_idx or 0
+        group, gained = event.group_idx or 0, self.pool.gained(event)
+        self._kinds[group] = event.kv_cache_spec_kind
+        if event.block_hashes:
+            self._sizes.setdefault(group, set()).add(event.block_size)
         again = returned.intersection([(group, hashed) for hashed in event.block_hashes])
         returned -= again
         for counts in (self._interval, self._total):
-            counts.stored += len(event.block_hashes)
+            counts.stored += len(gained)
             counts.returned += len(again)
-        if event.block_hashes and group == self.requests.group_of(event, FULL_ATTENTION):
+        if self.requests.counts(event):
             self._returned_of_requests += len(again)
-            self.requests.stored(event, ts)
+            self.requests.stored(event, ts, gained)
 
     def _removed(self, event: BlockRemoved) -> None:
         group = event.group_idx or 0
         for hashed in event.block_hashes:
-            if self.pool.num_copies_of(hashed, group) == 1:
+            if self.pool.num_copies_of(hashed, group, GPU) == 1:
                 self._evict((group, hashed))
         for counts in (self._interval, self._total):
             counts.removed += len(event.block_hashes)
@@ -236,19 +169,24 @@ class ShadowLedger:
         seconds = (interval.last_ts or 0.0) - (interval.first_ts or 0.0)
         total, requests = self._total, self.requests
         stored = requests.num_hit_blocks + requests.num_stored_blocks
+        num_blocks = self.pool.copies_in[GPU]
         with_twice = (requests.num_hit_blocks + self._returned_of_requests) / stored if stored else None
         return {
             "ts": total.last_ts,
-            "num_blocks": self.pool.num_copies,
-            "num_keys": len(self.pool.blocks),
+            "num_blocks": num_blocks,
+            "num_keys": sum(GPU in block.copies for block in self.pool.blocks.values()),
+            "blocks_by_medium": {medium: count for medium, count in self.pool.copies_in.items() if count},
+            "block_sizes": {str(group): sorted(sizes) for group, sizes in sorted(self._sizes.items())},
             "capacity_blocks": self.capacity or None,
-            "occupancy": self.pool.num_copies / self.capacity if self.capacity else None,
+            "occupancy": num_blocks / self.capacity if self.capacity else None,
             "stored": interval.stored,
             "removed": interval.removed,
             "stored_per_s": interval.stored / seconds if seconds else None,
             "removed_per_s": interval.removed / seconds if seconds else None,
             "requests": requests.num_requests,
             "hit_blocks": requests.num_hit_blocks,
+            "hit_tokens": requests.num_hit_tokens,
+            "stored_tokens": requests.num_stored_tokens,
             "prefix_hit_rate": requests.num_hit_blocks / stored if stored else None,
             "twice_memory": {
                 "blocks_not_computed_again": total.returned,
@@ -257,37 +195,56 @@ class ShadowLedger:
             },
             "orphans": self.pool.num_orphans,
             "unknown_removals": self.pool.num_unknown_removals,
+            "unknown_events": dict(self.pool.unknown_events),
             "stream": attrs.asdict(counts) if counts is not None else None,
+            "warnings": list(self._warnings()),
         }
+
+    def _warnings(self) -> Iterator[str]:
+        """What contradicts the stream or cannot be told from it."""
+        if self._num_gpu_blocks and self._peak > self.capacity:
+            yield (
+                f"{self._peak:,} blocks were findable at once, but a pool of {self._num_gpu_blocks:,} blocks has "
+                f"{self.capacity:,}: state the server's --num-gpu-blocks; if it reports reuse, add "
+                "--kv-cache-report-mode full; otherwise removals were lost, or one block has several hashes"
+            )
+        if not self.requests.has_group and self._kinds:
+            kinds = ", ".join(sorted({str(kind) for kind in self._kinds.values()}))
+            yield f"no requests are told apart: all groups that stored blocks are of other kinds ({kinds})"
+        if not self._kinds and any(self.pool.copies_in.values()):
+            media = ", ".join(sorted(self.pool.copies_in))
+            yield f"no requests are told apart: only other media than the GPU stored blocks ({media})"
 
 
 class ShadowMetrics:
     """Prometheus figures of a shadow ledger and its stream, under vLLM's names where they mean the same."""
 
-    def __init__(self, ledger: ShadowLedger, counts: StreamCounts, block_size: int | None = None) -> None:
-        """`block_size`: tokens per block; None: that of the latest stored block."""
+    def __init__(self, ledger: ShadowLedger, counts: StreamCounts) -> None:
+        """Report on a ledger and the order of its stream."""
         self._ledger = ledger
         self._counts = counts
-        self._block_size = block_size
 
     def figures(self) -> Iterator[Figure]:
         """The figures now."""
         ledger, requests, counts = self._ledger, self._ledger.requests, self._counts
-        size = self._block_size or requests.block_size
-        looked_up = (requests.num_hit_blocks + requests.num_stored_blocks) * size
+        looked_up = requests.num_hit_tokens + requests.num_stored_tokens
         seen = "as seen in the event stream, without requests that stored nothing."
         pool = ledger.pool
-        occupancy = pool.num_copies / ledger.capacity if ledger.capacity else float("nan")
+        num_blocks = pool.copies_in[GPU]
+        occupancy = num_blocks / ledger.capacity if ledger.capacity else float("nan")
+        illegible = pool.unknown_events.total()
         again = "Stored blocks that twice the memory would still have had."
         figures: tuple[tuple[str, Literal["counter", "gauge"], str, float], ...] = (
             ("vllm:prefix_cache_queries", "counter", f"Tokens looked up, {seen}", looked_up),
-            ("vllm:prefix_cache_hits", "counter", f"Tokens found, {seen}", requests.num_hit_blocks * size),
-            ("kvledger:shadow_blocks", "gauge", "Cached blocks.", pool.num_copies),
+            ("vllm:prefix_cache_hits", "counter", f"Tokens found, {seen}", requests.num_hit_tokens),
+            ("kvledger:shadow_blocks", "gauge", "Cached blocks of the GPU.", num_blocks),
             ("kvledger:shadow_occupancy", "gauge", "Cached blocks over the blocks of the pool, 0 to 1.", occupancy),
             ("kvledger:shadow_blocks_stored", "counter", "Blocks stored.", pool.num_stored),
             ("kvledger:shadow_blocks_removed", "counter", "Blocks removed.", pool.num_removed),
             ("kvledger:shadow_blocks_twice_memory_saves", "counter", again, ledger.num_returned),
             ("kvledger:shadow_orphans", "counter", "Blocks stored after an unknown parent.", pool.num_orphans),
+            ("kvledger:shadow_unknown_events", "counter", "Events that could not be read.", illegible),
+            ("kvledger:stream_undecodable", "counter", "Messages that could not be read.", counts.undecodable),
             ("kvledger:stream_batches", "counter", "Batches applied.", counts.applied),
             ("kvledger:stream_gaps", "counter", "Gaps found.", counts.gaps),
             ("kvledger:stream_unrecoverable", "counter", "Batches lost for good.", counts.unrecoverable),

@@ -113,8 +113,19 @@ def describe_report(report: Document, assumptions: Mapping[str, str]) -> list[st
         f"{report['num_blocks']:,} blocks cached now, {report['orphans']:,} orphans, "
         f"{report['unknown_removals']:,} removals of unknown blocks",
     ]
+    others = {medium: count for medium, count in report["blocks_by_medium"].items() if medium != "GPU"}
+    if others:
+        lines.append("blocks of other media: " + ", ".join(f"{medium} {count:,}" for medium, count in others.items()))
+    if report["unknown_events"]:
+        unknown = ", ".join(f"{tag} {count:,}" for tag, count in report["unknown_events"].items())
+        lines.append(f"events that could not be read: {unknown}")
+    if "trace" in report:
+        trace = report["trace"]
+        size = "" if trace["block_size"] is None else f" in blocks of {trace['block_size']:,} tokens"
+        lines.append(f"trace: {trace['rows']:,} requests{size}, {trace['left_out']:,} left out")
     if stream is not None:
         lines.append(", ".join(f"{name} {count:,}" for name, count in stream.items()))
+    lines += [f"warning: {warning}" for warning in report["warnings"]]
     return [*lines, *(f"{name}: {text}" for name, text in assumptions.items())]
 
 

@@ -1,5 +1,7 @@
-"""What field reports share: a ledger, a scheduler and a simulated engine of a given size, driven by hand."""
+"""What field reports share: a ledger, a scheduler and a simulated engine of a given size, and `kvledger follow`."""
 
+import json
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +14,8 @@ from kvledger.core.scheduler.config import SchedulerConfig
 from kvledger.core.scheduler.scheduler import Scheduler
 from kvledger.core.types import StepLoad
 from kvledger.sim.engine.arrivals import TraceKeySource
+
+from tests.field.kv_streams import Followed
 
 
 class DrivenLedger:
@@ -165,3 +169,30 @@ def copying() -> tuple[DrivenLedger, Scheduler]:
     scheduler.submit(request)
     assert scheduler.schedule() is None
     return ledger, scheduler
+
+
+@pytest.fixture
+def follow(tmp_path, monkeypatch, capsys) -> Callable[..., Followed]:
+    """Record payloads, or (time, events) batches in msgpack, and follow them on the command line: 8 usable blocks."""
+    from kvledger.sim.commands.cli import main
+
+    msgpack = pytest.importorskip("msgspec").msgpack
+    from kvledger.backends.sinks.kv_events.file import KVEventFileWriter
+
+    def run(*messages: Any, options: Sequence[str] = ("--num-gpu-blocks", "9")) -> Followed:
+        path, trace = tmp_path / "stream.kve", tmp_path / "seen.jsonl"
+        path.unlink(missing_ok=True)
+        trace.unlink(missing_ok=True)
+        writer = KVEventFileWriter(path)
+        for sequence, message in enumerate(messages):
+            writer.write(sequence, message if isinstance(message, bytes) else msgpack.encode(list(message)))
+        writer.close()
+        arguments = ["follow", str(path), "--json", "--trace-out", str(trace), *options]
+        monkeypatch.setattr(sys, "argv", ["kvledger", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        rows = [json.loads(line) for line in trace.read_text().splitlines()]
+        return Followed(int(ended.value.code or 0), out, err, rows)
+
+    return run

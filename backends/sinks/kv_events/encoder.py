@@ -11,18 +11,20 @@ from ....core.events import POOL, Commit, Key, TierCommit, TiersCreated, as_ints
 from ....core.keys.block_hash import key_low64
 from ..log.keys import encode_key
 from .content import ContentRegistry, RequestContent
-from .schema import WIRES, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVCacheEvent, Wire
+from .schema import GPU, WIRES, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVCacheEvent, Wire
 
-SPEC_KINDS: Final[dict[type, str]] = {
+# vLLM's name for each kind of group; it has no name of its own for compressed states.
+KIND_NAMES: Final[Mapping[type, str]] = {
     FullAttention: "full_attention",
-    CompressedState: "compressed_state",
+    CompressedState: "mla_attention",
     SlidingWindow: "sliding_window",
     ChunkedLocal: "chunked_local_attention",
     SequenceState: "mamba",
 }
-MEDIUM: Final = "GPU"
-# vLLM's offloading connector calls host memory "CPU".
-MEDIA: Final[Mapping[str, str]] = {"host": "CPU", "ssd": "SSD"}
+# The same where the model has latent attention, whose groups live like those of full attention.
+LATENT_KIND_NAMES: Final[Mapping[type, str]] = {**KIND_NAMES, FullAttention: "mla_attention"}
+# The names that vLLM's offloading gives the tiers.
+MEDIA: Final[Mapping[str, str]] = {"host": "CPU", "ssd": "STORAGE"}
 
 
 def block_hash(key: Key) -> BlockHash:
@@ -58,7 +60,8 @@ class KVEventEncoder:
         contents: ContentRegistry,
         wire: Wire = "vllm",
         as_hash: Callable[[Key], BlockHash] = block_hash,
-        medium: str = MEDIUM,
+        medium: str = GPU,
+        kind_names: Mapping[type, str] = KIND_NAMES,
     ) -> None:
         """Start before the first commit.
 
@@ -67,6 +70,8 @@ class KVEventEncoder:
             wire: "vllm" or "strict".
             as_hash: turns a key into its wire form: `block_hash` or `block_hash_low64`.
             medium: the memory that holds the blocks.
+            kind_names: `kv_cache_spec_kind` by kind of group; others are "unknown". `LATENT_KIND_NAMES` for a model
+                with latent attention.
         """
         if wire not in WIRES:
             raise InputError(f"wire is {wire!r}; it must be one of {', '.join(WIRES)}")
@@ -74,6 +79,7 @@ class KVEventEncoder:
         self._wire = wire
         self._as_hash = as_hash
         self._medium = medium
+        self._kind_names = kind_names
         self._groups: tuple[CacheKind, ...] = ()
         self._hash_block_size = 0
         self._request_in: dict[int, str] = {}
@@ -180,7 +186,7 @@ class KVEventEncoder:
             lora_name=content.lora_name,
             extra_keys=extra_keys,
             group_idx=group,
-            kv_cache_spec_kind=SPEC_KINDS.get(type(kind), type(kind).__name__),
+            kv_cache_spec_kind=self._kind_names.get(type(kind), "unknown"),
             kv_cache_spec_sliding_window=kind.window if isinstance(kind, SlidingWindow) else None,
         )
 

@@ -1,12 +1,13 @@
 """KV events as vLLM 0.32 publishes them: the msgpack schema and the options of `--kv-events-config`.
 
-A batch is an array, and each event a map tagged by its type. Like vLLM, it omits optional fields that have their
-default. Hashes are bytes, or unsigned 64-bit integers if a server is configured to send those.
+A batch is an array, and each event a map tagged by its type. Older servers send each event as an array that begins with
+its type; `decode_batch` reads both, mixed in one batch too (field report E03). Like vLLM, a map omits optional fields
+that have their default. Hashes are bytes, or unsigned 64-bit integers if a server is configured to send those.
 """
 
 import json
-from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
 import attrs
 import msgspec
@@ -16,6 +17,14 @@ from ....core.errors import InputError
 BlockHash: TypeAlias = bytes | int
 Wire: TypeAlias = Literal["vllm", "strict"]
 WIRES: tuple[Wire, ...] = get_args(Wire)
+GPU: Final = "GPU"
+# Values of `kv_cache_spec_kind` in vLLM 0.32. In the first three a hit is an unbroken run from the first block.
+PREFIX_KINDS: Final = ("full_attention", "mla_attention", "sink_full_attention")
+SPEC_KINDS: Final = (
+    *PREFIX_KINDS,
+    *("sliding_window", "sliding_window_mla", "mamba", "chunked_local_attention"),
+    *("encoder_only_attention", "cross_attention", "unknown"),
+)
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
@@ -46,6 +55,28 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
         """Whether the event has a hash for every block of its tokens."""
         return len(self.token_ids) == len(self.block_hashes) * self.block_size
 
+    @property
+    def needs_whole_prefix(self) -> bool:
+        """Whether hits of the group are unbroken runs from the first block. Assumed if the event states no kind."""
+        return self.kv_cache_spec_kind is None or self.kv_cache_spec_kind in PREFIX_KINDS
+
+    @property
+    def on_medium(self) -> str:
+        """The memory that holds the blocks, in upper case; the GPU if the event states none."""
+        return GPU if self.medium is None else self.medium.upper()
+
+    def tokens_per_block(self) -> list[int] | None:
+        """Return the tokens of each block, the last of which may be full in part (field report E08).
+
+        None if the event does not tell: blocks of its range have no hash here, or the size is not stated.
+        """
+        count, size, given = len(self.block_hashes), self.block_size, len(self.token_ids)
+        if not count:
+            return []
+        if size <= 0 or given > count * size or 0 < given <= (count - 1) * size:
+            return None
+        return [size] * (count - 1) + [given - (count - 1) * size if given else size]
+
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     """One copy of each of these blocks left the prefix cache."""
@@ -56,6 +87,11 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     locality: str | None = None
     ownership: str | None = None
 
+    @property
+    def on_medium(self) -> str:
+        """The memory that held the blocks, in upper case; the GPU if the event states none."""
+        return GPU if self.medium is None else self.medium.upper()
+
 
 class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     """All blocks left the prefix cache."""
@@ -64,32 +100,103 @@ class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 KVCacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
+@attrs.frozen
+class UnknownEvent:
+    """An event that cannot be read: of a type that this schema does not have, or with other fields.
+
+    Attributes:
+        tag: its type; "(no type)" if it states none.
+        reason: where it departs from the schema.
+        raw: the event as it was sent.
+        may_remove: whether it may remove blocks that it does not name legibly, so that no block is known to be cached
+            afterwards: an illegible `BlockRemoved`, or an event without a type. An unknown type is taken to remove
+            nothing.
+    """
+
+    tag: str
+    reason: str
+    raw: bytes
+    may_remove: bool
+
+
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """The payload of one message: the time in seconds, the events in order, and the data-parallel rank that sent it."""
+
+    ts: float
+    events: Sequence[KVCacheEvent | UnknownEvent]
+    data_parallel_rank: int | None = None
+
+
+class _KnownBatch(msgspec.Struct, array_like=True, gc=False):
+    """A batch whose events are all maps of this schema."""
 
     ts: float
     events: list[KVCacheEvent]
     data_parallel_rank: int | None = None
 
 
-_DECODER = msgspec.msgpack.Decoder(KVEventBatch)
+class _AnyBatch(msgspec.Struct, array_like=True, gc=False):
+    """A batch with any events."""
+
+    ts: float
+    events: list[msgspec.Raw]
+    data_parallel_rank: Any = None
+
+
+_KNOWN: Final = msgspec.msgpack.Decoder(_KnownBatch)
+_ANY: Final = msgspec.msgpack.Decoder(_AnyBatch)
+_MAP: Final = msgspec.msgpack.Decoder(KVCacheEvent)
+_BY_TAG: Final[dict[str, type[KVCacheEvent]]] = {
+    kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
+}
 
 
 def decode_batch(payload: bytes) -> KVEventBatch:
-    """Decode the payload of a message.
+    """Decode the payload of a message. Each event is a map or an array; one that cannot be read is an `UnknownEvent`.
 
     Raises:
         InputError: it is no batch; says where it departs from the schema.
     """
     try:
-        return _DECODER.decode(payload)
+        known = _KNOWN.decode(payload)
+        return KVEventBatch(known.ts, known.events, known.data_parallel_rank)
+    except msgspec.DecodeError:
+        pass
+    try:
+        batch = _ANY.decode(payload)
     except msgspec.DecodeError as error:
         raise InputError(f"{len(payload)} bytes are no batch of KV events: {error}") from None
+    rank = batch.data_parallel_rank
+    return KVEventBatch(batch.ts, [_read(bytes(raw)) for raw in batch.events], rank if isinstance(rank, int) else None)
+
+
+def _read(raw: bytes) -> KVCacheEvent | UnknownEvent:
+    try:
+        return _MAP.decode(raw)
+    except msgspec.DecodeError as error:
+        reason = str(error)
+    tag: object = None
+    try:
+        content: Any = msgspec.msgpack.decode(raw)
+        if isinstance(content, dict):
+            tag = cast("dict[Any, Any]", content).get("type")
+        elif isinstance(content, list) and content:
+            tag, *values = cast("list[Any]", content)
+            if isinstance(tag, str) and tag in _BY_TAG:
+                kind = _BY_TAG[tag]
+                return msgspec.convert({"type": tag, **dict(zip(kind.__struct_fields__, values, strict=False))}, kind)
+            reason = f"unknown type {tag!r}"
+    except (msgspec.DecodeError, TypeError, ValueError) as error:
+        reason = str(error)
+    named = isinstance(tag, str | int)
+    may_remove = not named or tag in ("BlockRemoved", "AllBlocksCleared")
+    return UnknownEvent(str(tag) if named else "(no type)", reason, raw, may_remove)
 
 
 def encode_batch(batch: KVEventBatch) -> bytes:
-    """Encode a batch as the payload of a message."""
-    return msgspec.msgpack.encode(batch)
+    """Encode a batch as the payload of a message; events that could not be read are sent on as they came."""
+    events = [msgspec.Raw(each.raw) if isinstance(each, UnknownEvent) else each for each in batch.events]
+    return msgspec.msgpack.encode(KVEventBatch(batch.ts, cast("list[KVCacheEvent]", events), batch.data_parallel_rank))
 
 
 def _is_a(kind: type, words: str) -> Callable[[object, "attrs.Attribute[Any]", object], None]:

@@ -35,7 +35,7 @@ class StreamCounts:
     unrecoverable: int = 0  # batches lost for good
     restarts: int = 0  # restarts of the producer
     snapshots: int = 0  # times the whole state was replaced by a snapshot
-    undecodable: int = 0  # messages that were no batch
+    undecodable: int = 0  # messages that were no batch; after each of them the view is cleared
 
 
 class StreamOrder:
@@ -49,6 +49,7 @@ class StreamOrder:
     Attributes:
         counts: what happened so far.
         expected: the next sequence number; None before the first message.
+        first_error: what is wrong with the first message that could not be read; None if all could.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class StreamOrder:
         self._last_ts = float("-inf")
         self.counts = StreamCounts()
         self.expected: int | None = None
+        self.first_error: str | None = None
 
     @property
     def gap(self) -> Gap | None:
@@ -101,6 +103,11 @@ class StreamOrder:
             self.counts.gaps += 1
         if len(self._pending) > self._max_pending:
             self.give_up()
+
+    def reject(self, reason: str) -> None:
+        """Count a message that cannot be read."""
+        self.counts.undecodable += 1
+        self.first_error = self.first_error or reason
 
     def matches(self, sequence: int, payload: bytes) -> bool:
         """Return whether this payload was applied under this number (True if that is no longer remembered)."""
@@ -141,10 +148,13 @@ class StreamOrder:
         if remembered is not None and remembered == zlib.crc32(payload):
             self.counts.duplicates += not is_replay
             return
-        batch = self._decoded(payload)
-        if batch is None:
-            return
-        if not is_replay and (remembered is not None or sequence == 0 or batch.ts > self._last_ts):
+        is_new_run = not is_replay and (remembered is not None or sequence == 0)
+        if not is_new_run:
+            batch = self._decoded(sequence, payload)
+            if batch is None:
+                return
+            is_new_run = not is_replay and batch.ts > self._last_ts
+        if is_new_run:
             self.restart()
             self.offer(sequence, payload)
         else:
@@ -153,8 +163,10 @@ class StreamOrder:
     def _drain(self) -> None:
         assert self.expected is not None
         while (payload := self._pending.pop(self.expected, None)) is not None:
-            batch = self._decoded(payload)
-            if batch is not None:
+            batch = self._decoded(self.expected, payload)
+            if batch is None:
+                self._clear()  # what it removed is unknown, as after a gap (field report E06)
+            else:
                 self._apply(self.expected, batch)
                 self.counts.applied += 1
                 self._last_ts = batch.ts
@@ -162,9 +174,9 @@ class StreamOrder:
             self._checksums.pop(self.expected - REMEMBERED, None)
             self.expected += 1
 
-    def _decoded(self, payload: bytes) -> KVEventBatch | None:
+    def _decoded(self, sequence: int, payload: bytes) -> KVEventBatch | None:
         try:
             return decode_batch(payload)
-        except InputError:
-            self.counts.undecodable += 1
+        except InputError as error:
+            self.reject(f"message {sequence}: {error}")
             return None

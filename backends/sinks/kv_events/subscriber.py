@@ -7,6 +7,7 @@ from typing import Any, Final
 import attrs
 import zmq
 
+from ....core.errors import InputError
 from .publisher import END_OF_REPLAY, SNAPSHOT_REQUEST
 from .schema import decode_batch
 from .stream_order import StreamOrder
@@ -73,7 +74,8 @@ class KVEventSubscriber:
             if len(frames) >= 2 and len(frames[-2]) == 8:
                 self._order.offer(int.from_bytes(frames[-2], "big"), frames[-1])
             else:
-                self._order.counts.undecodable += 1
+                shape = f"{len(frames)} frames of {', '.join(str(len(frame)) for frame in frames)} bytes"
+                self._order.reject(f"{shape} are no topic, sequence number of 8 bytes and payload")
             if self._order.gap is not None:
                 self._close_gap()
 
@@ -129,7 +131,12 @@ class KVEventSubscriber:
         parts = list(self._answers(SNAPSHOT_REQUEST))
         if not parts or not self._answer_was_whole:
             return False
-        self._order.take_over(parts[0][0], [decode_batch(payload) for _, payload in parts])
+        try:
+            batches = [decode_batch(payload) for _, payload in parts]
+        except InputError as error:
+            self._order.reject(f"the snapshot: {error}")
+            return False
+        self._order.take_over(parts[0][0], batches)
         return True
 
     def _replayed(self, first: int) -> Iterator[tuple[int, bytes]]:

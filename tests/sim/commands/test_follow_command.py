@@ -191,6 +191,7 @@ def test_a_live_allocator_is_scraped_under_the_names_of_vllm() -> None:
         (["no-such-file"], "neither a recorded stream of KV events nor an endpoint"),
         (["tcp://127.0.0.1:1", "--interval", "0"], "--interval is 0.0"),
         (["tcp://127.0.0.1:1", "--continuation-s", "-1"], "--continuation-s is -1.0"),
+        (["tcp://127.0.0.1:1", "--kv-cache-report-mode", "all"], "'all'; it must be incremental or full"),
     ],
 )
 def test_what_cannot_be_followed_is_refused(kvledger, arguments, message) -> None:

@@ -240,11 +240,11 @@ def test_every_move_is_written_down_and_goes_on_the_wire_with_its_medium() -> No
         ("BlockStored", "CPU", 2),
         ("BlockStored", "CPU", 2),
         ("BlockRemoved", "CPU", 2),
-        ("BlockStored", "SSD", 2),
-        ("BlockRemoved", "SSD", 2),
+        ("BlockStored", "STORAGE", 2),
+        ("BlockRemoved", "STORAGE", 2),
         ("BlockStored", "CPU", 2),
         ("BlockRemoved", "CPU", 2),
-        ("BlockStored", "SSD", 2),
+        ("BlockStored", "STORAGE", 2),
     ]
 
 

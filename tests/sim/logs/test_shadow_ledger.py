@@ -9,7 +9,8 @@ from kvledger.backends.sinks.kv_events.encoder import KVEventEncoder
 from kvledger.backends.sinks.kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from kvledger.core import AllocatorConfig, FullAttention, KVCacheAllocator, Request
 from kvledger.core.events import Commit
-from kvledger.sim.logs.shadow_ledger import ASSUMPTIONS, SeenRequest, ShadowLedger
+from kvledger.sim.logs.shadow_ledger import ASSUMPTIONS, ShadowLedger
+from kvledger.sim.logs.stream_requests import SeenRequest
 
 
 def stored(parent: int | None, *hashes: int, group: int = 0) -> BlockStored:
@@ -103,7 +104,8 @@ def test_nothing_seen_is_nothing_claimed() -> None:
     assert report["prefix_hit_rate"] is None
     assert report["occupancy"] is None
     assert report["twice_memory"]["prefix_hit_rate"] is None
-    assert set(ASSUMPTIONS) == {"prefix_hit_rate", "twice_memory", "occupancy"}
+    assert {"prefix_hit_rate", "twice_memory", "occupancy", "media", "reuse"} <= set(ASSUMPTIONS)
+    assert report["warnings"] == []
 
 
 # -- against the truth -------------------------------------------------------------------------------------------------

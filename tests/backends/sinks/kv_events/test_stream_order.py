@@ -93,12 +93,25 @@ def test_a_snapshot_replaces_everything_up_to_its_number() -> None:
     assert applied.hashes == [70, 71, 8, 9]
 
 
-def test_what_cannot_be_decoded_is_counted_and_passed_over() -> None:
+def test_what_cannot_be_decoded_is_counted_and_clears_the_view() -> None:
     applied = Applied().offer(0)
     applied.order.offer(1, b"garbage")
+    assert (applied.hashes, applied.clears) == ([], 1)
     applied.offer(2)
-    assert applied.hashes == [0, 2]
+    assert applied.hashes == [2]
     assert applied.order.counts.undecodable == 1
+    assert applied.order.first_error == ("message 1: 7 bytes are no batch of KV events: Expected `array`, got `int`"), (
+        applied.order.first_error
+    )
+
+
+def test_a_new_run_whose_first_message_cannot_be_decoded_clears_the_view() -> None:
+    applied = Applied().offer(0, 1, 2)
+    applied.order.offer(0, b"garbage")
+    assert applied.hashes == []
+    assert (applied.order.counts.restarts, applied.order.counts.undecodable) == (1, 1)
+    applied.offer(1, run=1)
+    assert applied.hashes == [1001]
 
 
 def test_messages_behind_a_gap_are_bounded() -> None:
