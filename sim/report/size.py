@@ -5,13 +5,13 @@ from typing import Any
 
 from ..figures import Document, percent, seconds
 from ..search.sizing import SearchWatch
-from .console import Bar, console, headline, print_assumptions, table
+from .console import Bar, console, headline, print_assumptions, print_trace, table
 from .plots import LEGEND_ABOVE, axis_of, bars, layout_of, scatter
 
 
 def print_size(document: Mapping[str, Any]) -> None:
     """Print everything (`document` is that of `--json`)."""
-    headline(_headline(document))
+    out = headline(_headline(document))
     if document["answer"] is not None:
         _print_cost(document["answer"]["cost"])
     instead = document["instead"]
@@ -27,6 +27,8 @@ def print_size(document: Mapping[str, Any]) -> None:
         for shape in instead["shapes"]:
             _print_searches(shape, instead["asked"])
         assumptions = instead["assumptions"] or assumptions
+    if document["trace"] is not None:
+        print_trace(out, document["trace"])
     if assumptions:
         print_assumptions({**_traffic(document), **assumptions})
 
