@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 import attrs
@@ -205,14 +206,14 @@ class TraceFile(RowTrace):
             limit = self._options.limit
             num_wanted = math.inf if limit is None else self._options.skip_first + limit
             rows = RowChecks(self._format, info, self._units_per_second).checked(rows, num_wanted)
-        doubts = self._unit_doubts(info)
+        doubts, number = self._unit_doubts(info), count(1)
         for row in rows:
             if isinstance(row, BadRow):
                 self._bad_row(info, row)
                 continue
             if doubts is not None:
                 doubts.check(row[1])
-            yield row
+            yield (next(number), *row[1:]) if self._format.sorts_its_rows else row
 
     def _unit_doubts(self, info: TraceInfo) -> UnitDoubts | None:
         """What checks timestamps whose unit nobody gave; None where the unit is certain."""
