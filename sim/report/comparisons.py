@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..figures import Document, figure_at, millions, percent, seconds, shown
-from .console import console, headline, print_assumptions, table
+from .console import console, headline, print_assumptions, print_trace, table
 
 
 def print_ab(document: Mapping[str, Any]) -> None:
@@ -28,6 +28,7 @@ def print_ab(document: Mapping[str, Any]) -> None:
     if differing:
         out.print(table("Assumptions that differ", ("assumption", "A", "B"), differing, left=(0, 1, 2)))
     same = ", ".join(f"{name} {text}" for name, text in document["same"].items())
+    print_trace(out, document["trace"])
     out.print(f"Same in both: {document['trace']['name']}{', ' if same else ''}{same}", markup=False, soft_wrap=True)
 
 
@@ -47,7 +48,8 @@ def print_block_sizes(document: Mapping[str, Any]) -> None:
     for row in document["rows"]:
         if "error" in row:
             out.print(f"{row['block_size']}: {row['error']}", markup=False, soft_wrap=True)
-    out.print(f"Pool: {document['pool']}")
+    out.print(f"Pool: {document['pool']}", markup=False)
+    print_trace(out, document["trace"])
     out.print(
         "Not modelled: the cost of long block tables, of hashing and of events, all of which favour large blocks."
     )
@@ -79,6 +81,7 @@ def print_worth(document: Mapping[str, Any]) -> None:
     ]
     title = f"Pool of {pool['num_blocks']:,} blocks of {pool['block_size']} tokens"
     out.print(table(title, ("eviction", "served", "tokens served", "tokens computed"), rows))
+    print_trace(out, document["trace"])
     print_assumptions(document["assumptions"])
 
 
@@ -99,6 +102,9 @@ def print_sweep(document: Document, figures: list[str] | None) -> None:
         rows.append((mark, *options, *cells))
     out = console()
     out.print(table(f"{document['command']}: {len(rows):,} points", ("", *names, *(figures or ["outcome"])), rows))
+    traces = [row["result"].get("trace") for row in document["rows"] if "result" in row]
+    if traces and isinstance(traces[0], dict):
+        print_trace(out, traces[0])
     if document["num_not_done"]:
         out.print(f"{document['num_not_done']:,} points did not run: the sweep was interrupted")
     if document["num_failed"]:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ..figures import shown
+from ..traces.trace import format_and_unit
 
 
 def print_json(payload: Any) -> None:
@@ -61,6 +62,14 @@ def print_hanging(out: Any, head: str, text: str) -> None:
     grid.add_column(overflow="fold")
     grid.add_row(Text(head), Text(text))
     out.print(grid)
+
+
+def print_trace(out: Any, trace: Mapping[str, Any]) -> None:
+    """Print which trace was read, in which format and unit, and its notes."""
+    read = format_and_unit(trace["format"], trace["timestamp_unit"])
+    out.print(f"Trace: {trace['name']}, {read}", markup=False, soft_wrap=True)
+    for note in trace.get("notes", ()):
+        out.print(f"Note: {note}", markup=False, soft_wrap=True)
 
 
 def print_list(out: Any, title: str, lines: Sequence[str]) -> None:

@@ -8,7 +8,8 @@ from ..cache.reuse import reuse_distances, reuse_times, working_sets
 from ..figures import Document, duration, memory, millions, percent
 from ..scenario.compare import CompareResult, assumptions, compare_sentences
 from ..scenario.curve import CurveResult
-from .console import console, headline, table
+from ..traces.trace import format_and_unit
+from .console import console, headline, print_trace, table
 
 
 def _by_block_size(curve: CapacityCurve):
@@ -78,13 +79,14 @@ def print_curve(result: CurveResult) -> None:
 
 def _what_was_read(curve: CapacityCurve) -> Iterator[str]:
     info, window = curve.info, curve.info.window
-    source = f"workload {info.name}, seed {info.workload['seed']}" if info.workload else f"{info.name} ({info.format})"
+    source = f"workload {info.name}, seed {info.workload['seed']}" if info.workload else info.name
     yield f"Prefix-cache hit rate of {source}"
     yield (
         f"Window: {info.num_requests:,} requests ({'lines' if info.path else 'numbers'} {window.first_place:,} to "
         f"{window.last_place:,}), {window.start_s:,.0f} s to {window.end_s:,.0f} s, "
         f"{millions(curve.input_tokens)} prompt tokens"
     )
+    yield f"Trace: {info.name}, {format_and_unit(info.format, info.timestamp_unit)}"
     source = info.trace_block_size_source
     if curve.block_size != info.trace_block_size:
         source = "given"
@@ -209,6 +211,7 @@ def print_compare(result: CompareResult) -> None:
         f"blocks of {setup['block_size']}.",
         markup=False,
     )
+    print_trace(out, trace)
     out.print()
     out.print(compare_table(usage.as_dict() for usage in usages))
     out.print(DEFINITIONS, style="dim")

@@ -3,7 +3,7 @@
 from ..figures import Document, percent, seconds
 from ..fleet.fleet import EngineName
 from ..scenario.sampling import SamplingResult
-from .console import console, print_assumptions, table
+from .console import console, print_assumptions, print_trace, table
 
 LATENCIES = (("ttft_s", "TTFT"), ("itl_s", "ITL"), ("tpot_s", "TPOT"), ("e2e_s", "E2E"))
 
@@ -16,14 +16,11 @@ def print_replay(report: Document) -> None:
 
 def print_outcome(report: Document) -> None:
     """Print outcomes and latencies."""
-    from rich.markup import escape
-
     out = console()
     trace, requests, cache = report["trace"], report["requests"], report["prefix_cache"]
     usage, preemptions, throughput = report["kv_cache_usage"], report["preemptions"], report["throughput"]
     out.print(f"[bold]Replay of {trace['name']}[/bold]: {requests['total']:,} requests", soft_wrap=True)
-    for note in trace["notes"]:
-        out.print(f"Note: {escape(note)}", soft_wrap=True)
+    print_trace(out, trace)
     reuse = percent(cache["hit_rate"]) if trace["claims_reuse"] else "unknown (the trace has no block ids)"
     out.print(
         table(
@@ -150,5 +147,6 @@ def print_sampling(result: SamplingResult) -> None:
         f"[bold]{result.kind['kind']}[/bold] ({settings}) of {result.report.num_requests:,} requests of "
         f"{result.trace['name']}"
     )
+    print_trace(out, result.trace)
     out.print(table(None, ("figure", "value"), rows))
     out.print(f"[dim]Each request runs alone; blocks of {result.block_size} tokens; prefix caching is off.[/dim]")

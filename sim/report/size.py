@@ -5,13 +5,13 @@ from typing import Any
 
 from ..figures import Document, percent, seconds
 from ..search.sizing import SearchWatch
-from .console import Bar, console, headline, print_assumptions, table
+from .console import Bar, console, headline, print_assumptions, print_trace, table
 from .plots import LEGEND_ABOVE, axis_of, bars, layout_of, scatter
 
 
 def print_size(document: Mapping[str, Any]) -> None:
     """Print everything (`document` is that of `--json`)."""
-    headline(_headline(document))
+    out = headline(_headline(document))
     if document["answer"] is not None:
         _print_cost(document["answer"]["cost"])
     instead = document["instead"]
@@ -27,6 +27,8 @@ def print_size(document: Mapping[str, Any]) -> None:
         for shape in instead["shapes"]:
             _print_searches(shape, instead["asked"])
         assumptions = instead["assumptions"] or assumptions
+    if document["trace"] is not None:
+        print_trace(out, document["trace"])
     if assumptions:
         print_assumptions({**_traffic(document), **assumptions})
 
@@ -117,6 +119,7 @@ def _print_searches(shape: Mapping[str, Any], asked: str) -> None:
                 *_slo_cells(trial),
                 seconds(trial["ttft_s"]["p99"]) if "ttft_s" in trial else "-",
                 seconds(trial["tpot_s"]["p99"]) if "tpot_s" in trial else "-",
+                *_e2e_cells(trial),
                 percent(trial["prefix_cache_hit_rate"]) if "ttft_s" in trial else "-",
                 percent(trial["mean_busy_share"], 1)
                 if "ttft_s" in trial
@@ -128,7 +131,9 @@ def _print_searches(shape: Mapping[str, Any], asked: str) -> None:
         title = f"Runs with tensor parallel size {shape['tensor_parallel_size']}{seed} (* the answer)"
         tried = "x rate  " if is_rate else "replicas  "
         extra = ("in time",) if "goodput_share" in search["trials"][0]["slo"] else ()
-        console().print(table(title, (tried, "SLO", *extra, "TTFT p99", "TPOT p99", "hit rate", "busy"), rows))
+        e2e = ("E2E p99",) if _limits_e2e(search["trials"][0]) else ()
+        columns = (tried, "SLO", *extra, "TTFT p99", "TPOT p99", *e2e, "hit rate", "busy")
+        console().print(table(title, columns, rows))
         console().print(_checked(search, asked), soft_wrap=True)
 
 
@@ -137,6 +142,17 @@ def _slo_cells(trial: Mapping[str, Any]) -> tuple[str, ...]:
     if figure is None:
         return ()
     return ("-" if figure["value"] is None else percent(figure["value"]),)
+
+
+def _limits_e2e(trial: Mapping[str, Any]) -> bool:
+    """Whether the SLO limits E2E; other searches do not show it, and kept runs of 0.1 do not have it."""
+    return "e2e_p99_s" in trial["slo"]
+
+
+def _e2e_cells(trial: Mapping[str, Any]) -> tuple[str, ...]:
+    if not _limits_e2e(trial):
+        return ()
+    return (seconds(trial["e2e_s"]["p99"]) if "e2e_s" in trial else "-",)
 
 
 def _checked(search: Mapping[str, Any], asked: str) -> str:
@@ -240,6 +256,7 @@ DASHED = {"color": "--ink", "width": 1.5, "dash": "dash"}
 FIGURES = {
     "ttft_p99_s": ("p99 TTFT, s", 1.0),
     "tpot_p99_s": ("p99 TPOT, s", 1.0),
+    "e2e_p99_s": ("p99 E2E, s", 1.0),
     "goodput_share": ("requests in time, %", 100.0),
 }
 

@@ -38,7 +38,8 @@ def idle_bound(trace: Trace, parts: EngineParts, slo: Slo) -> IdleBound | None:
         return None
     ttft_s = slo.ttft_s if slo.ttft_p99_s is None else slo.ttft_p99_s
     tpot_s = slo.tpot_s if slo.tpot_p99_s is None else slo.tpot_p99_s
-    tally, each = SloTally(slo), SloTally(Slo(goodput_share=1.0, ttft_s=ttft_s, tpot_s=tpot_s))
+    e2e_s = slo.e2e_s if slo.e2e_p99_s is None else slo.e2e_p99_s
+    tally, each = SloTally(slo), SloTally(Slo(goodput_share=1.0, ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s))
     num_requests = 0
     for record in idle_records(trace, parts):
         tally.finished(record)
@@ -49,7 +50,7 @@ def idle_bound(trace: Trace, parts: EngineParts, slo: Slo) -> IdleBound | None:
 
 
 def idle_records(trace: Trace, parts: EngineParts) -> Iterator[RequestRecord]:
-    """Yield the record of each request run alone, with the smallest possible TTFT and TPOT.
+    """Yield the record of each request run alone, with the smallest possible TTFT, TPOT and E2E.
 
     The longest prefix in whole blocks that the trace's ids share with an earlier request counts as cached, but at least
     one token is computed. The rest takes as few steps as possible. Each later token takes at least one step over the

@@ -34,9 +34,15 @@ class SizeOptions(RoutingOptions):
 
     slo_ttft_p99: float | None = option(None, SEARCH, "99th percentile of TTFT in seconds.")
     slo_tpot_p99: float | None = option(None, SEARCH, "99th percentile of TPOT in seconds.")
-    slo_goodput: float | None = option(None, SEARCH, "Share of requests that keep --slo-ttft and --slo-tpot.")
+    slo_e2e_p99: float | None = option(
+        None, SEARCH, "99th percentile of E2E in seconds: from arrival to the last token."
+    )
+    slo_goodput: float | None = option(
+        None, SEARCH, "Share of all requests, refused ones included, that keep --slo-ttft, --slo-tpot and --slo-e2e."
+    )
     slo_ttft: float | None = option(None, SEARCH, "TTFT of a single request in seconds, for the goodput.")
     slo_tpot: float | None = option(None, SEARCH, "TPOT of a single request in seconds, for the goodput.")
+    slo_e2e: float | None = option(None, SEARCH, "E2E of a single request in seconds, for the goodput.")
     tensor_parallel_sizes: str | None = option(
         None, SEARCH, "GPUs of a replica to try, such as 2,4,8. Unless given: 1,2,4,8 with --model.", metavar="N,..."
     )
@@ -67,8 +73,9 @@ class SizeOptions(RoutingOptions):
     @property
     def slo(self) -> Slo:
         """The SLO to keep."""
-        p99 = {"ttft_p99_s": self.slo_ttft_p99, "tpot_p99_s": self.slo_tpot_p99}
-        return Slo(**p99, goodput_share=self.slo_goodput, ttft_s=self.slo_ttft, tpot_s=self.slo_tpot)
+        p99 = {"ttft_p99_s": self.slo_ttft_p99, "tpot_p99_s": self.slo_tpot_p99, "e2e_p99_s": self.slo_e2e_p99}
+        each = {"ttft_s": self.slo_ttft, "tpot_s": self.slo_tpot, "e2e_s": self.slo_e2e}
+        return Slo(**p99, goodput_share=self.slo_goodput, **each)
 
 
 @attrs.frozen(kw_only=True)

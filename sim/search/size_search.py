@@ -44,8 +44,10 @@ def promises(slo: Slo) -> str:
         words.append(f"p99 TTFT within {slo.ttft_p99_s:g} s")
     if slo.tpot_p99_s is not None:
         words.append(f"p99 TPOT within {slo.tpot_p99_s:g} s")
+    if slo.e2e_p99_s is not None:
+        words.append(f"p99 E2E within {slo.e2e_p99_s:g} s")
     if slo.goodput_share is not None:
-        limits = {"TTFT": slo.ttft_s, "TPOT": slo.tpot_s}
+        limits = {"TTFT": slo.ttft_s, "TPOT": slo.tpot_s, "E2E": slo.e2e_s}
         each = " and ".join(f"{name} within {limit:g} s" for name, limit in limits.items() if limit is not None)
         words.append(f"{each} for {slo.goodput_share * 100:g} % of the requests")
     return " and ".join(words)
@@ -53,7 +55,8 @@ def promises(slo: Slo) -> str:
 
 def misses(figures: Mapping[str, Mapping[str, Any]]) -> str:
     """Lists the SLO figures that are missed, with their limits."""
-    names = {"ttft_p99_s": "p99 TTFT", "tpot_p99_s": "p99 TPOT", "goodput_share": "goodput share"}
+    names = {"ttft_p99_s": "p99 TTFT", "tpot_p99_s": "p99 TPOT", "e2e_p99_s": "p99 E2E"}
+    names["goodput_share"] = "goodput share"
     parts = [
         f" {names[name]} {'missed' if figure['value'] is None else format(figure['value'], '.4g')}"
         f"{'' if name == 'goodput_share' or figure['value'] is None else ' s'} (limit {figure['limit']:g})"
@@ -75,8 +78,9 @@ def options_of_feasible_requests(slo: Slo, shapes: Sequence[Mapping[str, Any]]) 
     if not shares:
         return None
     share = math.floor(1000 * SHARE_OF_FEASIBLE * max(shares)) / 1000
-    each = {"slo_goodput": share, "slo_ttft": slo.ttft_p99_s, "slo_tpot": slo.tpot_p99_s}
-    return {**each, "slo_ttft_p99": None, "slo_tpot_p99": None} if share > 0 else None
+    each = {"slo_ttft": slo.ttft_p99_s, "slo_tpot": slo.tpot_p99_s, "slo_e2e": slo.e2e_p99_s}
+    instead = {"slo_goodput": share, **each, "slo_ttft_p99": None, "slo_tpot_p99": None, "slo_e2e_p99": None}
+    return instead if share > 0 else None
 
 
 def assumptions_of_answer(best: Mapping[str, Any] | None, shapes: Sequence[Mapping[str, Any]], name: str) -> Document:

@@ -142,6 +142,7 @@ def _replayed(setting: Setting, num_replicas: int, num_requests: int | None, wat
             "requests": report.requests,
             "ttft_s": report.latencies["ttft_s"],
             "tpot_s": report.latencies["tpot_s"],
+            "e2e_s": report.latencies["e2e_s"],
             "prefix_cache_hit_rate": report.prefix_cache["hit_rate"],
             "preemptions": report.preemptions["total"],
             "output_tokens_per_s": report.throughput["output_tokens_per_s"],

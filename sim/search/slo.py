@@ -12,6 +12,8 @@ from ..engine.metrics import RequestRecord
 from ..figures import Document
 
 PERCENT = 99
+# Parts of an SLO that limit a percentile, and the latency of a request that each is about.
+P99_OF = {"ttft_p99_s": "ttft_s", "tpot_p99_s": "tpot_s", "e2e_p99_s": "e2e_s"}
 
 
 def _positive(_: object, attribute: "attrs.Attribute[float | None]", value: float | None) -> None:
@@ -26,26 +28,33 @@ class Slo:
     Attributes:
         ttft_p99_s: limit of the 99th percentile (nearest rank) of TTFT, including queueing, over all requests.
         tpot_p99_s: limit of the 99th percentile of TPOT, over requests of two or more tokens.
-        goodput_share: least share of requests that keep the limits below; needs at least one of them.
+        e2e_p99_s: limit of the 99th percentile of E2E, from arrival to the last token, over all requests.
+        goodput_share: least share of all requests, refused ones included, that keep the limits below; needs at least
+            one of them.
         ttft_s: TTFT limit of a single request, for the goodput.
         tpot_s: TPOT limit of a single request, for the goodput; a request of one token keeps it.
+        e2e_s: E2E limit of a single request, for the goodput.
     """
 
     ttft_p99_s: float | None = attrs.field(default=None, validator=_positive)
     tpot_p99_s: float | None = attrs.field(default=None, validator=_positive)
+    e2e_p99_s: float | None = attrs.field(default=None, validator=_positive)
     goodput_share: float | None = None
     ttft_s: float | None = attrs.field(default=None, validator=_positive)
     tpot_s: float | None = attrs.field(default=None, validator=_positive)
+    e2e_s: float | None = attrs.field(default=None, validator=_positive)
 
     def __attrs_post_init__(self) -> None:
-        has_limits = self.ttft_s is not None or self.tpot_s is not None
-        if self.ttft_p99_s is None and self.tpot_p99_s is None and self.goodput_share is None:
+        has_limits = bool({"ttft_s", "tpot_s", "e2e_s"} & self.as_dict().keys())
+        if not self.as_dict().keys() & {*P99_OF, "goodput_share"}:
             raise InputError(
-                "there is no SLO: give --slo-ttft-p99 SECONDS, --slo-tpot-p99 SECONDS, or --slo-goodput SHARE with "
-                "--slo-ttft or --slo-tpot"
+                "there is no SLO: give --slo-ttft-p99, --slo-tpot-p99 or --slo-e2e-p99 SECONDS, or --slo-goodput SHARE "
+                "with --slo-ttft, --slo-tpot or --slo-e2e"
             )
         if (self.goodput_share is not None) != has_limits:
-            raise InputError("--slo-goodput SHARE and a limit for each request (--slo-ttft, --slo-tpot) go together")
+            raise InputError(
+                "--slo-goodput SHARE and a limit for each request (--slo-ttft, --slo-tpot, --slo-e2e) go together"
+            )
         if self.goodput_share is not None and not 0 < self.goodput_share <= 1:
             raise InputError(f"--slo-goodput is {self.goodput_share}; it must be a share above 0 and at most 1")
 
@@ -70,24 +79,26 @@ class SloTally:
 
     def __init__(self, slo: Slo) -> None:
         self._slo = slo
-        self._ttft_s: list[float] = []
-        self._tpot_s: list[float] = []
+        self._limits = slo.as_dict()
+        self._samples: dict[str, list[float]] = {name: [] for name in P99_OF}
+        self._num_finished = 0
         self._num_good = 0
-        self._num_late = {"ttft_p99_s": 0, "tpot_p99_s": 0, "goodput_share": 0}
+        self._num_late = {**dict.fromkeys(P99_OF, 0), "goodput_share": 0}
 
     def finished(self, record: RequestRecord) -> None:
         """Add a finished request."""
-        slo = self._slo
-        self._ttft_s.append(record.ttft_s)
-        if record.tpot_s is not None:
-            self._tpot_s.append(record.tpot_s)
-        in_time = slo.ttft_s is None or record.ttft_s <= slo.ttft_s
-        is_good = in_time and (slo.tpot_s is None or record.tpot_s is None or record.tpot_s <= slo.tpot_s)
+        limits, late = self._limits, self._num_late
+        self._num_finished += 1
+        is_good = True
+        for part, latency in P99_OF.items():
+            value: float | None = getattr(record, latency)
+            if value is None:  # the TPOT of a single token
+                continue
+            self._samples[part].append(value)
+            late[part] += part in limits and value > limits[part]
+            is_good = is_good and (latency not in limits or value <= limits[latency])
         self._num_good += is_good
-        late = self._num_late
         late["goodput_share"] += not is_good
-        late["ttft_p99_s"] += slo.ttft_p99_s is not None and record.ttft_s > slo.ttft_p99_s
-        late["tpot_p99_s"] += slo.tpot_p99_s is not None and (record.tpot_s or 0.0) > slo.tpot_p99_s
 
     def is_lost(self, num_requests: int) -> bool:
         """Whether the run of `num_requests` requests already misses the SLO, whatever the other requests do."""
@@ -99,7 +110,7 @@ class SloTally:
         Requests of one token have no TPOT, so the second number is an upper bound for TPOT.
         """
         room = num_requests - max(1, -(-PERCENT * num_requests // 100))
-        rooms = {name: (self._num_late[name], room) for name in ("ttft_p99_s", "tpot_p99_s")}
+        rooms = {name: (self._num_late[name], room) for name in P99_OF}
         if self._slo.goodput_share is not None:
             good = math.ceil(self._slo.goodput_share * num_requests - 1e-9)
             rooms["goodput_share"] = (self._num_late["goodput_share"], num_requests - good)
@@ -120,12 +131,10 @@ class SloTally:
     def verdict(self, num_requests: int) -> Verdict:
         """The verdict of a complete run; requests that did not finish count as infinitely late."""
         slo = self._slo
-        num_lost = num_requests - len(self._ttft_s)
+        num_lost = num_requests - self._num_finished
         figures: dict[str, Document] = {}
-        for name, limit, samples in (
-            ("ttft_p99_s", slo.ttft_p99_s, self._ttft_s),
-            ("tpot_p99_s", slo.tpot_p99_s, self._tpot_s),
-        ):
+        for name, samples in self._samples.items():
+            limit = self._limits.get(name)
             if limit is not None:
                 value = _percentile(samples, num_lost)
                 shown = value if value is not None and math.isfinite(value) else None

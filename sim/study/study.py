@@ -25,6 +25,7 @@ from ..scenario.plan import plan_scenario
 from ..scenario.replay import latency_distributions, replay_scenario
 from ..scenario.scenario import Scenario
 from ..scenario.traffic import counted, open_traffic
+from ..traces.trace import format_and_unit
 from .answer import answer_as_dict, command_line, derived_figures, next_steps, what_if
 from .sentences import answer_sentences
 
@@ -137,7 +138,7 @@ class Study:
         origin = f", seed {info.workload['seed']}, resembles {info.workload['resembles']}" if info.workload else ""
         out = {
             "heading": f"{deployment.geometry.name} on {gpus}{layout}, serving {source}",
-            "subtitle": f"KV-cache study of {info.name} ({info.format}{origin})",
+            "subtitle": f"KV-cache study of {info.name} ({format_and_unit(info.format, info.timestamp_unit)}{origin})",
         }
         if "curve" in self._parts:
             trace, window = self._parts["curve"]["trace"], self._parts["curve"]["window"]

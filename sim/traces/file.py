@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 import attrs
@@ -13,6 +14,7 @@ from .format import TraceFormat, TraceSource, recognise, trace_formats
 from .rows import BadRow, Row, RowTrace, check_window
 from .text import HOW_TO_NAME_ONE, Tokenizer, open_tokenizer
 from .trace import UNITS_PER_SECOND, SkippedRows, TraceInfo, Window
+from .units import UnitDoubts
 
 __all__ = ["TraceFile", "open_trace", "trace_formats"]
 
@@ -204,11 +206,20 @@ class TraceFile(RowTrace):
             limit = self._options.limit
             num_wanted = math.inf if limit is None else self._options.skip_first + limit
             rows = RowChecks(self._format, info, self._units_per_second).checked(rows, num_wanted)
+        doubts, number = self._unit_doubts(info), count(1)
         for row in rows:
             if isinstance(row, BadRow):
                 self._bad_row(info, row)
-            else:
-                yield row
+                continue
+            if doubts is not None:
+                doubts.check(row[1])
+            yield (next(number), *row[1:]) if self._format.sorts_its_rows else row
+
+    def _unit_doubts(self, info: TraceInfo) -> UnitDoubts | None:
+        """What checks timestamps whose unit nobody gave; None where the unit is certain."""
+        unit = self._format.timestamp_unit
+        is_assumed = self._format.unit_is_settable and self._options.timestamp_unit is None
+        return UnitDoubts(info, unit) if is_assumed and unit in UNITS_PER_SECOND else None
 
     def _read(self, info: TraceInfo) -> Iterator[Row | BadRow]:
         options, units = self._options, self._units_per_second

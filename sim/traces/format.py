@@ -59,6 +59,7 @@ class TraceFormat:
     is_asked_last = False  # whether `matches` also accepts files of other formats, which are then preferred
     checks_its_rows = False  # whether `read_rows` has already made all checks of `RowChecks`
     has_one_parent_each = False  # whether each id has one parent by construction, so that this is not checked
+    sorts_its_rows = False  # whether rows come in another order than the file's; checked rows are then numbered from 1
     takes_many_files = False  # whether several files, or a folder, make one trace
     needs_tokenizer = False  # whether lengths have to be counted in text
     # The note about arrivals that the file does not record, unless `--request-rate` is given; None: they are recorded.

@@ -143,7 +143,8 @@ def timestamp(value: Any, field: str, units_per_second: int) -> int | float:
     if number > MAX_TIMESTAMP_S * units_per_second:
         raise RowError(
             "huge",
-            f"{shown(value)} is beyond the year 2286 at {units_per_second:,} a second: is it in another unit?",
+            f"{shown(value)} is beyond the year 2286 at {units_per_second:,} a second: is it in another unit? "
+            "--timestamp-unit names it",
             field,
         )
     return number

@@ -93,6 +93,7 @@ class TraceInfo:
     arrivals: str | None = None  # where arrival times come from that the file does not record
     tokenizer: str | None = None  # who counted tokens
     about: str | None = None  # another note about the source
+    made_from: list[str] = attrs.field(factory=list)  # for each file of a mix, `origin` of its own info
     num_rows_read: int = 0  # usable rows, including those before the window
     num_requests: int = 0
     num_requests_without_hash_ids: int = 0
@@ -106,6 +107,11 @@ class TraceInfo:
         """Count something that is not a fault but that readers should know; `text` follows a number in a sentence."""
         self.remarks[text] = self.remarks.get(text, 0) + count
 
+    def origin(self) -> str:
+        """The file's name, format, unit and remarks, for a workload that is made from this trace."""
+        read = f"{self.name}: {format_and_unit(self.format, self.timestamp_unit)}"
+        return "; ".join([read, *(f"{count:,} {text}" for text, count in self.remarks.items())])
+
     @property
     def claims_reuse(self) -> bool:
         """Whether any request read has block ids; without them a hit rate says nothing about the traffic."""
@@ -117,9 +123,10 @@ class TraceInfo:
         return sum(rows.num_rows for rows in self.rows_skipped.values())
 
     def as_dict(self) -> dict[str, object]:
-        """Everything but the window, ready for JSON."""
+        """Everything but the window, and the notes, ready for JSON."""
         out = attrs.asdict(self, filter=lambda field, _: field.name != "window")
         out["unused_fields"] = sorted(self.unused_fields)
+        out["notes"] = self.notes()
         return out
 
     def window_as_dict(self) -> dict[str, object]:
@@ -143,6 +150,7 @@ class TraceInfo:
             )
         out.extend(f"{count:,} {text}" for text, count in self.remarks.items())
         out.extend(note for note in (self.about, self.arrivals) if note is not None)
+        out.extend(self.made_from)
         if self.tokenizer is not None:
             out.append(f"tokens counted by {self.tokenizer}")
         if self.unused_fields:
@@ -162,6 +170,11 @@ class Trace(Protocol):
     def __iter__(self) -> Iterator[TraceRequest]:
         """The requests, one at a time; memory does not grow with the length of the trace."""
         ...
+
+
+def format_and_unit(format_name: str, timestamp_unit: str) -> str:
+    """The format and the unit in which a trace was read, for a report (field report G02)."""
+    return f"format {format_name}, timestamps: {timestamp_unit}"
 
 
 UNITS_PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}

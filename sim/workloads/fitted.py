@@ -142,9 +142,12 @@ class Samples:
 
 @attrs.frozen(eq=False)
 class FittedParameters:
-    """The fitted parameters; `links_turns`: whether requests carry turns; `source`: the trace's name."""
+    """The fitted parameters; `links_turns`: whether requests carry turns; `source`: the trace's name;
+    `origin`: see `TraceInfo.origin`.
+    """
 
     source: str
+    origin: str
     block_size: int | None
     full_blocks_only: bool
     links_turns: bool
@@ -497,7 +500,7 @@ class FittedWorkload:
             duration_s=parameters.duration_s or 1.0,
             trace_block_size=parameters.block_size,
             stated={**parameters.as_dict(), **({} if closeness is None else {"closeness": closeness})},
-            about=None if closeness is None else closeness_sentence(closeness),
+            about="; ".join([*([] if closeness is None else [closeness_sentence(closeness)]), parameters.origin]),
             timestamp_unit="us",
             format="fitted workload",
             full_blocks_only=parameters.full_blocks_only,
@@ -526,6 +529,7 @@ def fit_workload(trace: Trace) -> FittedWorkload:
     samples = _describe(prompts, recorded)
     parameters = FittedParameters(
         source=info.name,
+        origin=info.origin(),
         block_size=info.trace_block_size,
         full_blocks_only=info.full_blocks_only,
         links_turns=bool(samples.turn_age.any()),

@@ -154,7 +154,13 @@ class _Merged:
         self.parts = [attrs.evolve(part, trace=self._at_common_size(part.trace)) for part in parts]
 
     def rows(self, info: TraceInfo) -> Iterator[Row]:
-        """The parts' rows; at the end `info` says which part ended first."""
+        """The parts' rows; at the end `info` says what was read and which part ended first."""
+        try:
+            yield from self._merged_rows(info)
+        finally:
+            info.made_from = [part.trace.info.origin() for part in self.parts if part.trace.info.path is not None]
+
+    def _merged_rows(self, info: TraceInfo) -> Iterator[Row]:
         streams = [iter(part.trace) for part in self.parts]
         waiting = [self._due(index, next(stream)) for index, stream in enumerate(streams)]
         heapify(waiting)

@@ -1,28 +1,13 @@
 """What tests of the command line share: how to run it, and for `kvledger log` a run that is recorded once."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from kvledger.sim.commands.cli import build_app, main
-
-
-@pytest.fixture
-def kvledger(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
-    """Run the command line; return (exit code, standard output, standard error)."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["kvledger", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return run
+from kvledger.sim.commands.cli import build_app
 
 
 @pytest.fixture(scope="session")

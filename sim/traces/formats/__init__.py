@@ -2,4 +2,4 @@
 first, then the formats with fields of their own.
 """
 
-from . import csv_files, qwen_bailian, agentic, sharegpt, request_log, mooncake  # noqa: F401, I001
+from . import csv_files, qwen_bailian, agentic, sharegpt, otel_spans, request_log, sessions, mooncake  # noqa: F401, I001

@@ -158,7 +158,8 @@ def test_a_file_is_recognised_by_its_content(tmp_path, text, name):
 
 
 def test_every_format_is_named_and_says_what_its_lines_look_like():
-    ours = ("azure", "burstgpt", "vidur", "qwen-bailian", "agentic", "sharegpt", "log", "mooncake")
+    ours = ("azure", "burstgpt", "vidur", "qwen-bailian", "agentic", "sharegpt", "otel-spans", "log")
+    ours += ("mooncake", "mooncake-sessions")
     assert trace_formats.names() == ours
     for each in trace_formats:
         assert each.title
