@@ -57,7 +57,7 @@ class Recovery:
                 file.seek(self.torn.offset)
                 kept_as = _keep(directory, self.torn, file.read())
         for name in self.undone:
-            (directory / name).unlink()
+            (directory / name).unlink(missing_ok=True)  # keeping the torn end may have replaced one of them
         return attrs.evolve(self, kept_as=kept_as)
 
 

@@ -171,15 +171,15 @@ def outcome(case: dict[str, Any], directory: Path, commits: list[Commit]) -> dic
         case.get("point"), case.get("half", False), lambda promise: whole_life(directory, commits, options, promise)
     )
     result = {**case, "killed": killed, "promised": promised, "names": names}
-    if case.get("again") is not None and (directory / "manifest.json").exists():
 
-        def resume(promise: Callable[[int], None]) -> None:
-            log = DurableLog.resume(directory, **options)
-            write(log, commits[log.next_commit :], policy, promise)
+    def resume(promise: Callable[[int], None]) -> None:
+        log = DurableLog.resume(directory, **options)
+        write(log, commits[log.next_commit :], policy, promise)
 
-        result["killed_again"], later, _ = in_a_child(case["again"], case["half"], resume)
-        promised = max(promised, later)
     try:
+        if case.get("again") is not None and (directory / "manifest.json").exists():
+            result["killed_again"], later, _ = in_a_child(case["again"], case["half"], resume)
+            promised = max(promised, later)
         if (directory / "manifest.json").exists():
             read = list(LogReader(directory).commits())
             found = verify_log(LogReader(directory))
