@@ -8,7 +8,6 @@ import attrs
 from kvledger.testing import INVARIANTS, InvariantViolation, violations
 
 from ...backends.sinks.errors import LogDamagedError
-from ...backends.sinks.log.closing import load_snapshot
 from ...backends.sinks.log.reader import LogReader
 from ...backends.sinks.log.rows import LoggedCommit, LoggedNote
 from ...core.errors import CorruptLedgerError, KVLedgerError
@@ -29,7 +28,7 @@ class Fault:
     """The first fault of a log, the first affected commit (None if damage hides it), and the damaged file and byte.
 
     `kind` is "damage" (bytes on disk), "conservation" (a block lost or counted twice), "replay" (an event that is
-    illegal after the events before it), "invariant", or "snapshot" (differs from the fold).
+    illegal after the events before it), "invariant", "snapshot" (differs from the fold), or "empty" (no commits).
     """
 
     kind: str
@@ -50,6 +49,7 @@ class Verification:
     checked_every: int = 1
     fault: Fault | None = None
     torn: str | None = None
+    stopped: str | None = None
 
     @property
     def is_sound(self) -> bool:
@@ -65,6 +65,8 @@ class Verification:
         lines = [counted, f"invariants checked every {self.checked_every:,} commits and at the end: {names}"]
         if self.torn is not None:
             lines.append(f"{self.torn}: a writer was interrupted there, or is still writing")
+        if self.stopped is not None:
+            lines.append(f"{self.stopped}: the log ends before it")
         if self.fault is None:
             return [*lines, "sound: every checksum matches, every commit applies, every invariant holds"]
         return [*lines, f"NOT SOUND ({self.fault.kind}): {self.fault.description}"]
@@ -80,6 +82,7 @@ class Verification:
             "first_bad_commit": self.fault.commit if self.fault else None,
             "fault": attrs.asdict(self.fault) if self.fault else None,
             "torn": self.torn,
+            "stopped": self.stopped,
         }
 
 
@@ -120,7 +123,7 @@ class _Verifier:
                     self._on_progress(found.commits)
             self._check_invariants()
             if self._replay is None and not found.fault:
-                self._fail("replay", 0, "the log has no commits, so there is no pool to rebuild")
+                self._fail("empty", 0, self._why_empty())
         except LogDamagedError as error:
             found.fault = Fault("damage", error.commit, str(error), error.path.name, error.offset)
         except _FaultFound as fault:
@@ -129,7 +132,15 @@ class _Verifier:
             found.fault = Fault("replay", found.commits, str(error))
         if self._reader.torn is not None:
             found.torn = self._reader.torn.describe()
+        found.stopped = self._reader.stopped
         return found
+
+    def _why_empty(self) -> str:
+        if self._reader.stopped is not None:
+            return f"the log has no commits: {self._reader.stopped}"
+        if self._reader.manifest.open_segment is not None:
+            return "the log has no commits: its writer has written none yet, or ended before it wrote one"
+        return "the log has no commits, so there is no pool to rebuild"
 
     def _commit(self, record: LoggedCommit) -> None:
         commit = record.commit
@@ -195,7 +206,7 @@ class _Verifier:
         if path is None or self._replay is None:
             return
         state = self._replay.state
-        if load_snapshot(path, state.created).snapshot() != state.snapshot():
+        if self._reader.load_snapshot(path).snapshot() != state.snapshot():
             before = self._found.commits
             self._fail("snapshot", before, f"{path.name} is not the state before commit {before}")
         self._found.snapshots += 1

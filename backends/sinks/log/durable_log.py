@@ -14,9 +14,9 @@ from ....core.ledger.state import LedgerState
 from ..errors import LogWriteError
 from .closing import SnapshotFold, close_segment
 from .flush_policy import FlushPolicy
-from .manifest import LOCK, MANIFEST, Manifest, stream_name
+from .manifest import LOCK, MANIFEST, Manifest, new_log_id, stream_name
 from .reader import LogReader
-from .recovery import Recovery, WriterLock, recover
+from .recovery import Recovery, WriterLock, inspect, is_locked_by_file
 from .row_codec import RowEncoder
 from .rows import Note
 from .stream import StreamWriter
@@ -118,7 +118,7 @@ class DurableLog:
         if segment_bytes < 1:
             raise InputError(f"segment_bytes must be at least 1, not {segment_bytes}")
         try:
-            json.dumps(header, allow_nan=False)
+            header = json.loads(json.dumps(header, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise InputError(f"the header of a log must be plain JSON values: {error}") from None
         try:
@@ -127,11 +127,16 @@ class DurableLog:
             lock = WriterLock(path)
         except OSError as error:
             raise LogWriteError(f"{path}: cannot start a log here: {error.strerror}") from error
+        stream = None
         try:
-            manifest = Manifest(header, clock.name if clock else None, open_segment=0)
-            stream = StreamWriter.create(path / stream_name(0), 0, 0)
+            lock.sign()
+            named = clock.name if clock else None
+            manifest = Manifest(header, named, open_segment=0, log_id=new_log_id(header, named))
+            stream = StreamWriter.create(path / stream_name(0), 0, 0, manifest.identity(0))
             manifest.save(path)
         except OSError as error:
+            if stream is not None:
+                stream.close()
             lock.release()
             raise LogWriteError(f"{path}: cannot start a log here: {error.strerror}") from error
         return cls(path, lock, manifest, stream, Recovery(0), flush, clock, segment_bytes)
@@ -156,17 +161,21 @@ class DurableLog:
         manifest = Manifest.load(path)
         if manifest.clock != (clock.name if clock else None):
             raise InputError(f"{path} has the clock {manifest.clock!r}, so it cannot go on with {clock}")
-        lock = WriterLock(path)
+        if not is_locked_by_file(path):
+            inspect(path, manifest)  # no writer is at work: refuse a damaged log before the lock file is made
+        try:
+            lock = WriterLock(path)
+        except OSError as error:
+            raise LogWriteError(f"{path}: cannot go on with this log: {error.strerror}") from error
         try:
             manifest = Manifest.load(path)  # the previous writer may have changed it until it released the lock
-            recovery = recover(path, manifest)
-            if manifest.open_segment is None:
-                number = len(manifest.closed)
-                stream = StreamWriter.create(path / stream_name(number), number, manifest.next_commit)
-                manifest = attrs.evolve(manifest, open_segment=number)
-                manifest.save(path)
+            found = inspect(path, manifest)
+            lock.sign()
+            recovery = found.carry_out(path)
+            if recovery.stream_end is not None:
+                stream = StreamWriter(path / stream_name(len(manifest.closed)), recovery.stream_end)
             else:
-                stream = StreamWriter(path / stream_name(manifest.open_segment), recovery.stream_bytes or 0)
+                stream, manifest = _start_segment(path, manifest)
         except OSError as error:
             lock.release()
             raise LogWriteError(f"{path}: cannot go on with this log: {error.strerror}") from error
@@ -210,10 +219,7 @@ class DurableLog:
 
     def close(self) -> None:
         """Flush, close the last segment and release the log. A second call does nothing."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._stop_thread()
         with self._mutex:
             if self._stream is None:
                 return
@@ -227,6 +233,20 @@ class DurableLog:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, LogWriteError):
             self.close()
+            return
+        # The disk is full: end here, with everything that was written before. What is kept in memory is lost.
+        self._stop_thread()
+        with self._mutex:
+            if self._stream is not None:
+                self._stream.close()
+                self._stream = None
+                self._lock_file.release()
+
+    def _stop_thread(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def _now(self) -> int | None:
         return self._clock.now_ns() if self._clock else None
@@ -279,6 +299,7 @@ class DurableLog:
         try:
             self._manifest, stream = close_segment(self._directory, self._manifest, self._next_commit, fold, open_next)
         except OSError as error:
+            self._stream.note_failure(error)
             raise LogWriteError(
                 f"{self._stream.path}: every commit is written, but the segment could not be closed "
                 f"({error.strerror}); make room and flush again"
@@ -307,6 +328,19 @@ class DurableLog:
                         self._write(may_close=False)
             except Exception as error:  # the next call of `apply` raises it, since no caller waits for this thread
                 self._failure = error
+
+
+def _start_segment(path: Path, manifest: Manifest) -> tuple[StreamWriter, Manifest]:
+    """Start the next segment of a closed log. Until the manifest names it, it is recognised as unused."""
+    number = len(manifest.closed)
+    stream = StreamWriter.create(path / stream_name(number), number, manifest.next_commit, manifest.identity(number))
+    manifest = attrs.evolve(manifest, open_segment=number)
+    try:
+        manifest.save(path)
+    except OSError:
+        stream.close()
+        raise
+    return stream, manifest
 
 
 def _check_is_empty(directory: Path) -> None:

@@ -3,8 +3,10 @@
 Needs nothing but the standard library and attrs, so that a command recognises a log before it imports pyarrow.
 """
 
+import hashlib
 import json
 import os
+import stat
 import zlib
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +15,9 @@ import attrs
 
 from ..errors import LogDamagedError
 
-LAYOUT_VERSION: Final = 1
+# Version 1 had no log id, and its segments did not name the log. Its logs are read, and continued as they are.
+LAYOUT_VERSION: Final = 2
+READABLE_VERSIONS: Final = (1, 2)
 MANIFEST: Final = "manifest.json"
 LOCK: Final = "lock"
 _FORMAT: Final = "kvledger event log"
@@ -47,6 +51,8 @@ class ClosedSegment:
     last_time_ns: int | None  # the latest time in it
     size_bytes: int  # size of the file
     crc32: str  # CRC-32 of the file, in hexadecimal digits
+    # CRC-32 of the snapshot of the state after the segment; None if there is none, and in layout version 1
+    snapshot_crc32: str | None = None
 
 
 @attrs.frozen
@@ -58,10 +64,41 @@ class Manifest:
     closed: tuple[ClosedSegment, ...] = ()  # the closed segments, in order
     open_segment: int | None = None  # number of the open segment; None once the log was closed
     next_commit: int = 0  # the first commit of the open segment, or of the segment that would come next
+    log_id: str | None = None  # 32 hexadecimal digits that every segment repeats; None in layout version 1
+
+    @property
+    def layout_version(self) -> int:
+        """The layout that the log was started with."""
+        return 1 if self.log_id is None else 2
+
+    def chain(self) -> list[str]:
+        """Return one hash per segment, the next one included: of the log's description and all segments before it.
+
+        Every segment states its own (32 hexadecimal digits), so a segment and a manifest of two logs do not fit.
+        """
+        links = [_hash([self.log_id, self.header, self.clock])]
+        for segment in self.closed:
+            links.append(_hash([links[-1], attrs.asdict(segment)]))
+        return links
+
+    def identities(self) -> list[dict[str, str]]:
+        """Return what each segment, the next one included, states about its log, as metadata of its schema."""
+        if self.log_id is None:
+            return [{} for _ in range(len(self.closed) + 1)]
+        return [{"kvledger.log_id": self.log_id, "kvledger.chain": link} for link in self.chain()]
+
+    def identity(self, number: int) -> dict[str, str]:
+        """Return what segment `number` states about its log."""
+        return self.identities()[number]
 
     def save(self, directory: Path) -> None:
         """Replace the manifest of a directory."""
-        plain = {"format": _FORMAT, "layout_version": LAYOUT_VERSION, **attrs.asdict(self)}
+        described = attrs.asdict(self)
+        if self.log_id is None:
+            del described["log_id"]
+            for segment in described["closed"]:
+                del segment["snapshot_crc32"]
+        plain = {"format": _FORMAT, "layout_version": self.layout_version, **described}
         write_whole(directory / MANIFEST, (json.dumps({**plain, "crc32": _crc32(plain)}, indent=1) + "\n").encode())
 
     @classmethod
@@ -76,6 +113,10 @@ class Manifest:
             plain = json.loads(path.read_bytes())
         except OSError as error:
             reason = f"there is no manifest to read ({error.strerror}), so this is no event log, or an incomplete one"
+            if (directory / stream_name(0)).exists() or (directory / LOCK).exists():
+                reason += (
+                    "; a writer that ended before its log was there has left nothing to read: create the log again"
+                )
             raise LogDamagedError(path, reason) from None
         except ValueError as error:
             raise LogDamagedError(path, f"the manifest is no JSON: {error}") from None
@@ -85,10 +126,53 @@ class Manifest:
         crc32 = plain.pop("crc32", None)
         if crc32 != _crc32({"format": _FORMAT, "layout_version": version, **plain}):
             raise LogDamagedError(path, "the manifest does not match its checksum")
-        if version != LAYOUT_VERSION:
-            raise LogDamagedError(path, f"the log has layout version {version}; this kvledger reads {LAYOUT_VERSION}")
-        closed = tuple([ClosedSegment(**each) for each in plain.pop("closed")])
-        return cls(closed=closed, **plain)
+        if version not in READABLE_VERSIONS:
+            readable = " and ".join(map(str, READABLE_VERSIONS))
+            raise LogDamagedError(path, f"the log has layout version {version}; this kvledger reads {readable}")
+        try:
+            closed = tuple([ClosedSegment(**each) for each in plain.pop("closed")])
+            return cls(closed=closed, **plain)
+        except (KeyError, TypeError) as error:
+            raise LogDamagedError(
+                path, f"the manifest has other fields than layout version {version}: {error}"
+            ) from None
+
+
+def _hash(plain: Any) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def new_log_id(header: dict[str, Any], clock: str | None) -> str:
+    """Return the id of a new log: a hash of the header for a simulated run, which its header determines; else random.
+
+    So two simulated runs of one description write the same bytes, and no two other logs can be taken for each other.
+    """
+    return _hash([header, clock]) if clock == "simulated" and header else os.urandom(16).hex()
+
+
+def check_is_file(path: Path, what: str, commit: int | None) -> None:
+    """Check that a file of a log is there and a regular file (or a link to one).
+
+    Args:
+        path: the file.
+        what: what it is, for the error.
+        commit: the first commit that it holds.
+
+    Raises:
+        LogDamagedError: it is missing, a directory, a dangling link, a pipe or the like.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        missing = f"the {what} is missing"
+        if path.is_symlink():
+            missing += f": this is a link to {os.readlink(path)}, which leads nowhere"
+        elif not isinstance(error, FileNotFoundError):
+            missing = f"the {what} cannot be read ({error.strerror})"
+        raise LogDamagedError(path, missing, 0, commit) from None
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
+        raise LogDamagedError(path, f"the {what} is missing: this is {kind}", 0, commit)
 
 
 def _crc32(plain: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ..errors import LogDamagedError
-from .manifest import LAYOUT_VERSION, ClosedSegment
+from .manifest import ClosedSegment, check_is_file
 from .rows import ROW_SCHEMA, StoredBatch
 
 ROW_GROUP_ROWS: Final = 1 << 15
@@ -76,7 +76,9 @@ class _CheckedFile(io.RawIOBase):
 class ParquetSegmentWriter:
     """Writes one closed segment under a temporary name; `finish` renames it."""
 
-    def __init__(self, path: Path, number: int, first_commit: int) -> None:
+    def __init__(self, path: Path, number: int, first_commit: int, identity: dict[str, str]) -> None:
+        """Start the file. `identity` is what `Manifest.identity` states of the segment; empty in layout version 1."""
+        self._identity = identity
         self._path = path
         self._temporary = path.with_name(path.name + ".tmp")
         self._number = number
@@ -105,7 +107,8 @@ class ParquetSegmentWriter:
         if self._num_pending:
             self._write_row_group()
         stated = {
-            "kvledger.layout_version": str(LAYOUT_VERSION),
+            "kvledger.layout_version": "2" if self._identity else "1",
+            **self._identity,
             "kvledger.segment": str(self._number),
             "kvledger.first_commit": str(self._first_commit),
             _ROW_GROUPS_KEY: json.dumps([list(attrs.astuple(each)) for each in self._ranges]),
@@ -150,8 +153,7 @@ class ParquetSegmentWriter:
 def check_size(directory: Path, segment: ClosedSegment) -> None:
     """Raise `LogDamagedError` if a closed segment's file is missing or has another size than the manifest says."""
     path = directory / segment.file
-    if not path.exists():
-        raise LogDamagedError(path, "the segment is missing", 0, segment.first_commit)
+    check_is_file(path, "segment", segment.first_commit)
     size = path.stat().st_size
     if size != segment.size_bytes:
         raise LogDamagedError(
@@ -213,11 +215,14 @@ def _row_groups(path: Path) -> list[RowGroupRange]:
         return [RowGroupRange(*each) for each in json.loads(stated[_ROW_GROUPS_KEY.encode()])]
 
 
-def read_batches(directory: Path, segment: ClosedSegment, first_commit: int = 0) -> Iterator[StoredBatch]:
+def read_batches(
+    directory: Path, segment: ClosedSegment, identity: dict[str, str], first_commit: int = 0
+) -> Iterator[StoredBatch]:
     """Check a segment, then yield each of its row groups that has a commit from `first_commit` on.
 
     Raises:
-        LogDamagedError: as `check_segment`, before the first row.
+        LogDamagedError: as `check_segment`, before the first row; or it does not state `identity`
+            (`Manifest.identity`), so it belongs to another log or place.
     """
     check_segment(directory, segment)
     path = directory / segment.file
@@ -225,6 +230,8 @@ def read_batches(directory: Path, segment: ClosedSegment, first_commit: int = 0)
         stated = file.metadata.metadata or {}
         if stated.get(b"kvledger.segment") != str(segment.number).encode():
             raise LogDamagedError(path, f"this is not segment {segment.number}", 0, segment.first_commit)
+        if any(stated.get(name.encode()) != value.encode() for name, value in identity.items()):
+            raise LogDamagedError(path, "this segment belongs to another log", 0, segment.first_commit)
         for number, each in enumerate(_row_groups(path)):
             if each.last_commit < first_commit:
                 continue

@@ -1,5 +1,6 @@
 """Reads a log from disk: its records in order, and the ledger state after any commit or at any time."""
 
+import os
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +21,7 @@ from .parquet import read_batches
 from .recovery import check_files, check_order, open_stream
 from .row_codec import records
 from .rows import NOTE_NAMES, LoggedCommit, LoggedNote, Record, StoredBatch
-from .stream import TornTail
+from .stream import StreamReader, TornTail
 
 
 class LogReader:
@@ -34,7 +35,8 @@ class LogReader:
 
     Attributes:
         manifest: header, clock and segments.
-        torn: the bytes after the last complete batch when the end was last read; None if there were none.
+        torn: what was wrong with the end when it was last read (an unfinished batch, lost commits); None if nothing.
+        stopped: why the writer could not go on after the end that was last read; None if it could.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -48,13 +50,17 @@ class LogReader:
             raise InputError(f"{self.directory} is no directory, so it is no event log")
         self.manifest = Manifest.load(self.directory)
         self.torn: TornTail | None = None
+        self.stopped: str | None = None
         while True:
             try:
                 check_files(self.directory, self.manifest)
                 return
-            except LogDamagedError:
+            except (LogDamagedError, OSError) as error:
                 newer = Manifest.load(self.directory)
                 if newer == self.manifest:
+                    if isinstance(error, OSError):
+                        where = Path(error.filename or self.directory)
+                        raise LogDamagedError(where, f"it cannot be read ({error.strerror})") from error
                     raise
                 self.manifest = newer  # its writer closed a segment meanwhile
 
@@ -66,23 +72,27 @@ class LogReader:
         Raises:
             LogDamagedError: something is not what was written; everything before it has been yielded.
         """
-        self.torn = None
+        self.torn = self.stopped = None
         following = None if first_commit else 0
+        identities = self.manifest.identities()
         for segment in self.manifest.closed:
             if segment.last_commit < first_commit:
                 continue
-            for stored in read_batches(self.directory, segment, first_commit):
+            for stored in read_batches(self.directory, segment, identities[segment.number], first_commit):
                 following = _check_follows(stored, following)
                 yield stored
         if self.manifest.open_segment is None:
             return
         path = self.directory / stream_name(self.manifest.open_segment)
-        if path.exists():
-            reader = open_stream(path, self.manifest)
+        reader = self._open_stream(path)
+        if reader is not None:
             for stored in reader.batches():
                 following = _check_follows(stored, following)
                 yield stored
             self.torn = reader.torn
+            if reader.mark is not None and reader.mark.errno:
+                why = os.strerror(reader.mark.errno)
+                self.stopped = f"{path.name}: the writer could not write commit {reader.mark.next_commit} ({why})"
             return
         # The writer has closed the open segment since, so a closed segment holds it now.
         later = LogReader(self.directory)
@@ -90,7 +100,16 @@ class LogReader:
             raise LogDamagedError(path, "the open segment is missing", 0, self.manifest.next_commit)
         self.manifest = later.manifest
         yield from later.batches(first_commit if following is None else following)
-        self.torn = later.torn
+        self.torn, self.stopped = later.torn, later.stopped
+
+    def _open_stream(self, path: Path) -> StreamReader | None:
+        """Open the open segment; None if it is not there."""
+        try:
+            return open_stream(path, self.manifest)
+        except LogDamagedError:
+            if os.path.lexists(path):
+                raise
+            return None
 
     def records(self, first_commit: int = 0, stop: int | None = None) -> Iterator[Record]:
         """Yield commits `first_commit .. stop - 1` (to the end unless given) and the notes among them, in order."""
@@ -177,14 +196,23 @@ class LogReader:
             (segment.last_commit + 1, self.directory / snapshot_name(segment.number + 1))
             for segment in self.manifest.closed
         ]
-        return [(commits, path) for commits, path in named if path.exists()]
+        return [(commits, path) for commits, path in named if os.path.lexists(path)]
+
+    def load_snapshot(self, path: Path) -> LedgerState:
+        """Read one of the files that `snapshots` lists.
+
+        Raises:
+            LogDamagedError: it is not what was written, or not the one that the manifest names.
+        """
+        stated = {snapshot_name(each.number + 1): each.snapshot_crc32 for each in self.manifest.closed}
+        return load_snapshot(path, self.created, stated[path.name])
 
     def _nearest_snapshot(self, stop: int | None) -> LedgerState | None:
         at_or_before = [each for each in self.snapshots() if stop is None or each[0] <= stop]
         if not at_or_before or not can_be_restored(self.created):
             return None
         commits, path = at_or_before[-1]
-        state = load_snapshot(path, self.created)
+        state = self.load_snapshot(path)
         if state.next_sequence != commits:
             raise CorruptLedgerError(
                 f"{path} is a snapshot before commit {state.next_sequence}, not {commits}; delete it"
