@@ -109,6 +109,11 @@ class Scheduler:
         """Whether arrivals cannot change the next steps: under "fcfs" they queue behind a request that has to wait."""
         return self.config.policy == "fcfs" and len(self.waiting) > 0
 
+    @property
+    def running_rows(self) -> NDArray[np.int64]:
+        """Rows of the running requests in order of admission: int64 `[num_running]`, a view until one enters or leaves."""
+        return self._running.rows
+
     def request_in(self, row: int) -> Request:
         """Return the running request in a row."""
         return self._running.request_in(row)
