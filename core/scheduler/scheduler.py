@@ -40,8 +40,8 @@ class Scheduler:
 
     The loop around it is `core/scheduler/engine.py`. A step's blocks are allocated when it is scheduled; `complete`
     accounts for its tokens. Requests that can never fit are refused at `submit` (D01), so the head of the queue is
-    always served in the end. A request that comes back after a preemption keeps its blocks until it has produced a
-    token, so no request is preempted twice without progress in between (D02).
+    always served in the end. With `protect_preempted`, a request that comes back after a preemption keeps its blocks
+    until it has produced a token, so no request is preempted twice without progress in between (D02).
     """
 
     def __init__(
@@ -176,7 +176,8 @@ class Scheduler:
             self.stats.num_finished += 1
         elif holds_prompt and len(self._running) < self.config.max_num_seqs and self.allocator.state.free_rows:
             self.allocator.fork(parent_id, child)
-            self._running.enter(child, self.allocator.row_of(child.request_id), num_computed)
+            row, num_drafts = self.allocator.row_of(child.request_id), self.config.num_speculative_tokens
+            self._running.enter(child, row, num_computed, num_drafts)
         else:
             self.waiting.add_preempted(child)
 
@@ -271,6 +272,7 @@ class Scheduler:
         self.allocator.begin_step()
         self._admission.num_steps += 1
         self._admission.start_received()
+        self._running.prefill_limit = self._prefill_limit()
         batch = self._running.decide()
         if len(self.waiting) and not self._running.preempted_in_step:
             batch = self._admission.admit(batch)
@@ -279,6 +281,12 @@ class Scheduler:
         self._is_whole = len(batch.rows) == len(self._running)
         self._running.computed[batch.rows] = batch.first_positions + batch.counts
         return self._with_load(batch)
+
+    def _prefill_limit(self) -> int:
+        """Most tokens of one prompt in this step: a request that is alone takes them from no other."""
+        limit = self.config.long_prefill_token_threshold
+        is_alone = limit and len(self._running) + len(self.waiting) + self._transfers.num_expected < 2
+        return 0 if is_alone else limit
 
     def _with_load(self, batch: TokenBatch) -> ScheduledStep:
         num_swapped_blocks = self._preempted.num_swapped_blocks
@@ -358,6 +366,8 @@ class Scheduler:
             produced = np.minimum(produced, remaining)
             # This takes rejected drafts back: all known tokens but the newest are computed.
             running.computed[sampled] = running.known[sampled] + produced - 1
+        if self.config.num_speculative_tokens:
+            running.drafts[sampled] = self.config.num_speculative_tokens
         self.stats.computed_tokens += step.load.num_tokens * step.num_steps
         running.known[sampled] += produced
         running.remaining[sampled] = remaining - produced

@@ -196,6 +196,7 @@ class Run:
         }
         if self.with_tables:
             entry |= {"tables": tables, "free_queue": free_queue}
+            entry["keyed"] = [block.block_id for block in pool.blocks if block.block_hash is not None]
         self.steps.append(entry)
         # vLLM's engine core handles the oldest step when two are in flight, or when nothing could be scheduled.
         if batch:

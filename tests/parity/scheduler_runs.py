@@ -116,6 +116,7 @@ class Run:
         }
         if self.with_tables:
             entry |= {"tables": tables, "free_queue": free_queue}
+            entry["keyed"] = [block for block, _ in allocator.pool.keyed_blocks()]
         self.steps.append(entry)
         if step is not None:
             self.finish(step, entry)
