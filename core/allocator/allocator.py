@@ -207,7 +207,8 @@ class KVCacheAllocator:
     def holds_state_of(self, row: int, match: PrefixMatch) -> bool:
         """Whether a row still holds a state with the key of the one in which a hit ends."""
         return any(
-            match.keys[group] and self.pool.key_of(table.block(row, len(match.keys[group]) - 1)) == match.keys[group][-1]
+            match.keys[group]
+            and self.pool.key_of(table.block(row, len(match.keys[group]) - 1)) == match.keys[group][-1]
             for group, table in enumerate(self.state.tables)
             if table.keeps_states
         )

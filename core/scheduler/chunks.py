@@ -41,7 +41,8 @@ class StateChunks:
             if aligned > start or size <= self._longest:
                 end = aligned
         # The last boundary that the same prompt can continue from; under EAGLE it gives a block back.
-        stops = [self.last_boundary(num_tokens), start + (junction - start) // size * size]
+        last = self.last_boundary(num_tokens)
+        stops = [last, start + (junction - start) // size * size]
         if start % size:
             stops.append((start // size + 1) * size)
         return max(min([stop for stop in stops if start < stop < end], default=end) - start, 0)

@@ -274,13 +274,14 @@ class Scheduler:
         self._admission.start_received()
         self._running.prefill_limit = self._prefill_limit()
         batch = self._running.decide()
+        num_continued = len(batch.rows)
         if len(self.waiting) and not self._running.preempted_in_step:
             batch = self._admission.admit(batch)
         if not len(batch.rows):
             return None
         self._is_whole = len(batch.rows) == len(self._running)
         self._running.computed[batch.rows] = batch.first_positions + batch.counts
-        return self._with_load(batch)
+        return self._with_load(batch, num_continued)
 
     def _prefill_limit(self) -> int:
         """Most tokens of one prompt in this step: a request that is alone takes them from no other."""
@@ -288,7 +289,7 @@ class Scheduler:
         is_alone = limit and len(self._running) + len(self.waiting) + self._transfers.num_expected < 2
         return 0 if is_alone else limit
 
-    def _with_load(self, batch: TokenBatch) -> ScheduledStep:
+    def _with_load(self, batch: TokenBatch, num_continued: int) -> ScheduledStep:
         num_swapped_blocks = self._preempted.num_swapped_blocks
         has_drafts = self.config.num_speculative_tokens > 0
         if self._running.all_decode and not has_drafts:
@@ -298,7 +299,11 @@ class Scheduler:
             return ScheduledStep(batch, _mixed_load(batch, missing, num_swapped_blocks))
         drafts = np.maximum(batch.counts - missing, 0)
         load = _load_with_drafts(batch, missing, num_swapped_blocks)
-        return ScheduledStep(batch, load, num_draft_tokens=drafts if np.count_nonzero(drafts) else None)
+        if not np.count_nonzero(drafts):
+            return ScheduledStep(batch, load)
+        proposed = drafts.copy()
+        proposed[num_continued:] = 0
+        return ScheduledStep(batch, load, num_draft_tokens=drafts, num_proposed_tokens=proposed)
 
     def max_repeats(self, step: ScheduledStep) -> int:
         """Most further steps like this decode-only one that can follow before any scheduling decision is due.

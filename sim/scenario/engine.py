@@ -89,6 +89,8 @@ def scheduler_of(scenario: Scenario) -> SchedulerConfig:
         long_prefill_token_threshold=scenario.long_prefill_token_threshold,
         policy=scenario.scheduling_policy,
         preemption_victim=scenario.preemption_victim,
+        protect_preempted=scenario.protect_preempted,
+        reserve_full_sequence=scenario.scheduler_reserve_full_isl,
         preemption_mode=scenario.preemption_mode,
         swap_space_blocks=scenario.swap_space_blocks,
         num_speculative_tokens=scenario.num_speculative_tokens,

@@ -56,9 +56,7 @@ def spec_of(group: list[Any]) -> Any:
     if kind == "sliding":
         return interface.SlidingWindowSpec(block_size=size, sliding_window=group[2], **SHAPE)
     if kind == "state":
-        return interface.MambaSpec(
-            block_size=size, shapes=((1, 1),), dtypes=(torch.float32,), mamba_cache_mode="align"
-        )
+        return interface.MambaSpec(block_size=size, shapes=((1, 1),), dtypes=(torch.float32,), mamba_cache_mode="align")
     return interface.FullAttentionSpec(block_size=size, **SHAPE)
 
 
@@ -101,9 +99,7 @@ def scheduler_for(settings: dict[str, Any], model: str) -> Any:
         # The scheduler reads the method only; a draft model would have to be loaded.
         vllm_config.speculative_config.method = "eagle"
     cache_config.num_gpu_blocks = settings["num_blocks"]
-    groups = [
-        interface.KVCacheGroupSpec([f"layer.{i}"], spec_of(group)) for i, group in enumerate(settings["groups"])
-    ]
+    groups = [interface.KVCacheGroupSpec([f"layer.{i}"], spec_of(group)) for i, group in enumerate(settings["groups"])]
     return (asynchronous if is_async else synchronous)(
         vllm_config=vllm_config,
         kv_cache_config=interface.KVCacheConfig(
@@ -232,7 +228,9 @@ class Run:
         entry["finished"] = sorted(before - set(self.scheduler.requests))
         drafts_each = self.settings.get("num_speculative_tokens")
         if drafts_each and not self.is_async:
-            able = [name for name, tokens in zip(ids, sampled, strict=True) if tokens and name in self.scheduler.requests]
+            able = [
+                name for name, tokens in zip(ids, sampled, strict=True) if tokens and name in self.scheduler.requests
+            ]
             self.scheduler.update_draft_token_ids(outputs.DraftTokenIds(able, [[5] * drafts_each for _ in able]))
 
 

@@ -127,12 +127,17 @@ class Run:
         names = {row: scheduler.request_in(row).request_id for row in rows}
         drafts = [0] * len(rows) if step.num_draft_tokens is None else step.num_draft_tokens.tolist()
         firsts, counts = step.batch.first_positions.tolist(), step.batch.counts.tolist()
-        entry["batch"] = {
-            names[row]: list(values) for row, *values in zip(rows, firsts, counts, drafts, strict=True)
+        entry["batch"] = {names[row]: list(values) for row, *values in zip(rows, firsts, counts, drafts, strict=True)}
+        places = {
+            name: len(self.requests[name].keys.tokens) - self.requests[name].num_prompt_tokens
+            for name in names.values()
         }
-        places = {name: len(self.requests[name].keys.tokens) - self.requests[name].num_prompt_tokens for name in names.values()}
-        accepted = [num_accepted(self.workload, names[row], places[names[row]], d) for row, d in zip(rows, drafts, strict=True)]
-        outcome = scheduler.complete(step, num_accepted_tokens=np.array(accepted, dtype=np.int64) if any(drafts) else None)
+        accepted = [
+            num_accepted(self.workload, names[row], places[names[row]], d) for row, d in zip(rows, drafts, strict=True)
+        ]
+        outcome = scheduler.complete(
+            step, num_accepted_tokens=np.array(accepted, dtype=np.int64) if any(drafts) else None
+        )
         for row, produced in zip(outcome.sampled.tolist(), outcome.produced.tolist(), strict=True):
             name = names[row]
             first = self.wanted[name]["out"][0] + places[name]
