@@ -586,7 +586,12 @@ class KVCacheAllocator:
         it. The first request that finds too few free blocks has released its own as well.
 
         Args:
-            rows, num_new_tokens, num_draft_tokens, num_lookahead_tokens, reserved_blocks, first_positions: as `append`.
+            rows: int64 `[num_reqs]`, distinct rows in batch order.
+            num_new_tokens: tokens per request, drafts included; one number or int64 `[num_reqs]`.
+            num_draft_tokens: how many of them are drafts, which are never registered.
+            num_lookahead_tokens: further slots for drafts to come.
+            reserved_blocks: free blocks that are promised to others.
+            first_positions: int64 `[num_reqs]`, where the new tokens start; default: behind the placed ones.
             num_processed_tokens: int64 `[num_reqs]`, the tokens that no step in flight computes: a window may be left
                 behind as far as they reach; default: `first_positions`.
 
@@ -734,7 +739,7 @@ class KVCacheAllocator:
         blocks: tuple[int, ...] | None,
         may_roll_back: bool,
     ) -> None:
-        """Emit what a batch takes from the free queue, or only what its `places` from the first to before the last do."""
+        """Emit what a batch takes from the free queue, or only its `places` (the first, the one behind the last)."""
         if places is not None:
             start, stop = places
             within = set(rows[start:stop].tolist())

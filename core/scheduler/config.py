@@ -71,11 +71,15 @@ class SchedulerConfig:
                 raise InputError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InputError(
-                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}, so not "
-                "every running request could continue in each step; raise the first or lower the second"
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}, so "
+                "not every running request could continue in each step; raise the first or lower the second"
             )
         if (self.preemption_mode == "swap") != (self.swap_space_blocks > 0):
             raise InputError(
                 f"preemption_mode {self.preemption_mode!r} and swap_space_blocks {self.swap_space_blocks} contradict "
                 "each other: swapping needs blocks of host memory, recomputing has no use for them"
             )
+
+    def for_content(self) -> "SchedulerConfig":
+        """Return the config for an engine that computes: a key of what was never written would give wrong tokens."""
+        return attrs.evolve(self, drop_unwritten_keys=True)

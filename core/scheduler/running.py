@@ -233,9 +233,9 @@ class RunningRequests:
         served it.
         """
         self._allocator.release_out_of_window_among(batch.rows, batch.first_positions)
-        if not self._preempted.protected:
-            if self._allocator.append(batch.rows, self._counts(batch), **self._slots(batch)):
-                return batch
+        protected = self._preempted.protected
+        if not protected and self._allocator.append(batch.rows, self._counts(batch), **self._slots(batch)):
+            return batch
         rows = batch.rows.tolist()
         place_of = {row: place for place, row in enumerate(rows)}
         guaranteed = [place for row, place in place_of.items() if row in self._preempted.protected]

@@ -111,7 +111,7 @@ class Scheduler:
 
     @property
     def running_rows(self) -> NDArray[np.int64]:
-        """Rows of the running requests in order of admission: int64 `[num_running]`, a view until one enters or leaves."""
+        """Rows of the running requests in order of admission: int64 `[num_running]`, valid until this changes."""
         return self._running.rows
 
     def request_in(self, row: int) -> Request:

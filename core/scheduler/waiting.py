@@ -182,10 +182,10 @@ class WaitingAdmission:
         """
         wanted = request.num_tokens - found
         padded = 1 + self._config.num_speculative_tokens
-        if wanted == 1 and pads and (found or len(batch.rows)):
-            if found + padded < self._allocator.config.max_model_len:
-                count = self._aligned(request, found, padded) if padded <= budget else 0
-                return count if count in (0, padded) else 1
+        pads = pads and wanted == 1 and found + padded < self._allocator.config.max_model_len
+        if pads and (found or len(batch.rows)):
+            count = self._aligned(request, found, padded) if padded <= budget else 0
+            return count if count in (0, padded) else 1
         if not self._config.enable_chunked_prefill:
             # With its outputs a preempted request may exceed a whole step, and undivided it would never return.
             in_pieces = wanted > self._config.max_num_batched_tokens

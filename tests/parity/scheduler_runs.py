@@ -1,4 +1,4 @@
-"""Runs our scheduler over a workload of scheduler_workloads.py and records the steps that record_schedules.py records."""
+"""Runs our scheduler over a workload of scheduler_workloads.py and records what record_schedules.py records."""
 
 from typing import Any
 
@@ -150,7 +150,8 @@ def first_difference(ours: list[Step], theirs: list[Step]) -> str | None:
     for place, (our, their) in enumerate(zip(ours, theirs, strict=False)):
         for name in ("step", "preempted", "running", "batch", "finished", "free", "digest"):
             if our[name] != their[name]:
-                return f"step {their['step']} (entry {place}), {name}: ours {_only(our, their, name)}, vLLM's {_only(their, our, name)}"
+                where = f"step {their['step']} (entry {place}), {name}"
+                return f"{where}: ours {_only(our, their, name)}, vLLM's {_only(their, our, name)}"
     if len(ours) != len(theirs):
         return f"ours has {len(ours)} steps, vLLM's {len(theirs)}"
     return None
@@ -159,7 +160,7 @@ def first_difference(ours: list[Step], theirs: list[Step]) -> str | None:
 def _only(one: Step, other: Step, name: str) -> Any:
     if name == "digest" and "tables" in one:
         tables = {k: v for k, v in one["tables"].items() if other["tables"].get(k) != v}
-        return {"tables": tables, "free_queue": one["free_queue"][:12] + ["..."] + one["free_queue"][-6:]}
+        return {"tables": tables, "free_queue": [*one["free_queue"][:12], "...", *one["free_queue"][-6:]]}
     if name == "batch":
         return {key: value for key, value in one[name].items() if other[name].get(key) != value}
     return one[name]

@@ -29,7 +29,7 @@ KINDS = (
 
 
 def make_workload(kind: str, seed: int, num_requests: int = 40) -> Workload:
-    """Make one random workload of multi-turn sessions that share system prompts, in a pool that is too small for all."""
+    """Make one random workload: multi-turn sessions that share system prompts, in a pool that is too small for all."""
     rng = random.Random(f"{kind}/{seed}")
     block_size = rng.choice((4, 8, 16, 32))
     max_model_len = rng.choice((256, 512, 1024))
@@ -132,5 +132,5 @@ def num_accepted(workload: Workload, request_id: str, num_outputs: int, num_draf
 
 
 def digest_of(tables: dict[str, list[list[int]]], free_queue: list[int]) -> str:
-    """Shorten the block tables of the running requests and the order of the free queue, so that runs can be compared."""
+    """Shorten the block tables of the running requests and the order of the free queue to a few letters."""
     return hashlib.sha256(f"{sorted(tables.items())}/{free_queue}".encode()).hexdigest()[:12]

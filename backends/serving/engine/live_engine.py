@@ -136,8 +136,7 @@ class LiveEngine:
         recorded = () if recording is None else (recording,)
         config = attrs.evolve(allocator, key_algorithm=self._hasher.name)
         self.allocator = KVCacheAllocator(config, sinks=[self._backend, *recorded, *sinks])
-        # A key of content that was never written would give a later request wrong tokens.
-        self.scheduler = Scheduler(attrs.evolve(scheduler, drop_unwritten_keys=True), self.allocator)
+        self.scheduler = Scheduler(scheduler.for_content(), self.allocator)
         self.lengths = RequestLengths(self.scheduler)
         self._inbox = Inbox(max_queued_requests)
         ended = None if on_request_ended is None else lambda generation: on_request_ended(generation.live)
