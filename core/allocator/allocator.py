@@ -543,6 +543,7 @@ class KVCacheAllocator:
         num_lookahead_tokens: int = 0,
         reserved_blocks: int = 0,
         first_positions: NDArray[np.int64] | None = None,
+        num_known_tokens: NDArray[np.int64] | None = None,
     ) -> bool:
         """Give many running requests slots for their next tokens: a decode step, one commit.
 
@@ -553,6 +554,8 @@ class KVCacheAllocator:
             num_lookahead_tokens: further slots for drafts to come.
             reserved_blocks: free blocks that are promised to others.
             first_positions: int64 `[num_reqs]`, where the new tokens start; default: behind the placed ones.
+            num_known_tokens: int64 `[num_reqs]`, tokens of which none behind is registered, because a step in flight
+                still has to sample them; default: all but the drafts.
 
         Returns:
             False, and nothing has changed, if there are not enough free blocks for all of them.
@@ -566,7 +569,8 @@ class KVCacheAllocator:
         )
         if num_missing > len(self.state.pool.free_queue) - reserved_blocks:
             return False
-        self._emit_append(rows, first, end, num_draft_tokens, shortfalls, private, may_roll_back=may_roll_back)
+        known = _known(end, num_draft_tokens, num_known_tokens)
+        self._emit_append(rows, first, end, known, shortfalls, private, may_roll_back=may_roll_back)
         return True
 
     def append_in_turn(
@@ -578,6 +582,7 @@ class KVCacheAllocator:
         num_lookahead_tokens: int = 0,
         reserved_blocks: int = 0,
         first_positions: NDArray[np.int64] | None = None,
+        num_known_tokens: NDArray[np.int64] | None = None,
         num_processed_tokens: NDArray[np.int64] | None = None,
     ) -> int:
         """`append` to one request after the other, as far as the free blocks reach: one commit (rule 17).
@@ -592,6 +597,7 @@ class KVCacheAllocator:
             num_lookahead_tokens: further slots for drafts to come.
             reserved_blocks: free blocks that are promised to others.
             first_positions: int64 `[num_reqs]`, where the new tokens start; default: behind the placed ones.
+            num_known_tokens: int64 `[num_reqs]`, tokens behind which none is registered; default: all but drafts.
             num_processed_tokens: int64 `[num_reqs]`, the tokens that no step in flight computes: a window may be left
                 behind as far as they reach; default: `first_positions`.
 
@@ -607,8 +613,9 @@ class KVCacheAllocator:
         processed = first if num_processed_tokens is None else num_processed_tokens
         due = [] if self._never_skips else self._out_of_window(rows, processed)
         free_queue = self.state.pool.free_queue
+        known = _known(end, num_draft_tokens, num_known_tokens)
         if not due and num_missing <= len(free_queue) - reserved_blocks:
-            self._emit_append(rows, first, end, num_draft_tokens, shortfalls, private, may_roll_back=may_roll_back)
+            self._emit_append(rows, first, end, known, shortfalls, private, may_roll_back=may_roll_back)
             return len(rows)
         missing = np.zeros(len(rows), dtype=np.int64)
         for which, counts, nulls in shortfalls:
@@ -616,7 +623,7 @@ class KVCacheAllocator:
         for _, row, _, copy in private:
             missing[(rows == row).nonzero()[0]] += copy
         up_to = np.concatenate([self._zero, missing.cumsum()])
-        due_places, batch_keys = self._keys_to_append(rows, first, end, num_draft_tokens, may_roll_back)
+        due_places, batch_keys = self._keys_to_append(rows, first, known, may_roll_back)
         events: list[Event] = []
         num_served = 0
         for start, stop in pairwise(sorted({0, *due, len(rows)})):
@@ -690,17 +697,19 @@ class KVCacheAllocator:
         rows: Rows,
         first: NDArray[np.int64],
         end: NDArray[np.int64],
-        num_draft_tokens: IntOrEach,
+        known: NDArray[np.int64],
         shortfalls: list[Shortfall],
         private: list[PrivateBlock],
         blocks: tuple[int, ...] | None = None,
         may_roll_back: bool = False,
     ) -> None:
-        """Carry out an append whose blocks are free; `blocks` gives their ids where they differ from the queue's order.
+        """Carry out an append whose blocks are free; only blocks of the `known` tokens are registered.
+
+        `blocks` gives the ids of the blocks where they differ from the queue's order.
 
         The keys are asked for before the first event: if a key source fails, nothing has changed.
         """
-        due, batch_keys = self._keys_to_append(rows, first, end, num_draft_tokens, may_roll_back)
+        due, batch_keys = self._keys_to_append(rows, first, known, may_roll_back)
         events: list[Event] = []
         self._emit_taking(rows, first, shortfalls, private, events, None, blocks, may_roll_back)
         # The event owns its columns: arrays of the caller are copied, those that this command made are not.
@@ -711,15 +720,12 @@ class KVCacheAllocator:
         self,
         rows: Rows,
         first: NDArray[np.int64],
-        end: NDArray[np.int64],
-        num_draft_tokens: IntOrEach,
+        known: NDArray[np.int64],
         may_roll_back: bool,
     ) -> tuple[NDArray[np.intp], list[BatchKeys]]:
         """Return the places of a batch that fill blocks, and the keys of these blocks, by group."""
         if not self._caches:
             return _NO_PLACES, []
-        has_drafts = not isinstance(num_draft_tokens, int) or num_draft_tokens > 0
-        known = end - num_draft_tokens if has_drafts else end
         due = self._prefixes.due(rows, known, first if may_roll_back else None)
         if not len(due):
             return due, []
@@ -762,14 +768,32 @@ class KVCacheAllocator:
         events: list[Event],
     ) -> None:
         """Register the blocks that are filled at the places `due`, and place the tokens of all rows."""
-        due_rows = rows[due].tolist() if batch_keys else []
+        self._emit_cached(rows[due].tolist() if batch_keys else [], batch_keys, events)
+        events.append(self._emit(TokensPlaced.of_batch(rows.copy(), first, end - first)))
+
+    def _emit_cached(self, due_rows: list[int], batch_keys: list[BatchKeys], events: list[Event]) -> None:
         for group, keys in enumerate(batch_keys):
             cached = self._prefixes.register_batch(group, due_rows, keys, self._request_in_row)
             if cached is not None:
                 events.append(self._emit(cached))
                 if self._links is not None:
                     self._links.note(cached, self.state.pool)
-        events.append(self._emit(TokensPlaced.of_batch(rows.copy(), first, end - first)))
+
+    def register(self, rows: Rows, num_tokens: NDArray[np.int64]) -> None:
+        """Register the complete blocks among the first `num_tokens` tokens of each row, where they are not yet.
+
+        An append leaves out the blocks whose tokens a step in flight still has to sample; this is for those that no
+        later append registers in time.
+
+        Raises:
+            MisuseError: no request holds a row, or a row is named twice.
+        """
+        self._checks.rows(rows)
+        due, batch_keys = self._keys_to_append(rows, num_tokens, num_tokens, may_roll_back=False)
+        events: list[Event] = []
+        self._emit_cached(rows[due].tolist(), batch_keys, events)
+        if events:
+            self._commit(events)
 
     @property
     def can_append_several_steps(self) -> bool:
@@ -794,8 +818,11 @@ class KVCacheAllocator:
         nulls = sum([sum_of(nulls) for *_, nulls in shortfalls if nulls is not None])
         return sum([sum_of(counts) for _, counts, _ in shortfalls]) - nulls <= num_free
 
-    def append_steps(self, rows: Rows, num_steps: int) -> tuple[int, ...]:
+    def append_steps(self, rows: Rows, num_steps: int, num_unknown_tokens: int = 0) -> tuple[int, ...]:
         """`append` one token to every row, `num_steps` times, as one commit with the same block ids.
+
+        `num_unknown_tokens` says how many of the last tokens a step in flight still has to sample, so that their blocks
+        are not registered.
 
         Returns:
             For each step, how many blocks it is the first to use.
@@ -818,7 +845,7 @@ class KVCacheAllocator:
                 "append one first"
             )
         blocks, first_used = blocks_for_steps(state.pool, table, rows, first, shortfall, num_steps)
-        self._emit_append(rows, first, end, 0, [(*shortfall, None)], [], blocks)
+        self._emit_append(rows, first, end, end - num_unknown_tokens, [(*shortfall, None)], [], blocks)
         return first_used
 
     def release_out_of_window_among(self, rows: Rows, num_processed_tokens: NDArray[np.int64] | None = None) -> None:
@@ -918,3 +945,12 @@ def _between(shortfall: Shortfall, start: int, stop: int) -> Shortfall:
     which, counts, nulls = shortfall
     low, high = np.searchsorted(which, (start, stop))
     return which[low:high], counts[low:high], None if nulls is None else nulls[low:high]
+
+
+def _known(
+    end: NDArray[np.int64], num_draft_tokens: IntOrEach, num_known_tokens: NDArray[np.int64] | None
+) -> NDArray[np.int64]:
+    """Where the tokens end whose blocks may be registered."""
+    has_drafts = not isinstance(num_draft_tokens, int) or num_draft_tokens > 0
+    known = end - num_draft_tokens if has_drafts else end
+    return known if num_known_tokens is None else np.minimum(known, num_known_tokens)

@@ -25,7 +25,10 @@ class RunningRequests:
         drafts: by row, int64 `[num_rows]`: drafts ready to be verified: none before a request has produced a token.
         prefill_limit: most tokens of one prompt in this step; 0: no such limit.
         all_decode: True if every request certainly lacks only its newest token; if False, the columns tell.
-        preempted_in_step: whether the last decided step preempted a request.
+        promised: by row, int64 `[num_rows]`: how many of the known tokens the step in flight still has to sample.
+        in_flight: by row, int64 `[num_rows]`: how many of the computed tokens the step in flight computes.
+        overlaps: whether a step is in flight while the next one is decided: asynchronous scheduling.
+        preempted: by row, the requests that the last decided step preempted.
     """
 
     def __init__(
@@ -53,7 +56,10 @@ class RunningRequests:
         self.drafts: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
         self.prefill_limit = 0
         self.all_decode = False
-        self.preempted_in_step = False
+        self.promised: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
+        self.in_flight: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
+        self.overlaps = False
+        self.preempted: dict[int, Request] = {}
 
     def __len__(self) -> int:
         """Number of running requests."""
@@ -88,6 +94,7 @@ class RunningRequests:
         self.remaining[row] = request.max_tokens - request.num_output_tokens
         self.computed[row] = num_computed_tokens
         self.drafts[row] = num_drafts
+        self.promised[row] = self.in_flight[row] = 0
         self.all_decode = False
 
     def leave(self, rows: list[int]) -> None:
@@ -113,7 +120,7 @@ class RunningRequests:
 
     def decide(self) -> TokenBatch:
         """Allocate blocks for what running requests compute next; the batch is empty if none of them can continue."""
-        self.preempted_in_step = False
+        self.preempted.clear()
         batch = self._batch_of(self.rows.copy(), self._config.max_num_batched_tokens)
         if not len(batch.rows):
             return batch
@@ -137,6 +144,8 @@ class RunningRequests:
     def _wanted(self, rows: NDArray[np.int64], firsts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens that each request would compute, with the drafts of those that decode, up to the model's length."""
         missing = self.known[rows] - firsts
+        if self.overlaps:  # the last token of a request may be in flight
+            missing = np.where(self.remaining[rows] > 0, missing, 0)
         if not self._config.num_speculative_tokens:
             return missing
         # The token that the step samples needs a position of its own.
@@ -171,15 +180,22 @@ class RunningRequests:
 
     def _append(self, batch: TokenBatch, reserved_blocks: int = 0) -> int:
         """Allocate for as many requests, in order, as the free blocks allow; return how many were served."""
+        processed = {"num_processed_tokens": self._processed(batch)} if self.overlaps else {}
         return self._allocator.append_in_turn(
-            batch.rows, self._counts(batch), **self._slots(batch), reserved_blocks=reserved_blocks
+            batch.rows, self._counts(batch), **self._slots(batch), **processed, reserved_blocks=reserved_blocks
         )
+
+    def _processed(self, batch: TokenBatch) -> NDArray[np.int64]:
+        """Tokens of each request that have been computed for certain: a window may be left behind so far."""
+        return batch.first_positions - self.in_flight[batch.rows]
 
     def _counts(self, batch: TokenBatch) -> int | NDArray[np.int64]:
         return 1 if self.all_decode and not self._config.num_speculative_tokens else batch.counts
 
     def _slots(self, batch: TokenBatch) -> dict[str, Any]:
-        """Return where the tokens of a batch start and which of them are drafts; nothing where there are no drafts."""
+        """Return where the tokens of a batch start, and which are drafts or unknown; nothing in the usual case."""
+        if self.overlaps:
+            return {"num_known_tokens": self.known[batch.rows] - self.promised[batch.rows]}
         if not self._config.num_speculative_tokens:
             return {}
         missing = self.known[batch.rows] - batch.first_positions
@@ -232,7 +248,7 @@ class RunningRequests:
         The others are served in the reverse order of preemption, so that no request is preempted after this step has
         served it.
         """
-        self._allocator.release_out_of_window_among(batch.rows, batch.first_positions)
+        self._allocator.release_out_of_window_among(batch.rows, self._processed(batch))
         protected = self._preempted.protected
         if not protected and self._allocator.append(batch.rows, self._counts(batch), **self._slots(batch)):
             return batch
@@ -285,7 +301,7 @@ class RunningRequests:
         self._allocator.preempt(request.request_id)
         self.leave([row])
         self._waiting.add_preempted(request)
-        self.preempted_in_step = True
+        self.preempted[row] = request
 
 
 def _part(batch: TokenBatch, places: list[int]) -> TokenBatch:

@@ -69,6 +69,8 @@ class Run:
         self.wanted = {request["id"]: request for request in workload["requests"]}
         self.requests: dict[str, Request] = {}
         self.steps: list[Step] = []
+        self.is_async = workload["config"].get("async_scheduling", False)
+        self.in_flight: list[tuple[ScheduledStep, dict[int, str], Step]] = []
 
     def submit(self, wanted: dict[str, Any]) -> None:
         tokens = tokens_of(wanted["prompt"])
@@ -89,7 +91,7 @@ class Run:
         while True:
             while pending and pending[0]["step"] <= number:
                 self.submit(pending.pop(0))
-            if not self.scheduler.has_unfinished:
+            if not self.scheduler.has_unfinished and not self.in_flight:
                 if not pending:
                     return self.steps
                 number = pending[0]["step"]
@@ -119,15 +121,20 @@ class Run:
             entry["keyed"] = [block for block, _ in allocator.pool.keyed_blocks()]
         self.steps.append(entry)
         if step is not None:
-            self.finish(step, entry)
+            rows = step.batch.rows.tolist()
+            names = {row: scheduler.request_in(row).request_id for row in rows}
+            drafts = [0] * len(rows) if step.num_draft_tokens is None else step.num_draft_tokens.tolist()
+            columns = step.batch.first_positions.tolist(), step.batch.counts.tolist(), drafts
+            entry["batch"] = {names[row]: list(values) for row, *values in zip(rows, *columns, strict=True)}
+            self.in_flight.append((step, names, entry))
+        if self.in_flight and (step is None or len(self.in_flight) == (2 if self.is_async else 1)):
+            self.finish(*self.in_flight.pop(0))
+            return True
         return step is not None
 
-    def finish(self, step: ScheduledStep, entry: Step) -> None:
+    def finish(self, step: ScheduledStep, names: dict[int, str], entry: Step) -> None:
         rows, scheduler = step.batch.rows.tolist(), self.scheduler
-        names = {row: scheduler.request_in(row).request_id for row in rows}
         drafts = [0] * len(rows) if step.num_draft_tokens is None else step.num_draft_tokens.tolist()
-        firsts, counts = step.batch.first_positions.tolist(), step.batch.counts.tolist()
-        entry["batch"] = {names[row]: list(values) for row, *values in zip(rows, firsts, counts, drafts, strict=True)}
         places = {
             name: len(self.requests[name].keys.tokens) - self.requests[name].num_prompt_tokens
             for name in names.values()
