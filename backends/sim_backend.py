@@ -101,11 +101,11 @@ class SimBackend:
         if step.load is self._foreseen_load:
             return StepResult(self._foreseen[: step.num_steps])
         durations = self._durations(step.load, step.num_steps)
-        if step.num_draft_tokens is None:
+        if step.num_proposed_tokens is None:
             return StepResult(durations)
         if self.drafts is None:
             raise MisuseError("a step with drafts needs a draft model to say how many are accepted")
-        return StepResult(durations, num_accepted_tokens=self.drafts.accepted(step.num_draft_tokens))
+        return StepResult(durations, num_accepted_tokens=self.drafts.accepted(step.num_proposed_tokens))
 
     def repeats_before(self, step: ScheduledStep, limit: int, horizon_ns: float) -> int:
         """See `Backend`: the repetitions of a decode step, at most `limit`, that start before the horizon."""

@@ -141,6 +141,8 @@ class ScheduledStep(NamedTuple):
         num_draft_tokens: int64 `[num_reqs]`, how many of each request's tokens are drafts; None: no drafts at all.
         blocks_taken_at: for each step after the first, how many blocks it is the first to use (the allocator takes
             them all at once, in the order in which single steps would have).
+        num_proposed_tokens: int64 `[num_reqs]`, how many drafts a drafter proposed; the others fill up the tokens of a
+            request that has just been admitted, and are never right. None: no drafts at all.
     """
 
     batch: TokenBatch
@@ -148,6 +150,7 @@ class ScheduledStep(NamedTuple):
     num_steps: int = 1
     num_draft_tokens: NDArray[np.int64] | None = None
     blocks_taken_at: tuple[int, ...] = ()
+    num_proposed_tokens: NDArray[np.int64] | None = None
 
 
 class StepResult(NamedTuple):

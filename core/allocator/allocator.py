@@ -1,6 +1,7 @@
 """The allocator decides which request gets which block. Each command is one commit and succeeds whole or not at all."""
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -36,6 +37,7 @@ from .orphans import ChainLinks
 from .prefix_cache import BatchKeys, Hits, PrefixCache, PrefixMatch, RowKeys
 from .taking import CopyOnWrite, PrivateBlock, Shortfall, blocks_for_steps, taking_events
 
+_NO_PLACES: NDArray[np.intp] = np.empty(0, dtype=np.intp)
 # Positions in a request: where it continues, where its external tokens begin, where its new tokens begin and end, and
 # where those of them end that are no drafts (told apart for states only).
 _Span: TypeAlias = tuple[int, int, int, int, int]
@@ -99,6 +101,7 @@ class KVCacheAllocator:
         self._defers_release = config.release == "deferred"
         # Arithmetic between two NumPy arrays takes half as long as between an array and a Python number.
         self._longest: NDArray[np.int64] = np.array(config.max_model_len, dtype=np.int64)
+        self._zero: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
         self._one_each: NDArray[np.int64] = np.ones(config.max_num_reqs, dtype=np.int64)
         # One group, whose blocks a request keeps while it runs, and whose hits are unbroken runs.
         self._grows_only = len(config.groups) == 1 and config.groups[0].needs_whole_prefix
@@ -200,6 +203,15 @@ class KVCacheAllocator:
         states = self._prefixes.states_of_step
         return bool(states) and any(
             (group, match.keys[group][-1]) in states for group in self._state_groups if match.keys[group]
+        )
+
+    def holds_state_of(self, row: int, match: PrefixMatch) -> bool:
+        """Whether a row still holds a state with the key of the one in which a hit ends."""
+        return any(
+            match.keys[group]
+            and self.pool.key_of(table.block(row, len(match.keys[group]) - 1)) == match.keys[group][-1]
+            for group, table in enumerate(self.state.tables)
+            if table.keeps_states
         )
 
     def key_behind(self, request: Request, match: PrefixMatch) -> Key | None:
@@ -530,6 +542,7 @@ class KVCacheAllocator:
         num_lookahead_tokens: int = 0,
         reserved_blocks: int = 0,
         first_positions: NDArray[np.int64] | None = None,
+        num_known_tokens: NDArray[np.int64] | None = None,
     ) -> bool:
         """Give many running requests slots for their next tokens: a decode step, one commit.
 
@@ -540,6 +553,8 @@ class KVCacheAllocator:
             num_lookahead_tokens: further slots for drafts to come.
             reserved_blocks: free blocks that are promised to others.
             first_positions: int64 `[num_reqs]`, where the new tokens start; default: behind the placed ones.
+            num_known_tokens: int64 `[num_reqs]`, tokens of which none behind is registered, because a step in flight
+                still has to sample them; default: all but the drafts.
 
         Returns:
             False, and nothing has changed, if there are not enough free blocks for all of them.
@@ -547,6 +562,101 @@ class KVCacheAllocator:
         Raises:
             MisuseError: no request holds a row, a row is named twice, or `allocate` would refuse a first position.
             InputError: no new tokens, or a count below 0.
+        """
+        first, end, may_roll_back, private, shortfalls, num_missing = self._demand(
+            rows, num_new_tokens, num_draft_tokens, num_lookahead_tokens, reserved_blocks, first_positions
+        )
+        if num_missing > len(self.state.pool.free_queue) - reserved_blocks:
+            return False
+        known = _known(end, num_draft_tokens, num_known_tokens)
+        self._emit_append(rows, first, end, known, shortfalls, private, may_roll_back=may_roll_back)
+        return True
+
+    def append_in_turn(
+        self,
+        rows: Rows,
+        num_new_tokens: IntOrEach = 1,
+        *,
+        num_draft_tokens: IntOrEach = 0,
+        num_lookahead_tokens: int = 0,
+        reserved_blocks: int = 0,
+        first_positions: NDArray[np.int64] | None = None,
+        num_known_tokens: NDArray[np.int64] | None = None,
+        num_processed_tokens: NDArray[np.int64] | None = None,
+    ) -> int:
+        """`append` to one request after the other, as far as the free blocks reach: one commit (rule 17).
+
+        Each request first releases its blocks out of window, so that they can be taken by itself and by those behind
+        it. The first request that finds too few free blocks has released its own as well.
+
+        Args:
+            rows: int64 `[num_reqs]`, distinct rows in batch order.
+            num_new_tokens: tokens per request, drafts included; one number or int64 `[num_reqs]`.
+            num_draft_tokens: how many of them are drafts, which are never registered.
+            num_lookahead_tokens: further slots for drafts to come.
+            reserved_blocks: free blocks that are promised to others.
+            first_positions: int64 `[num_reqs]`, where the new tokens start; default: behind the placed ones.
+            num_known_tokens: int64 `[num_reqs]`, tokens behind which none is registered; default: all but drafts.
+            num_processed_tokens: int64 `[num_reqs]`, the tokens that no step in flight computes: a window may be left
+                behind as far as they reach; default: `first_positions`.
+
+        Returns:
+            How many of the rows, from the first one on, got their slots.
+
+        Raises:
+            MisuseError, InputError: as `append`.
+        """
+        first, end, may_roll_back, private, shortfalls, num_missing = self._demand(
+            rows, num_new_tokens, num_draft_tokens, num_lookahead_tokens, reserved_blocks, first_positions
+        )
+        processed = first if num_processed_tokens is None else num_processed_tokens
+        due = [] if self._never_skips else self._out_of_window(rows, processed)
+        free_queue = self.state.pool.free_queue
+        known = _known(end, num_draft_tokens, num_known_tokens)
+        if not due and num_missing <= len(free_queue) - reserved_blocks:
+            self._emit_append(rows, first, end, known, shortfalls, private, may_roll_back=may_roll_back)
+            return len(rows)
+        missing = np.zeros(len(rows), dtype=np.int64)
+        for which, counts, nulls in shortfalls:
+            missing[which] += counts if nulls is None else counts - nulls
+        for _, row, _, copy in private:
+            missing[(rows == row).nonzero()[0]] += copy
+        up_to = np.concatenate([self._zero, missing.cumsum()])
+        due_places, batch_keys = self._keys_to_append(rows, first, known, may_roll_back)
+        events: list[Event] = []
+        num_served = 0
+        for start, stop in pairwise(sorted({0, *due, len(rows)})):
+            if start in due:
+                self._emit_release(int(rows[start]), int(processed[start]), events)
+            reach = up_to.item(start) + len(free_queue) - reserved_blocks
+            num_served = max(min(int(np.searchsorted(up_to, reach, side="right")) - 1, stop), start)
+            if num_served > start:
+                self._emit_taking(rows, first, shortfalls, private, events, (start, num_served), None, may_roll_back)
+            if num_served < stop:
+                break
+        if num_served:
+            places = slice(num_served)
+            count = int(np.searchsorted(due_places, num_served))
+            cut = [(offsets[:count], keys[:count]) for offsets, keys in batch_keys]
+            self._emit_placed(rows[places], first[places].copy(), end[places], due_places[:count], cut, events)
+        if events:
+            self._commit(events)
+        return num_served
+
+    def _demand(
+        self,
+        rows: Rows,
+        num_new_tokens: IntOrEach,
+        num_draft_tokens: IntOrEach,
+        num_lookahead_tokens: int,
+        reserved_blocks: int,
+        first_positions: NDArray[np.int64] | None,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], bool, list[PrivateBlock], list[Shortfall], int]:
+        """Check the arguments of an append and count what it needs.
+
+        Returns:
+            Where the new tokens start and end; whether some start before the placed ones; the blocks to make private;
+            what each group lacks; and how many blocks have to be free.
         """
         state = self.state
         self._checks.rows(rows)
@@ -565,14 +675,11 @@ class KVCacheAllocator:
             shortfalls = self._shortfalls(rows, end, num_slots, num_draft_tokens)
         else:
             shortfalls = [(*table.shortfall(rows, num_slots), None) for table in state.tables]
-        total_short = sum([sum_of(counts) for which, counts, _ in shortfalls if len(which)])
+        num_missing = sum([sum_of(counts) for which, counts, _ in shortfalls if len(which)])
         if self._state_groups:
-            total_short -= sum([sum_of(nulls) for *_, nulls in shortfalls if nulls is not None])
-        total_short += sum([copy for *_, copy in private])
-        if total_short > len(state.pool.free_queue) - reserved_blocks:
-            return False
-        self._emit_append(rows, first, end, num_draft_tokens, shortfalls, private, may_roll_back=first is not placed)
-        return True
+            num_missing -= sum([sum_of(nulls) for *_, nulls in shortfalls if nulls is not None])
+        num_missing += sum([copy for *_, copy in private])
+        return first, end, first is not placed, private, shortfalls, num_missing
 
     def _shortfalls(
         self, rows: Rows, end: NDArray[np.int64], num_slots: NDArray[np.int64], num_draft_tokens: IntOrEach
@@ -592,43 +699,103 @@ class KVCacheAllocator:
         rows: Rows,
         first: NDArray[np.int64],
         end: NDArray[np.int64],
-        num_draft_tokens: IntOrEach,
+        known: NDArray[np.int64],
         shortfalls: list[Shortfall],
         private: list[PrivateBlock],
         blocks: tuple[int, ...] | None = None,
         may_roll_back: bool = False,
     ) -> None:
-        """Carry out an append whose blocks are free; `blocks` gives their ids where they differ from the queue's order.
+        """Carry out an append whose blocks are free; only blocks of the `known` tokens are registered.
+
+        `blocks` gives the ids of the blocks where they differ from the queue's order.
 
         The keys are asked for before the first event: if a key source fails, nothing has changed.
         """
-        due_rows: list[int] = []
-        batch_keys: list[BatchKeys] = []
-        if self._caches:
-            has_drafts = not isinstance(num_draft_tokens, int) or num_draft_tokens > 0
-            known = end - num_draft_tokens if has_drafts else end
-            due = self._prefixes.due(rows, known, first if may_roll_back else None)
-            if len(due):
-                due_rows = rows[due].tolist()
-                batch_keys = self._prefixes.keys_of_batch(
-                    due_rows, first[due].tolist(), known[due].tolist(), self._request_in_row
-                )
+        due, batch_keys = self._keys_to_append(rows, first, known, may_roll_back)
         events: list[Event] = []
+        self._emit_taking(rows, first, shortfalls, private, events, None, blocks, may_roll_back)
+        # The event owns its columns: arrays of the caller are copied, those that this command made are not.
+        self._emit_placed(rows, first.copy() if may_roll_back else first, end, due, batch_keys, events)
+        self._commit(events)
+
+    def _keys_to_append(
+        self,
+        rows: Rows,
+        first: NDArray[np.int64],
+        known: NDArray[np.int64],
+        may_roll_back: bool,
+    ) -> tuple[NDArray[np.intp], list[BatchKeys]]:
+        """Return the places of a batch that fill blocks, and the keys of these blocks, by group."""
+        if not self._caches:
+            return _NO_PLACES, []
+        due = self._prefixes.due(rows, known, first if may_roll_back else None)
+        if not len(due):
+            return due, []
+        keys = self._prefixes.keys_of_batch(
+            rows[due].tolist(), first[due].tolist(), known[due].tolist(), self._request_in_row
+        )
+        return due, keys
+
+    def _emit_taking(
+        self,
+        rows: Rows,
+        first: NDArray[np.int64],
+        shortfalls: list[Shortfall],
+        private: list[PrivateBlock],
+        events: list[Event],
+        places: tuple[int, int] | None,
+        blocks: tuple[int, ...] | None,
+        may_roll_back: bool,
+    ) -> None:
+        """Emit what a batch takes from the free queue, or only its `places` (the first, the one behind the last)."""
+        if places is not None:
+            start, stop = places
+            within = set(rows[start:stop].tolist())
+            private = [block for block in private if block[1] in within]
+            shortfalls = [_between(short, start, stop) for short in shortfalls]
         if may_roll_back:
-            for row, position in self._copies.rollbacks(rows, first):
+            of = slice(None) if places is None else slice(*places)
+            for row, position in self._copies.rollbacks(rows[of], first[of]):
                 events.append(self._emit(TokensPlaced.of_row(row, position, 0)))
         events += [self._emit(self._copies.event(block)) for block in private]
         events += [self._emit(event) for event in taking_events(self.state, rows, shortfalls, blocks)]
+
+    def _emit_placed(
+        self,
+        rows: Rows,
+        first: NDArray[np.int64],
+        end: NDArray[np.int64],
+        due: NDArray[np.intp],
+        batch_keys: list[BatchKeys],
+        events: list[Event],
+    ) -> None:
+        """Register the blocks that are filled at the places `due`, and place the tokens of all rows."""
+        self._emit_cached(rows[due].tolist() if batch_keys else [], batch_keys, events)
+        events.append(self._emit(TokensPlaced.of_batch(rows.copy(), first, end - first)))
+
+    def _emit_cached(self, due_rows: list[int], batch_keys: list[BatchKeys], events: list[Event]) -> None:
         for group, keys in enumerate(batch_keys):
             cached = self._prefixes.register_batch(group, due_rows, keys, self._request_in_row)
             if cached is not None:
                 events.append(self._emit(cached))
                 if self._links is not None:
                     self._links.note(cached, self.state.pool)
-        # The event owns its columns: arrays of the caller are copied, those that this command made are not.
-        own_first = first.copy() if may_roll_back else first
-        events.append(self._emit(TokensPlaced.of_batch(rows.copy(), own_first, end - first)))
-        self._commit(events)
+
+    def register(self, rows: Rows, num_tokens: NDArray[np.int64]) -> None:
+        """Register the complete blocks among the first `num_tokens` tokens of each row, where they are not yet.
+
+        An append leaves out the blocks whose tokens a step in flight still has to sample; this is for those that no
+        later append registers in time.
+
+        Raises:
+            MisuseError: no request holds a row, or a row is named twice.
+        """
+        self._checks.rows(rows)
+        due, batch_keys = self._keys_to_append(rows, num_tokens, num_tokens, may_roll_back=False)
+        events: list[Event] = []
+        self._emit_cached(rows[due].tolist(), batch_keys, events)
+        if events:
+            self._commit(events)
 
     @property
     def can_append_several_steps(self) -> bool:
@@ -653,8 +820,11 @@ class KVCacheAllocator:
         nulls = sum([sum_of(nulls) for *_, nulls in shortfalls if nulls is not None])
         return sum([sum_of(counts) for _, counts, _ in shortfalls]) - nulls <= num_free
 
-    def append_steps(self, rows: Rows, num_steps: int) -> tuple[int, ...]:
+    def append_steps(self, rows: Rows, num_steps: int, num_unknown_tokens: int = 0) -> tuple[int, ...]:
         """`append` one token to every row, `num_steps` times, as one commit with the same block ids.
+
+        `num_unknown_tokens` says how many of the last tokens a step in flight still has to sample, so that their blocks
+        are not registered.
 
         Returns:
             For each step, how many blocks it is the first to use.
@@ -677,54 +847,30 @@ class KVCacheAllocator:
                 "append one first"
             )
         blocks, first_used = blocks_for_steps(state.pool, table, rows, first, shortfall, num_steps)
-        self._emit_append(rows, first, end, 0, [(*shortfall, None)], [], blocks)
+        self._emit_append(rows, first, end, end - num_unknown_tokens, [(*shortfall, None)], [], blocks)
         return first_used
 
-    def num_appendable(
-        self,
-        rows: Rows,
-        num_new_tokens: IntOrEach = 1,
-        *,
-        num_draft_tokens: IntOrEach = 0,
-        num_lookahead_tokens: int = 0,
-        reserved_blocks: int = 0,
-        first_positions: NDArray[np.int64] | None = None,
-    ) -> int:
-        """Return how many of the rows, in order, an `append` with these arguments could serve with the free blocks."""
-        state = self.state
-        self._checks.rows(rows)
-        self._checks.counts(num_new_tokens, num_draft_tokens, num_lookahead_tokens, reserved_blocks)
-        placed = state.num_placed[rows]
-        first = placed if first_positions is None else first_positions
-        end = np.minimum(first + num_new_tokens, self._longest)
-        num_slots = np.minimum(end + num_lookahead_tokens, self._longest)
-        need = np.zeros(len(rows), dtype=np.int64)
-        for which, counts, nulls in self._shortfalls(rows, end, num_slots, num_draft_tokens):
-            need[which] += counts if nulls is None else counts - nulls
-        for _, row, _, copy in self._copies.of_batch(rows, first, placed, num_slots):
-            need[(rows == row).nonzero()[0]] += copy
-        spare = len(state.pool.free_queue) - reserved_blocks
-        return int(np.searchsorted(np.cumsum(need), spare, side="right"))
-
-    def release_out_of_window_among(self, rows: Rows, num_computed_tokens: NDArray[np.int64] | None = None) -> None:
+    def release_out_of_window_among(self, rows: Rows, num_processed_tokens: NDArray[np.int64] | None = None) -> None:
         """`release_out_of_window` for many running requests, as one commit; cheap where no block is due."""
         if self._never_skips:
             return
         self._checks.rows(rows)
-        placed = self.state.num_placed[rows]
-        computed = placed if num_computed_tokens is None else num_computed_tokens
-        if computed is not placed:
-            self._checks.starts(rows, computed, placed)
+        processed = self.state.num_placed[rows] if num_processed_tokens is None else num_processed_tokens
+        events: list[Event] = []
+        for place in self._out_of_window(rows, processed):
+            self._emit_release(int(rows[place]), int(processed[place]), events)
+        if events:
+            self._commit(events)
+
+    def _out_of_window(self, rows: Rows, num_processed_tokens: NDArray[np.int64]) -> list[int]:
+        """Return the places of a batch whose requests hold blocks that no later token attends to."""
         due = np.zeros(len(rows), dtype=np.bool_)
         for kind, skipped in zip(self.config.groups, self.state.num_skipped, strict=True):
             needed = kind.computed_tokens_that_skip(skipped[rows].astype(np.int64) + 1)
             if needed is not None:
-                due |= computed >= needed
-        events: list[Event] = []
-        for row, num_computed in zip(rows[due].tolist(), computed[due].tolist(), strict=True):
-            self._emit_release(row, num_computed, events)
-        if events:
-            self._commit(events)
+                due |= num_processed_tokens >= needed
+        places: list[int] = due.nonzero()[0].tolist()
+        return places
 
     # -- commands about cached content -------------------------------------------------------------------------------
 
@@ -794,3 +940,19 @@ class KVCacheAllocator:
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def _between(shortfall: Shortfall, start: int, stop: int) -> Shortfall:
+    """Select the places `start <= place < stop` of a batch."""
+    which, counts, nulls = shortfall
+    low, high = np.searchsorted(which, (start, stop))
+    return which[low:high], counts[low:high], None if nulls is None else nulls[low:high]
+
+
+def _known(
+    end: NDArray[np.int64], num_draft_tokens: IntOrEach, num_known_tokens: NDArray[np.int64] | None
+) -> NDArray[np.int64]:
+    """Where the tokens end whose blocks may be registered."""
+    has_drafts = not isinstance(num_draft_tokens, int) or num_draft_tokens > 0
+    known = end - num_draft_tokens if has_drafts else end
+    return known if num_known_tokens is None else np.minimum(known, num_known_tokens)

@@ -41,8 +41,13 @@ class StateChunks:
             if aligned > start or size <= self._longest:
                 end = aligned
         # The last boundary that the same prompt can continue from; under EAGLE it gives a block back.
-        last = (num_tokens - (not self._drops_block)) // size * size - (size if self._drops_block else 0)
+        last = self.last_boundary(num_tokens)
         stops = [last, start + (junction - start) // size * size]
         if start % size:
             stops.append((start // size + 1) * size)
         return max(min([stop for stop in stops if start < stop < end], default=end) - start, 0)
+
+    def last_boundary(self, num_tokens: int) -> int:
+        """The last boundary from which the same tokens can be continued; 0 or less: none."""
+        size = self.block_size
+        return (num_tokens - (not self._drops_block)) // size * size - (size if self._drops_block else 0)

@@ -37,6 +37,11 @@ class SchedulerConfig:
         num_speculative_tokens: draft tokens verified per request and decode step; 0: no speculative decoding.
         num_lookahead_tokens: slots that a step reserves for the next step's drafts; below 0: `num_speculative_tokens`.
             0 where drafts need no keys and values before they are verified (n-grams).
+        protect_preempted: whether a preempted request that comes back is left alone until it has produced a token, so
+            that none is preempted twice without progress in between (field report D02). vLLM protects none.
+        drop_unwritten_keys: under "priority" a request may be preempted in the step that served it, when its newest
+            blocks have keys and will never be written. Whether these keys are dropped, as an engine that computes must
+            do; vLLM keeps them.
         reserve_full_sequence: whether a request is admitted only when all its known tokens fit (vLLM's
             scheduler_reserve_full_isl), not just its first chunk.
     """
@@ -51,6 +56,8 @@ class SchedulerConfig:
     swap_space_blocks: int = 0
     num_speculative_tokens: int = 0
     num_lookahead_tokens: int = -1
+    protect_preempted: bool = False
+    drop_unwritten_keys: bool = False
     reserve_full_sequence: bool = True
 
     def __attrs_post_init__(self) -> None:
@@ -62,15 +69,17 @@ class SchedulerConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise InputError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
-        per_request = 1 + self.num_speculative_tokens
-        if self.max_num_batched_tokens < self.max_num_seqs * per_request:
+        if self.max_num_batched_tokens < self.max_num_seqs:
             raise InputError(
-                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs} x "
-                f"{per_request} tokens per decoding request, so not every running request could continue in each step; "
-                "raise the first or lower the second"
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}, so "
+                "not every running request could continue in each step; raise the first or lower the second"
             )
         if (self.preemption_mode == "swap") != (self.swap_space_blocks > 0):
             raise InputError(
                 f"preemption_mode {self.preemption_mode!r} and swap_space_blocks {self.swap_space_blocks} contradict "
                 "each other: swapping needs blocks of host memory, recomputing has no use for them"
             )
+
+    def for_content(self) -> "SchedulerConfig":
+        """Return the config for an engine that computes: a key of what was never written would give wrong tokens."""
+        return attrs.evolve(self, drop_unwritten_keys=True)

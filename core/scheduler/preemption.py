@@ -10,17 +10,19 @@ from .stats import SchedulerStats
 class PreemptedRequests:
     """Follows a request from its preemption to the first token that it produces after it has come back.
 
-    Until then the request is protected: no request is preempted twice without progress in between (field report D02).
-    The blocks that it needs for that token were free when it came back and are kept for it.
+    With `protect_preempted` the request is protected until then: no request is preempted twice without progress in
+    between (field report D02). The blocks that it needs for that token were free when it came back and are kept for it.
 
     The swap space is host memory for the blocks of preempted requests: a count of blocks, no content.
 
     Attributes:
-        protected: by row, the requests that came back and have not produced a token since.
+        protected: by row, the requests that came back and have not produced a token since; without
+            `protect_preempted` none.
         num_swapped_blocks: blocks copied between device and host memory since the step began, in both directions.
     """
 
     def __init__(self, config: SchedulerConfig, allocator: KVCacheAllocator, stats: SchedulerStats) -> None:
+        self._protects = config.protect_preempted
         self._num_draft_slots = config.num_speculative_tokens + config.num_lookahead_tokens
         self._allocator = allocator
         self._stats = stats
@@ -66,7 +68,8 @@ class PreemptedRequests:
         """
         stats = self._stats
         lost = self._lost_tokens.pop(request.request_id)
-        self.protected[row] = request
+        if self._protects:
+            self.protected[row] = request
         stats.readmission_queries_tokens += request.num_tokens
         stats.readmission_hits_tokens += match.num_hit_tokens
         stats.readmission_shared_tokens += max(match.num_hit_tokens - lost, 0)
@@ -91,6 +94,10 @@ class PreemptedRequests:
         for request_id in tuple(self._copies):
             self._drop_copy(request_id)
 
+    def must_fit_whole(self, request: Request) -> bool:
+        """Whether all known tokens of a request must fit when it comes back: it is protected from then on."""
+        return self._protects and request in self
+
     def blocks_reserved(self) -> int:
         """Free blocks that protected requests still need to produce their next token."""
         if not self.protected:
@@ -99,7 +106,7 @@ class PreemptedRequests:
 
     def blocks_to_protect(self, request: Request) -> int:
         """Further blocks that must be free when a request comes back: the drafts of its first decode step."""
-        if not self._num_draft_slots or request not in self:
+        if not self._num_draft_slots or not self.must_fit_whole(request):
             return 0
         tables = self._allocator.state.tables
         num_tokens = request.num_tokens

@@ -131,6 +131,11 @@ class Transfers:
         """Whether a copy writes or reads blocks of a request, aborted or not."""
         return request_id in self.held
 
+    @property
+    def num_expected(self) -> int:
+        """Number of requests that will run: their copy is under way, or has ended."""
+        return len(self._copying) + len(self.ready)
+
     def begin(self, transfer: IncomingTransfer, step: int) -> None:
         """Note that the copy of a request has begun."""
         request_id = transfer.request.request_id

@@ -1,5 +1,7 @@
 """Running requests: what each computes in the next step, and which one is preempted when blocks run out."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,8 +22,13 @@ class RunningRequests:
         remaining: by row, int64 `[num_rows]`: output tokens still to come.
         computed: by row, int64 `[num_rows]`: tokens computed, those of the step in flight included and rejected drafts
             taken back.
+        drafts: by row, int64 `[num_rows]`: drafts ready to be verified: none before a request has produced a token.
+        prefill_limit: most tokens of one prompt in this step; 0: no such limit.
         all_decode: True if every request certainly lacks only its newest token; if False, the columns tell.
-        preempted_in_step: whether the last decided step preempted a request.
+        promised: by row, int64 `[num_rows]`: how many of the known tokens the step in flight still has to sample.
+        in_flight: by row, int64 `[num_rows]`: how many of the computed tokens the step in flight computes.
+        overlaps: whether a step is in flight while the next one is decided: asynchronous scheduling.
+        preempted: by row, the requests that the last decided step preempted.
     """
 
     def __init__(
@@ -46,8 +53,13 @@ class RunningRequests:
         self.known: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
         self.remaining: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
         self.computed: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
+        self.drafts: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
+        self.prefill_limit = 0
         self.all_decode = False
-        self.preempted_in_step = False
+        self.promised: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
+        self.in_flight: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
+        self.overlaps = False
+        self.preempted: dict[int, Request] = {}
 
     def __len__(self) -> int:
         """Number of running requests."""
@@ -73,7 +85,7 @@ class RunningRequests:
             raise MisuseError(f"row {row} holds no running request")
         return request
 
-    def enter(self, request: Request, row: int, num_computed_tokens: int) -> None:
+    def enter(self, request: Request, row: int, num_computed_tokens: int, num_drafts: int = 0) -> None:
         """Add a request that runs from now on, behind all others."""
         self._rows[self._count] = row
         self._count += 1
@@ -81,6 +93,8 @@ class RunningRequests:
         self.known[row] = request.num_tokens
         self.remaining[row] = request.max_tokens - request.num_output_tokens
         self.computed[row] = num_computed_tokens
+        self.drafts[row] = num_drafts
+        self.promised[row] = self.in_flight[row] = 0
         self.all_decode = False
 
     def leave(self, rows: list[int]) -> None:
@@ -100,44 +114,50 @@ class RunningRequests:
         request.num_output_tokens = self.known.item(row) - request.num_prompt_tokens
         return request
 
+    def pads_admissions(self, batch: TokenBatch) -> bool:
+        """Whether a request that lacks a single token enters with drafts: all of the batch verify drafts."""
+        return self._config.num_speculative_tokens > 0 and bool(self.drafts[batch.rows].all())
+
     def decide(self) -> TokenBatch:
         """Allocate blocks for what running requests compute next; the batch is empty if none of them can continue."""
-        self.preempted_in_step = False
-        rows = self.rows.copy()
+        self.preempted.clear()
+        batch = self._batch_of(self.rows.copy(), self._config.max_num_batched_tokens)
+        if not len(batch.rows):
+            return batch
+        if self._config.protect_preempted or self._config.preemption_victim == "least-computed":
+            return self._all_or_preempting(batch)
+        num_served = self._append(batch)
+        return batch if num_served == len(batch.rows) else self._preempting(batch, num_served)
+
+    def _batch_of(self, rows: NDArray[np.int64], budget: int) -> TokenBatch:
+        """Divide a budget of tokens among rows, in order; those that get none are left out."""
         firsts = self.computed[rows]
         # A step of decodes always keeps the token budget: max_num_seqs never exceeds max_num_batched_tokens.
-        all_decode = self.all_decode and not self._config.num_speculative_tokens
-        if all_decode:
-            counts = self._one_each[: len(rows)]
-        else:
-            counts = self._within_budget(rows, firsts, self._wanted(rows, firsts))
-            if np.count_nonzero(counts) < len(counts):
-                due = counts > 0
-                rows, firsts, counts = rows[due], firsts[due], counts[due]
-        batch = TokenBatch(rows, firsts, counts)
-        if not len(rows):
-            return batch
-        self._allocator.release_out_of_window_among(rows, firsts)
-        if not self._preempted.protected and self._append(batch, 0, all_decode):
-            return batch
-        return self._under_pressure(batch)
+        if self.all_decode and not self._config.num_speculative_tokens:
+            return TokenBatch(rows, firsts, self._one_each[: len(rows)])
+        counts = self._within_budget(rows, firsts, self._wanted(rows, firsts), budget)
+        if np.count_nonzero(counts) < len(counts):
+            due = counts > 0
+            rows, firsts, counts = rows[due], firsts[due], counts[due]
+        return TokenBatch(rows, firsts, counts)
 
     def _wanted(self, rows: NDArray[np.int64], firsts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens that each request would compute, with the drafts of those that decode, up to the model's length."""
         missing = self.known[rows] - firsts
+        if self.overlaps:  # the last token of a request may be in flight
+            missing = np.where(self.remaining[rows] > 0, missing, 0)
         if not self._config.num_speculative_tokens:
             return missing
-        room = self._allocator.config.max_model_len - firsts - missing
-        return missing + np.where(missing == 1, np.clip(room, 0, self._config.num_speculative_tokens), 0)
+        # The token that the step samples needs a position of its own.
+        room = self._allocator.config.max_model_len - 1 - firsts - missing
+        return missing + np.clip(room, 0, self.drafts[rows])
 
     def _within_budget(
-        self, rows: NDArray[np.int64], firsts: NDArray[np.int64], wanted: NDArray[np.int64]
+        self, rows: NDArray[np.int64], firsts: NDArray[np.int64], wanted: NDArray[np.int64], budget: int
     ) -> NDArray[np.int64]:
         """Tokens of each request, in order, until the budget is spent."""
-        limit = self._config.long_prefill_token_threshold
-        if limit:
-            wanted = np.minimum(wanted, limit)
-        budget = self._config.max_num_batched_tokens
+        if self.prefill_limit:
+            wanted = np.minimum(wanted, self.prefill_limit)
         if self._chunks.block_size and np.count_nonzero(wanted > 1):
             return self._chunks_within(budget, rows, firsts, wanted)
         up_to_here = wanted.cumsum()
@@ -158,28 +178,80 @@ class RunningRequests:
             budget -= counts.item(place)
         return counts
 
-    def _append(self, batch: TokenBatch, reserved_blocks: int, all_decode: bool = False) -> bool:
-        if not self._config.num_speculative_tokens:
-            return self._allocator.append(
-                batch.rows, 1 if all_decode else batch.counts, reserved_blocks=reserved_blocks
-            )
-        missing = self.known[batch.rows] - batch.first_positions
-        return self._allocator.append(
-            batch.rows,
-            batch.counts,
-            num_draft_tokens=np.maximum(batch.counts - missing, 0),
-            num_lookahead_tokens=self._config.num_lookahead_tokens,
-            reserved_blocks=reserved_blocks,
-            first_positions=batch.first_positions,
+    def _append(self, batch: TokenBatch, reserved_blocks: int = 0) -> int:
+        """Allocate for as many requests, in order, as the free blocks allow; return how many were served."""
+        processed = {"num_processed_tokens": self._processed(batch)} if self.overlaps else {}
+        return self._allocator.append_in_turn(
+            batch.rows, self._counts(batch), **self._slots(batch), **processed, reserved_blocks=reserved_blocks
         )
 
-    def _under_pressure(self, batch: TokenBatch) -> TokenBatch:
-        """Serve requests while blocks last, and preempt one for each request that finds none.
+    def _processed(self, batch: TokenBatch) -> NDArray[np.int64]:
+        """Tokens of each request that have been computed for certain: a window may be left behind so far."""
+        return batch.first_positions - self.in_flight[batch.rows]
+
+    def _counts(self, batch: TokenBatch) -> int | NDArray[np.int64]:
+        return 1 if self.all_decode and not self._config.num_speculative_tokens else batch.counts
+
+    def _slots(self, batch: TokenBatch) -> dict[str, Any]:
+        """Return where the tokens of a batch start, and which are drafts or unknown; nothing in the usual case."""
+        if self.overlaps:
+            return {"num_known_tokens": self.known[batch.rows] - self.promised[batch.rows]}
+        if not self._config.num_speculative_tokens:
+            return {}
+        missing = self.known[batch.rows] - batch.first_positions
+        return {
+            "num_draft_tokens": np.maximum(batch.counts - missing, 0),
+            "num_lookahead_tokens": self._config.num_lookahead_tokens,
+            "first_positions": batch.first_positions,
+        }
+
+    def _preempting(self, batch: TokenBatch, num_served: int) -> TokenBatch:
+        """Serve requests in order of admission, and preempt others until the next one finds its blocks, as vLLM does.
+
+        The victim is the request that was admitted last, or the least urgent one: under "priority" it may have been
+        served in this step, and the tokens that it would have computed are left to those behind. Once the request that
+        needs blocks is preempted itself, no further one is served.
+        """
+        served = dict(_items(batch, 0, num_served))
+        left: list[int] = self.rows.tolist()
+        while num_served < len(batch.rows):
+            (needy, (first, count)) = _items(batch, num_served, num_served + 1)[0]
+            left = left[left.index(needy) :]
+            alone = _part(batch, [num_served])
+            while not self._append(alone):
+                victim = self._victim()
+                self._preempt(victim, served.pop(victim, None))
+                if victim == needy:
+                    return _batch(served)
+                if victim in left:
+                    left.remove(victim)
+            served[needy] = first, count
+            budget = self._config.max_num_batched_tokens - sum([count for _, count in served.values()])
+            left = left[1:]
+            batch = self._batch_of(np.array(left, dtype=np.int64), budget)
+            num_served = self._append(batch) if len(batch.rows) else 0
+            served.update(_items(batch, 0, num_served))
+        return _batch(served)
+
+    def _victim(self) -> int:
+        """The running row that is preempted next: the one admitted last, or the least urgent one."""
+        if self._config.policy != "priority":
+            return self._rows.item(self._count - 1)
+        requests = [self.request_in(row) for row in self.rows.tolist()]
+        last = max(range(len(requests)), key=lambda place: (requests[place].priority, requests[place].arrival))
+        return self._rows.item(last)
+
+    def _all_or_preempting(self, batch: TokenBatch) -> TokenBatch:
+        """Serve all requests if the blocks reach; if not, preempt one for each request that finds none.
 
         Protected requests go first: the blocks that they need were free when they were admitted and are kept for them.
         The others are served in the reverse order of preemption, so that no request is preempted after this step has
-        served it: its newest blocks are cached already, and a lookup would find content that was never computed.
+        served it.
         """
+        self._allocator.release_out_of_window_among(batch.rows, self._processed(batch))
+        protected = self._preempted.protected
+        if not protected and self._allocator.append(batch.rows, self._counts(batch), **self._slots(batch)):
+            return batch
         rows = batch.rows.tolist()
         place_of = {row: place for place, row in enumerate(rows)}
         guaranteed = [place for row, place in place_of.items() if row in self._preempted.protected]
@@ -216,32 +288,35 @@ class RunningRequests:
 
     def _append_places(self, batch: TokenBatch, places: list[int], reserved_blocks: int) -> list[int]:
         """Allocate for as many of these batch places, in order, as the free blocks allow; return those served."""
-        if not places:
-            return []
-        part = _part(batch, places)
-        missing = self.known[part.rows] - part.first_positions
-        fits = self._allocator.num_appendable(
-            part.rows,
-            part.counts,
-            num_draft_tokens=np.maximum(part.counts - missing, 0),
-            num_lookahead_tokens=self._config.num_lookahead_tokens,
-            reserved_blocks=reserved_blocks,
-            first_positions=part.first_positions,
-        )
-        if fits and not self._append(_part(batch, places[:fits]), reserved_blocks):
-            raise MisuseError(f"append refused {fits} requests that num_appendable had counted as fitting")
-        return places[:fits]
+        return places[: self._append(_part(batch, places), reserved_blocks)] if places else []
 
-    def _preempt(self, row: int) -> None:
+    def _preempt(self, row: int, served: tuple[int, int] | None = None) -> None:
+        """Preempt a request; `served` is what this step would have computed of it: (first position, count)."""
         request = self.note_outputs(row)
         self._preempted.add(request, row, self.computed.item(row))
+        if served is not None and self._config.drop_unwritten_keys:
+            tables = self._allocator.state.tables
+            unwritten = [block for t in tables for block in t.blocks(row)[served[0] // t.block_size :] if block]
+            self._allocator.evict(unwritten)
         self._allocator.preempt(request.request_id)
         self.leave([row])
         self._waiting.add_preempted(request)
-        self.preempted_in_step = True
+        self.preempted[row] = request
 
 
 def _part(batch: TokenBatch, places: list[int]) -> TokenBatch:
     """Select requests of a batch, in the order of `places`."""
     index = np.array(places, dtype=np.intp)
     return TokenBatch(batch.rows[index], batch.first_positions[index], batch.counts[index])
+
+
+def _items(batch: TokenBatch, start: int, stop: int) -> list[tuple[int, tuple[int, int]]]:
+    """List the places `start <= place < stop` of a batch as (row, (first position, count))."""
+    columns = [column[start:stop].tolist() for column in (batch.rows, batch.first_positions, batch.counts)]
+    return [(row, (first, count)) for row, first, count in zip(*columns, strict=True)]
+
+
+def _batch(items: dict[int, tuple[int, int]]) -> TokenBatch:
+    """Make a batch of what `_items` lists."""
+    columns = np.array([(row, *values) for row, values in items.items()], dtype=np.int64).reshape(-1, 3).T
+    return TokenBatch(columns[0].copy(), columns[1].copy(), columns[2].copy())

@@ -27,12 +27,23 @@ class StepOutcome(NamedTuple):
         produced: output tokens of each sampled row (several in a macro-step, or with accepted drafts).
         finished: sampled rows that produced their last token; the rows are released already.
         finished_requests: the requests of the finished rows.
+        preempted: the sampled rows that were preempted while the step was in flight, with their requests.
     """
 
     sampled: NDArray[np.int64]
     produced: NDArray[np.int64]
     finished: NDArray[np.int64]
     finished_requests: tuple[Request, ...]
+    preempted: tuple[tuple[int, Request], ...] = ()
+
+
+class _Overlap(NamedTuple):
+    """The step in flight while the next one was decided: what it samples, and which rows end with it."""
+
+    step: ScheduledStep
+    rows: NDArray[np.int64]
+    sampled: NDArray[np.int64]
+    ending: list[int]
 
 
 class Scheduler:
@@ -40,8 +51,8 @@ class Scheduler:
 
     The loop around it is `core/scheduler/engine.py`. A step's blocks are allocated when it is scheduled; `complete`
     accounts for its tokens. Requests that can never fit are refused at `submit` (D01), so the head of the queue is
-    always served in the end. A request that comes back after a preemption keeps its blocks until it has produced a
-    token, so no request is preempted twice without progress in between (D02).
+    always served in the end. With `protect_preempted`, a request that comes back after a preemption keeps its blocks
+    until it has produced a token, so no request is preempted twice without progress in between (D02).
     """
 
     def __init__(
@@ -83,6 +94,11 @@ class Scheduler:
             config, allocator, self._running, self.waiting, self._preempted, self.stats, chunks, external, remote
         )
         self._transfers = self._admission.transfers
+        # The step that was scheduled last and is not completed, and the one before it if that is not completed either.
+        self._in_flight: ScheduledStep | None = None
+        self._overlap: _Overlap | None = None
+        # Rows of requests that were aborted during the step in flight.
+        self._aborted_rows: set[int] = set()
         # About the step in flight: whether it holds every running request, and the fewest outputs that any of them
         # still has to produce (0: not computed).
         self._is_whole = False
@@ -109,9 +125,15 @@ class Scheduler:
         """Whether arrivals cannot change the next steps: under "fcfs" they queue behind a request that has to wait."""
         return self.config.policy == "fcfs" and len(self.waiting) > 0
 
+    @property
+    def running_rows(self) -> NDArray[np.int64]:
+        """Rows of the running requests in order of admission: int64 `[num_running]`, valid until this changes."""
+        return self._running.rows
+
     def request_in(self, row: int) -> Request:
-        """Return the running request in a row."""
-        return self._running.request_in(row)
+        """Return the running request in a row, or the one that was preempted while its step was in flight."""
+        preempted = self._running.preempted.get(row) if self._overlap is not None else None
+        return self._running.request_in(row) if preempted is None else preempted
 
     def check_fits(self, request: Request) -> None:
         """Raise `DoesNotFitError` with the numbers if the request can never be served (D01)."""
@@ -171,7 +193,8 @@ class Scheduler:
             self.stats.num_finished += 1
         elif holds_prompt and len(self._running) < self.config.max_num_seqs and self.allocator.state.free_rows:
             self.allocator.fork(parent_id, child)
-            self._running.enter(child, self.allocator.row_of(child.request_id), num_computed)
+            row, num_drafts = self.allocator.row_of(child.request_id), self.config.num_speculative_tokens
+            self._running.enter(child, row, num_computed, num_drafts)
         else:
             self.waiting.add_preempted(child)
 
@@ -194,7 +217,10 @@ class Scheduler:
         if request is None:
             return False
         if self.allocator.holds(request_id):
-            self._leave([self.allocator.row_of(request_id)])
+            row = self.allocator.row_of(request_id)
+            if self._in_flight is not None:
+                self._aborted_rows.add(row)
+            self._leave([row])
             if not self._transfers.abort(request_id, self._admission.num_steps):
                 self.allocator.abort(request_id)
         else:
@@ -260,22 +286,96 @@ class Scheduler:
         self._preempted.drop_copies()
 
     def schedule(self) -> ScheduledStep | None:
-        """Decide the next step and allocate its blocks; None if nothing can be computed now."""
+        """Decide the next step and allocate its blocks; None if nothing can be computed now.
+
+        Called before the last step is completed, it decides as vLLM's asynchronous scheduling does: without the outputs
+        of that step, and without what it gives back. It has to be completed next.
+
+        Raises:
+            MisuseError: two steps are in flight, or one with drafts.
+        """
+        if self._in_flight is not None:
+            self._begin_overlap(self._in_flight)
         self._preempted.num_swapped_blocks = 0
         self._fewest_remaining = 0
         self.allocator.begin_step()
         self._admission.num_steps += 1
         self._admission.start_received()
+        self._running.prefill_limit = self._prefill_limit()
         batch = self._running.decide()
-        if len(self.waiting) and not self._running.preempted_in_step:
+        num_continued = len(batch.rows)
+        if len(self.waiting) and not self._running.preempted:
             batch = self._admission.admit(batch)
         if not len(batch.rows):
             return None
         self._is_whole = len(batch.rows) == len(self._running)
         self._running.computed[batch.rows] = batch.first_positions + batch.counts
-        return self._with_load(batch)
+        self._in_flight = self._with_load(batch, num_continued)
+        return self._in_flight
 
-    def _with_load(self, batch: TokenBatch) -> ScheduledStep:
+    def _begin_overlap(self, step: ScheduledStep) -> None:
+        """Count the outputs of the step in flight as known, for the decision that is made without them."""
+        if self._overlap is not None or self.config.num_speculative_tokens:
+            raise MisuseError(
+                "complete the step in flight before the next one is scheduled: "
+                + ("its drafts decide what comes next" if self._overlap is None else "two of them are in flight")
+            )
+        running, rows = self._running, step.batch.rows
+        sampled = rows[self._sampled_places(step)]
+        counts = step.batch.counts
+        if self._aborted_rows:
+            gone = list(self._aborted_rows)
+            counts, sampled = counts[~np.isin(rows, gone)], sampled[~np.isin(sampled, gone)]
+            rows = rows[~np.isin(rows, gone)]
+            self._aborted_rows.clear()
+        running.overlaps = True
+        running.known[sampled] += step.num_steps
+        running.remaining[sampled] -= step.num_steps
+        running.promised[sampled] = 1
+        running.in_flight[rows] = counts
+        ending = sampled[running.remaining[sampled] == 0].tolist()
+        running.all_decode = (running.all_decode or (self._is_whole and len(sampled) == len(rows))) and not ending
+        self._overlap = _Overlap(step, rows, sampled, ending)
+        self._in_flight = None
+
+    def _end_overlap(self, overlap: _Overlap) -> StepOutcome:
+        """Do `complete` for a step during which the next one was decided."""
+        step, rows, sampled, ending = overlap
+        running = self._running
+        running.promised[sampled] = 0
+        running.in_flight[rows] = 0
+        self._overlap = None
+        self.stats.computed_tokens += step.load.num_tokens * step.num_steps
+        if self._preempted.protected:
+            self._preempted.unprotect(sampled.tolist())
+        preempted = tuple([(row, running.preempted[row]) for row in sampled.tolist() if row in running.preempted])
+        held = sampled
+        if preempted:
+            held = sampled[~np.isin(sampled, list(running.preempted))]
+        self.allocator.register(held, running.known[held] - 1)
+        gone = dict(preempted)
+        requests = tuple([self._finish_waiting(gone[row]) if row in gone else self._finish(row) for row in ending])
+        if ending:
+            self._leave([row for row in ending if row not in gone])
+        produced = np.empty(len(sampled), dtype=np.int64)
+        produced.fill(step.num_steps)
+        return StepOutcome(sampled, produced, np.array(ending, dtype=np.int64), requests, preempted)
+
+    def _finish_waiting(self, request: Request) -> Request:
+        """End a request whose last token arrives after its preemption."""
+        self.waiting.remove(request)
+        del self._requests[request.request_id]
+        self._preempted.forget(request.request_id)
+        self.stats.num_finished += 1
+        return request
+
+    def _prefill_limit(self) -> int:
+        """Most tokens of one prompt in this step: a request that is alone takes them from no other."""
+        limit = self.config.long_prefill_token_threshold
+        is_alone = limit and len(self._running) + len(self.waiting) + self._transfers.num_expected < 2
+        return 0 if is_alone else limit
+
+    def _with_load(self, batch: TokenBatch, num_continued: int) -> ScheduledStep:
         num_swapped_blocks = self._preempted.num_swapped_blocks
         has_drafts = self.config.num_speculative_tokens > 0
         if self._running.all_decode and not has_drafts:
@@ -285,7 +385,11 @@ class Scheduler:
             return ScheduledStep(batch, _mixed_load(batch, missing, num_swapped_blocks))
         drafts = np.maximum(batch.counts - missing, 0)
         load = _load_with_drafts(batch, missing, num_swapped_blocks)
-        return ScheduledStep(batch, load, num_draft_tokens=drafts if np.count_nonzero(drafts) else None)
+        if not np.count_nonzero(drafts):
+            return ScheduledStep(batch, load)
+        proposed = drafts.copy()
+        proposed[num_continued:] = 0
+        return ScheduledStep(batch, load, num_draft_tokens=drafts, num_proposed_tokens=proposed)
 
     def max_repeats(self, step: ScheduledStep) -> int:
         """Most further steps like this decode-only one that can follow before any scheduling decision is due.
@@ -298,7 +402,7 @@ class Scheduler:
         if (
             step.load.num_prefill_tokens
             or self.config.num_speculative_tokens
-            or self._running.preempted_in_step
+            or self._running.preempted
             or len(rows) != len(self._running)
             or not self.allocator.can_append_several_steps
         ):
@@ -312,12 +416,12 @@ class Scheduler:
     def repeat(self, step: ScheduledStep, times: int) -> ScheduledStep:
         """Allocate `times <= max_repeats(step)` further steps of the same requests; return the macro-step."""
         batch = step.batch
-        taken_at = self.allocator.append_steps(batch.rows, times)
+        taken_at = self.allocator.append_steps(batch.rows, times, int(self._running.overlaps))
         counts = batch.counts + times
         self._running.computed[batch.rows] = batch.first_positions + counts
-        return ScheduledStep(
-            TokenBatch(batch.rows, batch.first_positions, counts), step.load, 1 + times, blocks_taken_at=taken_at
-        )
+        tokens = TokenBatch(batch.rows, batch.first_positions, counts)
+        self._in_flight = ScheduledStep(tokens, step.load, 1 + times, blocks_taken_at=taken_at)
+        return self._in_flight
 
     def complete(
         self,
@@ -328,13 +432,21 @@ class Scheduler:
         """Account for a computed step: count the produced tokens, free the requests that finish.
 
         Args:
-            step: the step that was scheduled last.
+            step: the step that was scheduled last, or the one before it if the last was scheduled meanwhile.
             stopped: rows whose request ends with this step's token (a stop token; live serving).
             num_accepted_tokens: int64 `[num_reqs]`, accepted drafts of each request in the batch; None: no drafts.
 
         Raises:
-            MisuseError: a stopped row produced no token in this step, or more drafts were accepted than there were.
+            MisuseError: a stopped row produced no token in this step, or more drafts were accepted than there were; or
+                a row stopped although the next step is decided.
         """
+        if self._overlap is not None:
+            if stopped:
+                raise MisuseError(f"rows {sorted(stopped)} cannot stop: the next step already computes for them")
+            return self._end_overlap(self._overlap)
+        self._in_flight = None
+        self._aborted_rows.clear()
+        self._running.overlaps = False
         running, rows = self._running, step.batch.rows
         places = self._sampled_places(step)
         sampled = rows[places]
@@ -353,6 +465,8 @@ class Scheduler:
             produced = np.minimum(produced, remaining)
             # This takes rejected drafts back: all known tokens but the newest are computed.
             running.computed[sampled] = running.known[sampled] + produced - 1
+        if self.config.num_speculative_tokens:
+            running.drafts[sampled] = self.config.num_speculative_tokens
         self.stats.computed_tokens += step.load.num_tokens * step.num_steps
         running.known[sampled] += produced
         running.remaining[sampled] = remaining - produced

@@ -115,13 +115,15 @@ class WaitingAdmission:
 
     def admit(self, batch: TokenBatch) -> TokenBatch:
         """Admit requests and return the batch with their tokens appended."""
+        waiting, running, free_rows = self._waiting, self._running, self._allocator.state.free_rows
         budget = self._config.max_num_batched_tokens - sum_of(batch.counts)
         admitted: list[tuple[int, int, int]] = []
-        waiting, running, free_rows = self._waiting, self._running, self._allocator.state.free_rows
+        pads = running.pads_admissions(batch)
         while budget > 0 and len(waiting) and len(running) < self._config.max_num_seqs and free_rows:
             request = waiting.head()
             if self._would_be_refused_again(request):
                 break
+            request.cache_boundary = 0  # what an earlier lookup reported is outdated, in vLLM too
             match = self._allocator.match_prefix(request)
             remote = self._num_remote_tokens(request, match)
             if remote:
@@ -133,8 +135,8 @@ class WaitingAdmission:
             external = self._num_external_tokens(request, match)
             found = match.num_hit_tokens + external
             dropped = self._allocator.num_dropped_tokens(request, match)
-            num_new_tokens = self._first_chunk(request, found, budget)
-            if not num_new_tokens or self._allocator.hits_state_of_this_step(match):
+            num_new_tokens = self._first_chunk(request, found, budget, batch, pads)
+            if not num_new_tokens or self._waits_for_state(match, batch, admitted):
                 break
             if not self._allocate(request, match, num_new_tokens, external):
                 break
@@ -172,24 +174,58 @@ class WaitingAdmission:
         if self._remote is not None:
             self._remote.admitted(request, num_tokens)
 
-    def _first_chunk(self, request: Request, found: int, budget: int) -> int:
-        """Tokens that an admitted request computes in this step; 0 if it must wait for a step with more room."""
+    def _first_chunk(self, request: Request, found: int, budget: int, batch: TokenBatch, pads: bool) -> int:
+        """Tokens that an admitted request computes in this step; 0 if it must wait for a step with more room.
+
+        Where it `pads`, a request that lacks a single token enters with as many tokens as those that decode with
+        drafts: the graphs of a step are made for equal numbers. The drafts behind its token are never right.
+        """
         wanted = request.num_tokens - found
+        padded = 1 + self._config.num_speculative_tokens
+        pads = pads and wanted == 1 and found + padded < self._allocator.config.max_model_len
+        if pads and (found or len(batch.rows)):
+            count = self._aligned(request, found, padded) if padded <= budget else 0
+            return count if count in (0, padded) else 1
         if not self._config.enable_chunked_prefill:
             # With its outputs a preempted request may exceed a whole step, and undivided it would never return.
             in_pieces = wanted > self._config.max_num_batched_tokens
             count = wanted if wanted <= budget else budget if in_pieces else 0
         else:
-            limit = self._config.long_prefill_token_threshold
+            limit = self._running.prefill_limit
             count = min(wanted, budget, limit) if limit else min(wanted, budget)
-        if not self._chunks.block_size or count < 2:
+        return self._aligned(request, found, count)
+
+    def _waits_for_state(self, match: PrefixMatch, batch: TokenBatch, admitted: list[tuple[int, int, int]]) -> bool:
+        """Whether a hit ends in a state that no request can continue from in this step.
+
+        That is one which this step writes, and in vLLM also the last state of a prompt whose own request continues from
+        it in this step and stays within the block behind it.
+        """
+        size, hit = self._chunks.block_size, match.num_hit_tokens
+        if not size or not hit:
+            return False
+        if self._allocator.hits_state_of_this_step(match):
+            return True
+        places = (batch.first_positions == hit).nonzero()[0].tolist()
+        batched = [(batch.rows.item(place), hit, batch.counts.item(place)) for place in places]
+        for row, first, count in [*batched, *admitted]:
+            if first != hit or min(first + count, self._running.known.item(row)) >= hit + size:
+                continue
+            prompt = self._running.request_in(row).num_prompt_tokens
+            if self._chunks.last_boundary(prompt) == hit and self._allocator.holds_state_of(row, match):
+                return True
+        return False
+
+    def _aligned(self, request: Request, found: int, count: int) -> int:
+        """As many of `count` tokens behind those found as end where a state is kept."""
+        if not self._chunks.block_size or not count:
             return count
         return self._chunks.count(found, count, request.num_prompt_tokens, request.num_tokens, request.cache_boundary)
 
     def _allocate(self, request: Request, match: PrefixMatch, num_new_tokens: int, external: int) -> bool:
         """Take blocks for a request; False if too few are free."""
         reserved, use_watermark = self._reserved_for(request), self._uses_watermark()
-        if self._config.reserve_full_sequence or request in self._preempted:
+        if self._config.reserve_full_sequence or self._preempted.must_fit_whole(request):
             missing = self._allocator.num_missing_blocks(
                 request, match, use_watermark=use_watermark, reserved_blocks=reserved
             )

@@ -84,6 +84,8 @@ def scheduler_of(scenario: Scenario) -> SchedulerConfig:
         max_num_seqs=_given(scenario.max_num_seqs, DEFAULT_MAX_NUM_SEQS),
         max_num_batched_tokens=_given(scenario.max_num_batched_tokens, DEFAULT_MAX_NUM_BATCHED_TOKENS),
         policy=scenario.scheduling_policy,
+        protect_preempted=scenario.protect_preempted,
+        reserve_full_sequence=scenario.scheduler_reserve_full_isl,
         num_lookahead_tokens=0 if scenario.speculative_method == "ngram" else -1,
         **{name: getattr(scenario, name) for name in same},
     )

@@ -116,6 +116,12 @@ class Scenario:
     preemption_victim: str = option(
         "last-admitted", ENGINE, "Request to preempt when blocks run out: last-admitted or least-computed."
     )
+    protect_preempted: bool = option(
+        False, ENGINE, "Leave a preempted request alone, once it is back, until it has produced a token. vLLM does not."
+    )
+    scheduler_reserve_full_isl: bool = option(
+        True, ENGINE, "Admit a request only when its whole prompt fits, not just the first chunk."
+    )
     watermark_blocks: int = option(0, ENGINE, "Blocks that an admission leaves free.", metavar="BLOCKS")
     eviction: str = option("lru", ENGINE, "Eviction policy of cached blocks: {eviction policies}.")
     preemption_mode: str = option(

@@ -81,4 +81,5 @@ def test_b13_a_state_of_this_step_is_not_copied_before_the_step_has_run(ledger_o
         assert step is not None
         counts.append((step.batch.first_positions.tolist(), step.batch.counts.tolist()))
         scheduler.complete(step)
-    assert counts == [([0], [32]), ([32, 32], [8, 8]), ([40, 40], [1, 1])]
+    # In the second step "a" continues from the state, and vLLM lets nobody else do so yet.
+    assert counts == [([0], [32]), ([32], [8]), ([40, 32], [1, 8])]

@@ -4,7 +4,7 @@ import pytest
 
 
 def test_d02_two_requests_that_fit_only_alone_both_complete(scheduler_of) -> None:
-    scheduler = scheduler_of(8)
+    scheduler = scheduler_of(8, protect_preempted=True)
     tokens_at_preemption: dict[str, list[int]] = {"a": [], "b": []}
     for name in ("a", "b"):
         scheduler.submit_new(name, 40, 60)
@@ -25,7 +25,7 @@ def test_d02_two_requests_that_fit_only_alone_both_complete(scheduler_of) -> Non
 @pytest.mark.parametrize("budget", [64, 70, 8192])
 @pytest.mark.parametrize("num_blocks", [8, 9, 12, 15])
 def test_d02_no_request_is_preempted_twice_without_progress(scheduler_of, num_blocks: int, budget: int) -> None:
-    scheduler = scheduler_of(num_blocks, max_num_batched_tokens=budget)
+    scheduler = scheduler_of(num_blocks, max_num_batched_tokens=budget, protect_preempted=True)
     last_produced: dict[str, int] = {}
     for i in range(6):
         scheduler.submit_new(f"r{i}", 20 + 7 * i, 40, ordinal=i)
@@ -46,7 +46,7 @@ def test_d02_no_request_is_preempted_twice_without_progress(scheduler_of, num_bl
 
 
 def test_d02_a_request_that_comes_back_in_chunks_is_left_alone_until_its_next_token(scheduler_of) -> None:
-    scheduler = scheduler_of(24, max_num_batched_tokens=24, max_num_seqs=24)
+    scheduler = scheduler_of(24, max_num_batched_tokens=24, max_num_seqs=24, protect_preempted=True)
     for ordinal, (prompt, output) in enumerate([(1, 55), (125, 80), (177, 19)]):
         scheduler.submit_new(str(ordinal), prompt, output, ordinal=ordinal)
     produced_before: dict[str, int] = {}

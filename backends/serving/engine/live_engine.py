@@ -136,7 +136,7 @@ class LiveEngine:
         recorded = () if recording is None else (recording,)
         config = attrs.evolve(allocator, key_algorithm=self._hasher.name)
         self.allocator = KVCacheAllocator(config, sinks=[self._backend, *recorded, *sinks])
-        self.scheduler = Scheduler(scheduler, self.allocator)
+        self.scheduler = Scheduler(scheduler.for_content(), self.allocator)
         self.lengths = RequestLengths(self.scheduler)
         self._inbox = Inbox(max_queued_requests)
         ended = None if on_request_ended is None else lambda generation: on_request_ended(generation.live)

@@ -38,7 +38,7 @@ def live_header(allocator: AllocatorConfig, scheduler: SchedulerConfig, facts: d
     return {
         "command": COMMAND,
         "allocator": {name: getattr(allocator, name) for name in _RULES},
-        "scheduler": attrs.asdict(scheduler),
+        "scheduler": attrs.asdict(scheduler.for_content()),
         "facts": facts,
     }
 
@@ -57,7 +57,8 @@ def recorded_configs(header: dict[str, Any], created: PoolCreated) -> tuple[Allo
         key_algorithm=created.key_algorithm,
         **header["allocator"],
     )
-    return allocator, SchedulerConfig(**header["scheduler"])
+    # Logs without the option are of engines that protected every request that came back.
+    return allocator, SchedulerConfig(**{"protect_preempted": True, **header["scheduler"]})
 
 
 def slots_crc32(slots_of_groups: Iterable[NDArray[np.int64]]) -> int:

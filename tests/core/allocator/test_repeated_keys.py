@@ -166,7 +166,7 @@ def test_without_a_free_block_for_the_copy_nothing_is_written() -> None:
     assert allocator.allocate(Request("else", 4 * BLOCK_SIZE), 4 * BLOCK_SIZE) is not None
     before = allocator.state.snapshot()
     assert not allocator.append(rows)
-    assert allocator.num_appendable(rows) == 0
+    assert allocator.append_in_turn(rows) == 0
     assert allocator.state.snapshot() == before
     allocator.free("else")
     assert allocator.append(rows)

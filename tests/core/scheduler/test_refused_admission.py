@@ -181,7 +181,7 @@ def test_a_key_dropped_from_a_free_block_can_admit_by_the_block_behind_it() -> N
 
 
 def test_a_request_that_is_submitted_anew_looks_anew() -> None:
-    scheduler = make(num_blocks=6, reserve_full_sequence=False, max_num_batched_tokens=17)
+    scheduler = make(num_blocks=6, reserve_full_sequence=False, protect_preempted=True, max_num_batched_tokens=17)
     scheduler.submit(Request("runs", 40, 30, ListedKeys([1, 2, 3, 4, 5])))
     again = Request("again", 33, 30, ListedKeys([11, 12, 13, 14]))
     scheduler.submit(again)

@@ -24,7 +24,7 @@ from kvledger.backends.sinks import (
     StepComputed,
 )
 from kvledger.core import InputError, TokenBatch
-from kvledger.core.events import BlocksShared, TokensPlaced
+from kvledger.core.events import BlocksShared, RowsReleased, TokensPlaced
 from kvledger.sim.logs.live_rerun import run_live_again
 from kvledger.sim.logs.verification import verify_log
 
@@ -106,23 +106,26 @@ def test_a_live_run_decided_again_gives_the_same_commits_tables_and_slots(record
 
     # The log alone, followed by the simulated backend, has the device's slots at every step.
     simulated, steps = SimBackend(), iter(slots_of_steps)
-    placed = []
+    placed: dict[int, tuple[int, int]] = {}
     for record in reader.records():
         if isinstance(record, LoggedNote):
             if isinstance(record.note, StepComputed):
-                rows = np.array([row for event in placed for row in np.asarray(event.rows).tolist()])
-                firsts = np.array([each for event in placed for each in np.asarray(event.first_positions).tolist()])
-                counts = np.array([each for event in placed for each in np.asarray(event.counts).tolist()])
-                batch = TokenBatch(rows, firsts, counts)
+                batch = TokenBatch(*np.array([(row, *tokens) for row, tokens in placed.items()], dtype=np.int64).T)
                 groups = range(len(simulated.block_tables))
                 # In any order: where blocks are scarce, they are taken in the order of priorities, not of the batch.
                 found_slots = [sorted(simulated.slot_mapping(batch, group).tolist()) for group in groups]
                 assert found_slots == [sorted(slots) for slots in next(steps)]
-                placed = []
+                placed = {}
             continue
         simulated.apply(record.commit)
-        if not any(isinstance(event, BlocksShared) for event in record.commit.events):  # a fork computes nothing
-            placed += [event for event in record.commit.events if isinstance(event, TokensPlaced)]
+        is_fork = any(isinstance(event, BlocksShared) for event in record.commit.events)  # a fork computes nothing
+        for event in record.commit.events:
+            if isinstance(event, TokensPlaced) and not is_fork:
+                columns = (np.asarray(column).tolist() for column in event)
+                placed |= {row: (first, count) for row, first, count in zip(*columns, strict=True)}
+            elif isinstance(event, RowsReleased):  # perhaps preempted after this step had served it
+                for row in np.asarray(event.rows).tolist():
+                    placed.pop(row, None)
     assert next(steps, None) is None
 
 
