@@ -272,14 +272,16 @@ class KVCacheAllocator:
         if end > longest:
             end = longest
         num_slots = min(end + num_lookahead_tokens, longest) if num_lookahead_tokens else end
-        known = end if not self._state_groups else min(end, max(request.num_tokens, total))
-        span = start, total - num_external_tokens, total, end, known
         private: Sequence[PrivateBlock] = ()
         if row is not None and (row in state.guarded or start < state.placed[row]):
-            private = self._copies.of_row(row, span[1], num_slots)
+            private = self._copies.of_row(row, total - num_external_tokens, num_slots)
         wanted = [-(-num_slots // size) for size in self._block_sizes]
-        for group in self._state_groups:  # no state is written for the slots of drafts to come
-            wanted[group] = -(-end // self._block_sizes[group])
+        known = end
+        if self._state_groups:
+            known = min(end, max(request.num_tokens, total))
+            for group in self._state_groups:  # no state is written for the slots of drafts to come
+                wanted[group] = -(-end // self._block_sizes[group])
+        span = start, total - num_external_tokens, total, end, known
         spare = len(state.pool.free_queue) - reserved_blocks
         if use_watermark:
             spare -= self.config.watermark_blocks
@@ -345,12 +347,10 @@ class KVCacheAllocator:
             blocks = ()
             num_held.append(len(table.rows[row]))
             count = wanted[group] - num_held[group]
-            parts = ((count, 0),)
-            if table.keeps_states:
+            parts: tuple[tuple[int, int], ...] = ((count, 0),) if count > 0 else ()
+            if self._state_groups and table.keeps_states:
                 parts = self._parts_with_states(table, num_held[group], count, written_from, total, known)
             for part, num_nulls in parts:
-                if part < 1:
-                    continue
                 new = state.pool.free_queue.peek(part - num_nulls)
                 if num_nulls:
                     new = (NULL_BLOCK,) * num_nulls + new
@@ -381,9 +381,9 @@ class KVCacheAllocator:
         External tokens bring a state that the step starts from; the step leaves one where its known tokens end.
         """
         brought = max(_ceil_div(total, table.block_size) - num_held, 0) if written_from < total else 0
-        left = count - brought
-        nulls = min(max(table.first_taken(known) - num_held - brought, 0), max(left, 0))
-        return (brought, brought - 1), (left, nulls)
+        left = max(count - brought, 0)
+        nulls = min(max(table.first_taken(known) - num_held - brought, 0), left)
+        return tuple([part for part in ((brought, brought - 1), (left, nulls)) if part[0] > 0])
 
     def _adopt(self, row: int, hits: Hits | None, total: int, events: list[Event]) -> None:
         """Put the blocks of a hit, and null blocks for what the next token does not attend to, into an empty row."""
@@ -561,7 +561,10 @@ class KVCacheAllocator:
         end = np.minimum(first + new, self._longest)
         num_slots = np.minimum(end + num_lookahead_tokens, self._longest) if num_lookahead_tokens else end
         private = self._copies.of_batch(rows, first, placed, num_slots)
-        shortfalls = self._shortfalls(rows, end, num_slots, num_draft_tokens)
+        if self._state_groups:
+            shortfalls = self._shortfalls(rows, end, num_slots, num_draft_tokens)
+        else:
+            shortfalls = [(*table.shortfall(rows, num_slots), None) for table in state.tables]
         total_short = sum([sum_of(counts) for which, counts, _ in shortfalls if len(which)])
         if self._state_groups:
             total_short -= sum([sum_of(nulls) for *_, nulls in shortfalls if nulls is not None])

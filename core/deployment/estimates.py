@@ -173,7 +173,16 @@ def reserves_graph_memory(engine_version: str) -> bool:
     Raises:
         InputError: not a version number.
     """
+    return version_of(engine_version) >= (0, 21)
+
+
+def version_of(engine_version: str) -> tuple[int, int]:
+    """Major and minor number of a version of vLLM.
+
+    Raises:
+        InputError: not a version number.
+    """
     parts = engine_version.lower().removeprefix("vllm").strip().removeprefix("v").split(".")
     if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()):
         raise InputError(f"engine_version {engine_version!r} is not a version number such as 0.21.0")
-    return (int(parts[0]), int(parts[1])) >= (0, 21)
+    return int(parts[0]), int(parts[1])

@@ -44,9 +44,12 @@ class TraceKeySource:
     * Blocks that reach into the output, and prompts without ids, are unique to their request (`ordinal`).
 
     Hashes are ints: non-negative in full trace blocks, negative and odd in partial ones, negative and even if unique.
+
+    With `looks_ahead` a hash also covers the token behind its block (vLLM 0.33 with EAGLE or MTP). That token is known
+    by the trace block that it lies in; where it is an output, the hash is unique.
     """
 
-    __slots__ = ("_hash_ids", "_input_length", "_ordinal", "_prompt_keys", "_sizes")
+    __slots__ = ("_hash_ids", "_input_length", "_looks_ahead", "_ordinal", "_prompt_keys", "_sizes")
 
     def __init__(
         self,
@@ -55,7 +58,9 @@ class TraceKeySource:
         ordinal: int,
         block_size: int,
         trace_block_size: int | None,
+        looks_ahead: bool = False,
     ) -> None:
+        self._looks_ahead = looks_ahead
         self._hash_ids = hash_ids
         self._input_length = input_length
         self._ordinal = ordinal
@@ -66,12 +71,31 @@ class TraceKeySource:
         """Block hashes of the complete engine blocks `start <= i < stop`."""
         prompt_keys = self._prompt_keys
         if prompt_keys is None:
-            prompt_keys = self._prompt_keys = self._derive_prompt_keys()
+            prompt_keys = self._derive_prompt_keys()
+            if self._looks_ahead:
+                prompt_keys = self._with_next_blocks(prompt_keys)
+            self._prompt_keys = prompt_keys
         known = len(prompt_keys)
         if stop <= known:
             return prompt_keys[start:stop]
         unique = -2 - (self._ordinal << 41)
         return [*prompt_keys[start:known], *(unique - 2 * index for index in range(max(start, known), stop))]
+
+    def _with_next_blocks(self, keys: Sequence[int]) -> Sequence[int]:
+        """Hashes of blocks at the end of a trace block, with the id of the next one in them."""
+        block_size, trace_block_size = self._sizes
+        ids = self._hash_ids
+        if ids is None or trace_block_size is None:
+            return keys
+        out: list[int] = []
+        for index, key in enumerate(keys):
+            next_block, inside = divmod((index + 1) * block_size, trace_block_size)
+            if not inside:
+                if next_block >= len(ids) or (index + 1) * block_size >= self._input_length:
+                    break
+                key = -2 * ids[next_block] * trace_block_size * trace_block_size - 1
+            out.append(key)
+        return out
 
     def _derive_prompt_keys(self) -> Sequence[int]:
         block_size, trace_block_size = self._sizes
@@ -99,11 +123,14 @@ class TraceArrivals:
         send: Callable[[Request, str | None], object],
         block_size: int,
         trace_block_size: int | None,
+        looks_ahead: bool = False,
     ) -> None:
         """`send` is called with each request, whose block hashes are of `block_size` tokens, and with its session."""
         self._env = env
         self._send = send
-        self._make_request = partial(traced_request, block_size=block_size, trace_block_size=trace_block_size)
+        self._make_request = partial(
+            traced_request, block_size=block_size, trace_block_size=trace_block_size, looks_ahead=looks_ahead
+        )
         self._next_ns = float("inf")
         self._sessions: SessionArrivals | None = None
         self.last_ended_ns = 0
@@ -191,7 +218,12 @@ class TraceArrivals:
 
 
 def traced_request(
-    row: TraceRequest, ordinal: int, arrival_s: float, block_size: int, trace_block_size: int | None
+    row: TraceRequest,
+    ordinal: int,
+    arrival_s: float,
+    block_size: int,
+    trace_block_size: int | None,
+    looks_ahead: bool = False,
 ) -> Request:
     """The scheduler's request of one row; `ordinal` makes blocks that are not shared unique to the row."""
     return Request(
@@ -199,7 +231,7 @@ def traced_request(
         num_prompt_tokens=row.input_length,
         # Computing a prompt produces one token, even if the row has no output.
         max_tokens=max(row.output_length, 1),
-        keys=TraceKeySource(row.hash_ids, row.input_length, ordinal, block_size, trace_block_size),
+        keys=TraceKeySource(row.hash_ids, row.input_length, ordinal, block_size, trace_block_size, looks_ahead),
         priority=row.priority,
         arrival=arrival_s,
     )

@@ -112,7 +112,11 @@ def replay(
     engine_class = AsyncSchedulingEngine if async_scheduling else SimulatedEngine
     engine = engine_class(env, batcher, backend, recorder, macro_steps)
     arrivals = TraceArrivals(
-        env, lambda request, _: engine.submit(request), allocator.hash_block_size, trace_block_size
+        env,
+        lambda request, _: engine.submit(request),
+        allocator.hash_block_size,
+        trace_block_size,
+        looks_ahead=allocator.num_lookahead_tokens > 0,
     )
     engine.on_ended = arrivals.ended
     wall_seconds = arrivals.run(trace, closed_loop, on_progress)

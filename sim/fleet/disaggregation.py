@@ -156,7 +156,13 @@ class DisaggregatedFleet:
     ) -> None:
         self.shape = shape
         self.env = simpy.Environment()
-        self.arrivals = TraceArrivals(self.env, self._route, parts.allocator.hash_block_size, trace_block_size)
+        self.arrivals = TraceArrivals(
+            self.env,
+            self._route,
+            parts.allocator.hash_block_size,
+            trace_block_size,
+            looks_ahead=parts.allocator.num_lookahead_tokens > 0,
+        )
         self.links = KVLinks(self.env, transfer)
         self.transfer_ns = QuantileSketch()
         self.wait_ns = QuantileSketch()

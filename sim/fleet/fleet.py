@@ -187,7 +187,13 @@ class Fleet:
 
     def __init__(self, shape: FleetShape, parts: EngineParts, router: Router, trace_block_size: int | None) -> None:
         self.env = simpy.Environment()
-        self.arrivals = TraceArrivals(self.env, self._route, parts.allocator.hash_block_size, trace_block_size)
+        self.arrivals = TraceArrivals(
+            self.env,
+            self._route,
+            parts.allocator.hash_block_size,
+            trace_block_size,
+            looks_ahead=parts.allocator.num_lookahead_tokens > 0,
+        )
         self._dispatcher = Dispatcher(router, parts.allocator)
         self.engines = [
             start_engine(

@@ -7,6 +7,7 @@ import attrs
 from ...core.allocator.config import AllocatorConfig
 from ...core.cache_kinds import FullAttention
 from ...core.deployment.deployment import DEFAULT_BLOCK_SIZE
+from ...core.deployment.estimates import version_of
 from ...core.deployment.plan import DeploymentPlan, plan_deployment
 from ...core.errors import InputError
 from ...core.models.drafts import METHODS
@@ -25,6 +26,9 @@ from .scenario import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, Scen
 
 # No published model has a longer context; a pool without a model serves requests up to this length.
 LONGEST_CONTEXT_TOKENS = 1 << 20
+# The vLLM whose rules the allocator and the scheduler follow, unless another is given.
+RULES_OF = "0.32"
+LOOK_AHEAD_SINCE = (0, 33)
 # vLLM's own engine keeps no boundary states beyond those that its rules ask for.
 ENGINE_RETENTION = 0
 
@@ -129,7 +133,7 @@ def allocator_of_plan(plan: DeploymentPlan, scenario: Scenario) -> AllocatorConf
         retention_interval=ENGINE_RETENTION,
         max_in_flight_tokens=deployment.max_concurrent_batches * deployment.max_num_batched_tokens,
         watermark_blocks=scenario.watermark_blocks,
-        use_eagle=deployment.drafts is not None and deployment.drafts.uses_hidden_states,
+        **_keys_for_drafts(scenario, deployment.drafts is not None and deployment.drafts.uses_hidden_states),
         hash_block_size=pool.hash_block_size,
         scheduler_block_size=pool.scheduler_block_size,
         eviction=scenario.eviction,
@@ -192,14 +196,26 @@ def _pool_of_given_size(scenario: Scenario) -> Pool:
         max_num_reqs=_given(scenario.max_num_seqs, DEFAULT_MAX_NUM_SEQS),
         enable_caching=scenario.enable_prefix_caching,
         watermark_blocks=scenario.watermark_blocks,
-        use_eagle=method in ("mtp", "eagle"),
+        **_keys_for_drafts(scenario, method in ("mtp", "eagle")),
         eviction=scenario.eviction,
         key_algorithm="trace ids",
     )
-    facts = {"pool": "given in blocks, one full-attention group, no model"}
+    facts = {"pool": "given in blocks, one full-attention group, no model", "rules_of": f"vLLM {_rules_of(scenario)}"}
     if method is not None:
         facts["drafts"] = f"by {method} (--speculative-method); the drafter's own layers are not in the pool"
     return Pool(allocator=allocator, facts=facts)
+
+
+def _rules_of(scenario: Scenario) -> str:
+    return scenario.engine_version or RULES_OF
+
+
+def _keys_for_drafts(scenario: Scenario, uses_hidden_states: bool) -> dict[str, Any]:
+    """What the allocator does where a drafter needs hidden states: keys look ahead from 0.33 on, else hits are cut."""
+    version = version_of(_rules_of(scenario))
+    if not uses_hidden_states:
+        return {}
+    return {"num_lookahead_tokens": 1} if version >= LOOK_AHEAD_SINCE else {"use_eagle": True}
 
 
 def _method_without_a_model(scenario: Scenario) -> str | None:
@@ -230,6 +246,7 @@ def _facts(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any]:
         "bytes_per_block_per_gpu": plan.bytes_per_block,
         "num_blocks_if_estimates_are_off": list(plan.blocks_range),
     }
+    facts["rules_of"] = f"vLLM {_rules_of(scenario)}"
     if deployment.drafts is not None:
         facts["drafts"] = spelled(deployment.drafts.assumption(), DRAFT_OPTIONS)
     waste = hybrid_waste(deployment.layer_specs(), plan.pool.max_model_len)

@@ -143,6 +143,12 @@ class Scenario:
     draft_model: str | None = option(
         None, ENGINE, "Model that makes the drafts: a built-in name or a config.json.", metavar="MODEL"
     )
+    engine_version: str | None = option(
+        None,
+        ENGINE,
+        "vLLM version whose rules hold, e.g. 0.32. Before 0.21 no graph memory was reserved; from 0.33 on keys look "
+        "ahead with mtp and eagle, and no block of a hit is given back.",
+    )
     draft_acceptance_rate: float | None = option(
         None, ENGINE, "Probability that a draft is accepted if the one before it was; needed with drafts."
     )
@@ -226,9 +232,6 @@ class Scenario:
     enforce_eager: bool = option(False, ENGINE, "Run without CUDA graphs.", "--enforce-eager")
     reserve_graph_memory: bool | None = option(
         None, HARDWARE, "Reserve CUDA graph memory when the pool is sized. Unless given: as --engine-version does."
-    )
-    engine_version: str | None = option(
-        None, ENGINE, "vLLM version, e.g. 0.15.1. Versions before 0.21 reserved no graph memory."
     )
     weights_bytes: int | None = option(
         None, HARDWARE, "Weights per GPU, instead of the estimate (14.96GiB).", unit="bytes"

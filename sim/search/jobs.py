@@ -41,7 +41,7 @@ DEPLOYMENT = (
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_dtype", "quantization"),
     *("tensor_parallel_size", "pipeline_parallel_size", "enable_prefix_caching", "enforce_eager", "startup_log"),
 )
-DRAFTS = ("num_speculative_tokens", "speculative_method", "num_draft_layers", "draft_model")
+DRAFTS = ("num_speculative_tokens", "speculative_method", "num_draft_layers", "draft_model", "engine_version")
 PLAN = (*DEPLOYMENT, *DRAFTS, "async_scheduling", *_NAMES[_NAMES.index("seed") + 1 :])
 STUDY = (*DEPLOYMENT, *(name for name in TRACE if name != "fit"))
 SAMPLING = (*(name for name in TRACE if name not in ("request_rate", "rate_scale")), "block_size")
