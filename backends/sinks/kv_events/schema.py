@@ -63,7 +63,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     @property
     def on_medium(self) -> str:
         """The memory that holds the blocks, in upper case; the GPU if the event states none."""
-        return GPU if self.medium is None else self.medium.upper()
+        return GPU if self.medium is None or self.medium == GPU else self.medium.upper()
 
     def tokens_per_block(self) -> list[int] | None:
         """Return the tokens of each block, the last of which may be full in part (field report E08).
@@ -90,7 +90,7 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     @property
     def on_medium(self) -> str:
         """The memory that held the blocks, in upper case; the GPU if the event states none."""
-        return GPU if self.medium is None else self.medium.upper()
+        return GPU if self.medium is None or self.medium == GPU else self.medium.upper()
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
