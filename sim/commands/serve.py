@@ -70,6 +70,9 @@ class ServeOptions:
     max_request_bytes: int = option(4 << 20, CLIENTS, "Largest request body (4MiB); else status 413.", unit="bytes")
     body_timeout: float = option(30.0, CLIENTS, "Seconds that a client may take to send a body.")
     stall_timeout: float = option(60.0, CLIENTS, "Seconds without any data after which a connection is closed.")
+    keep_alive_interval: float = option(
+        5.0, CLIENTS, "Seconds without a token after which a stream sends a comment, so that no proxy ends it."
+    )
     drain_timeout: float = option(
         30.0, CLIENTS, "Seconds that requests may go on after the first Ctrl+C before they are aborted."
     )
@@ -186,6 +189,7 @@ def _prepared(server: _Server, opened: ExitStack, on_started: Callable[[], None]
         limits=limits,
         max_queued_requests=asked.max_queued_requests,
         isolates_api_keys=asked.isolate_api_keys,
+        keep_alive_interval_s=asked.keep_alive_interval,
     )
     metrics = ServingMetrics(settings.model_names[0], sized.allocator.max_model_len)
     engine = LiveEngine(

@@ -103,9 +103,12 @@ async def pieces_of(choice: Choice, on_gap: Callable[[float], None]) -> AsyncGen
 
 
 async def merged(
-    choices: Sequence[Choice], on_gap: Callable[[float], None]
-) -> AsyncGenerator[tuple[Choice, Piece], None]:
-    """Yield the pieces of all choices as they arrive. At most one piece of each is read ahead."""
+    choices: Sequence[Choice], on_gap: Callable[[float], None], quiet_s: float
+) -> AsyncGenerator[tuple[Choice, Piece] | None, None]:
+    """Yield the pieces of all choices as they arrive, and None after each `quiet_s` seconds without a piece.
+
+    At most one piece of each choice is read ahead.
+    """
     ready: asyncio.Queue[tuple[Choice, Piece | ApiError | None]] = asyncio.Queue(maxsize=1)
 
     async def read(choice: Choice) -> None:
@@ -122,7 +125,12 @@ async def merged(
     try:
         num_open = len(readers)
         while num_open:
-            choice, piece = await ready.get()
+            try:
+                async with asyncio.timeout(quiet_s):
+                    choice, piece = await ready.get()
+            except TimeoutError:
+                yield None
+                continue
             if isinstance(piece, ApiError):
                 raise piece
             if piece is None:

@@ -18,6 +18,8 @@ from .errors import invalid_request
 Outcome = TypeVar("Outcome")
 
 DONE = b"data: [DONE]\n\n"
+# A comment: clients skip it, and proxies see that the connection lives.
+KEEP_ALIVE = b": keep-alive\n\n"
 
 
 def event(document: Mapping[str, Any]) -> bytes:

@@ -1,14 +1,16 @@
 """The request bodies of the completions and the chat endpoint, checked field by field.
 
 Fields are OpenAI's; `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`, `ignore_eos`,
-`cache_salt`, `priority` and those of the chat template are vLLM's extensions. An unknown field is refused by name, not
-ignored. Types and the bounds of this API are checked here, other bounds by `SamplingSettings`.
+`cache_salt`, `priority` and those of the chat template are vLLM's extensions. A field that could change the output is
+refused by name, not ignored, and so is an unknown one, which may be misspelt. `PASSED_OVER` lists the fields without
+effect on any output, which many clients send with every request (field report S02). Types and the bounds of this API
+are checked here, other bounds by `SamplingSettings`.
 """
 
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import attrs
 from pydantic import (
@@ -16,6 +18,8 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     ValidationError,
     WrapValidator,
     field_validator,
@@ -46,14 +50,24 @@ class Unsupported:
 
 _NO_TOOLS = "this server runs no tools"
 _TEXT_ONLY = "this server takes and returns text only"
-_NOT_READ = "nothing here reads it; to keep a tenant's cached prefixes apart, give cache_salt"
-_NO_HOSTED_SERVICE = "it belongs to OpenAI's hosted service"
+
+# Labels for accounts, caches, storage and billing of a hosted service. They change no output, so both endpoints take
+# them with any value, and the answer names them in a header.
+PASSED_OVER = frozenset(
+    (
+        *("user", "safety_identifier", "metadata", "store", "service_tier"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("request_id", "session_id", "trace_id"),
+        "parallel_tool_calls",  # says how tools are called, and there are none
+    )
+)
 
 _OF_BOTH: Mapping[str, Unsupported] = {
-    "user": Unsupported(_NOT_READ),
     "use_beam_search": Unsupported("this server samples; it searches no beams", (False,)),
     "length_penalty": Unsupported("this server searches no beams", (1,)),
     "echo": Unsupported("this server returns no prompts", (False,)),
+    "skip_special_tokens": Unsupported("special tokens have no text here", (True,)),
+    "include_stop_str_in_output": Unsupported("an answer ends before its stop text", (False,)),
     "prompt_logprobs": Unsupported("this server returns no logprobs of prompts"),
     "guided_json": Unsupported("this server constrains no output"),
     "guided_regex": Unsupported("this server constrains no output"),
@@ -71,10 +85,9 @@ OF_COMPLETIONS: Mapping[str, Unsupported] = {
 OF_CHAT: Mapping[str, Unsupported] = {
     **_OF_BOTH,
     "tools": Unsupported(_NO_TOOLS, ([],)),
-    "tool_choice": Unsupported(_NO_TOOLS, ("none",)),
-    "parallel_tool_calls": Unsupported(_NO_TOOLS, (False,)),
+    "tool_choice": Unsupported(_NO_TOOLS, ("none", "auto")),
     "functions": Unsupported(_NO_TOOLS, ([],)),
-    "function_call": Unsupported(_NO_TOOLS, ("none",)),
+    "function_call": Unsupported(_NO_TOOLS, ("none", "auto")),
     "web_search_options": Unsupported(_NO_TOOLS),
     "response_format": Unsupported("this server constrains no output", ({"type": "text"},)),
     "modalities": Unsupported(_TEXT_ONLY, (["text"],)),
@@ -82,14 +95,7 @@ OF_CHAT: Mapping[str, Unsupported] = {
     "prediction": Unsupported("this server drafts nothing from a given text"),
     "reasoning_effort": Unsupported("set what the chat template knows through chat_template_kwargs", ("none",)),
     "verbosity": Unsupported("say it in the prompt"),
-    "metadata": Unsupported(_NO_HOSTED_SERVICE, ({},)),
-    "store": Unsupported(_NO_HOSTED_SERVICE, (False,)),
-    "service_tier": Unsupported(f"{_NO_HOSTED_SERVICE}; use priority", ("auto", "default")),
-    "moderation": Unsupported(_NO_HOSTED_SERVICE),
-    "prompt_cache_key": Unsupported(_NOT_READ),
-    "prompt_cache_options": Unsupported(_NOT_READ),
-    "prompt_cache_retention": Unsupported("prefixes stay cached until their blocks are needed"),
-    "safety_identifier": Unsupported(_NOT_READ),
+    "moderation": Unsupported("it belongs to OpenAI's hosted service"),
     "chat_template": Unsupported("the template is the tokenizer's own"),
 }
 
@@ -195,6 +201,7 @@ class GenerationRequest(StrictModel):
     """The fields of both endpoints."""
 
     unsupported: ClassVar[dict[str, Unsupported]] = {}
+    _passed_over: tuple[str, ...] = PrivateAttr(())
     prompt_param: ClassVar[str]  # the field with the prompt
     # Most tokens of a choice if none are given; None: as many as fit after the prompt.
     default_max_tokens: ClassVar[int | None] = None
@@ -220,10 +227,16 @@ class GenerationRequest(StrictModel):
     cache_salt: str | None = Field(None, min_length=1)
     priority: Annotated[int, _between(-(1 << 31), (1 << 31) - 1)] | None = None
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _refuse_unsupported(cls, given: Any) -> Any:
-        return without_unsupported(given, cls.unsupported, "") if isinstance(given, dict) else given
+    def _refuse_unsupported(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(given, dict):
+            return validate(given)
+        named = sorted(name for name in PASSED_OVER & given.keys() if given[name] is not None)
+        kept = {name: value for name, value in given.items() if name not in PASSED_OVER}
+        body = validate(without_unsupported(kept, cls.unsupported, ""))
+        body._passed_over = tuple(named)
+        return body
 
     @field_validator("stop")
     @classmethod
@@ -237,6 +250,11 @@ class GenerationRequest(StrictModel):
         if self.stream_options is not None and not self.stream:
             raise _without("stream_options", "stream")
         return self
+
+    @property
+    def passed_over(self) -> tuple[str, ...]:
+        """The given fields of `PASSED_OVER`, in alphabetical order, without those that are null."""
+        return self._passed_over
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

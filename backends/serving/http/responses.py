@@ -25,6 +25,16 @@ class Piece:
     finish_reason: str | None = None  # the finish reason, in the last piece
     num_characters_before: int = 0  # characters of the choice's text before this piece
 
+    def in_stream(self) -> "list[Piece]":
+        """Return what a stream sends of it: its text and tokens, and then the finish reason on its own.
+
+        A client that stops at the finish reason does not read what the same chunk holds (field report S01).
+        """
+        if self.finish_reason is None or not (self.text or self.deltas):
+            return [self]
+        end = Piece("", (), self.finish_reason, self.num_characters_before + len(self.text))
+        return [attrs.evolve(self, finish_reason=None), end]
+
 
 @attrs.frozen
 class Answer:

@@ -24,7 +24,7 @@ from ..engine.live_engine import LiveEngine
 from ..errors import SettingError
 from ..sampling.settings import NUM_SEEDS, SamplingSettings
 from .choices import Choice, cancel_all, check_lengths, collected, merged, name_of_prompt, submit_choices, usage
-from .connection import DONE, EventStream, event, unless_client_leaves
+from .connection import DONE, KEEP_ALIVE, EventStream, event, unless_client_leaves
 from .errors import ApiError, internal_error, invalid_request, unknown_model
 from .limits import API_KEY, RequestGate, RequestLimits
 from .metrics import ServingMetrics
@@ -34,6 +34,7 @@ from .responses import Answer, AnswerShape, ChatShape, CompletionShape, Speller
 from .routes import build_routes
 
 CLIENT_LEFT = 499
+IGNORED_FIELDS = "X-Ignored-Fields"
 logger = logging.getLogger("uvicorn.error")
 Result = TypeVar("Result")
 
@@ -48,8 +49,12 @@ class ServerSettings:
     max_queued_requests: int  # the engine's limit on queued requests
     # Whether clients with different API keys never share cached prefixes, for any cache_salt.
     isolates_api_keys: bool = True
+    # Seconds without an event after which a stream sends a comment, since clients and proxies end quiet connections.
+    keep_alive_interval_s: float = 5.0
 
     def __attrs_post_init__(self) -> None:
+        if not self.keep_alive_interval_s > 0:
+            raise InputError(f"keep_alive_interval_s is {self.keep_alive_interval_s}; it must be above 0")
         if not self.model_names or "" in self.model_names:
             raise InputError(f"model_names is {self.model_names}; give the model one name or more, none of them empty")
 
@@ -74,6 +79,7 @@ class OpenAIServer:
         self.metrics = metrics
         self.settings = settings
         self.created = int(time.time())
+        self._named_in_log: set[str] = set()  # fields that were passed over
         # One thread, since tokenizers are not thread-safe; not the event loop's, which long prompts would block.
         self._encoding = ThreadPoolExecutor(1, "kvledger-tokenizer")
         self.gate = RequestGate(build_routes(self), settings.limits, metrics.retry_after_s, metrics.answered)
@@ -116,7 +122,7 @@ class OpenAIServer:
             self._salt(body.cache_salt, request.scope),
             self.metrics.retry_after_s,
         )
-        headers = {"X-Request-Id": answer.id}
+        headers = {"X-Request-Id": answer.id, **self._passed_over(body)}
         if body.stream:
             events = self._events(choices, answer, shape, body.includes_usage)
             return EventStream(events, self.metrics.client_left, lambda: cancel_all(choices), headers)
@@ -142,9 +148,14 @@ class OpenAIServer:
                 opening = shape.opening(choice.index)
                 if opening is not None:
                     yield event({**answer.document(shape.chunk, [opening]), **no_usage})
-            async for choice, piece in merged(choices, self.metrics.gap):
-                delta = shape.delta(choice.index, piece)
-                yield event({**answer.document(shape.chunk, [delta]), **no_usage})
+            async for each in merged(choices, self.metrics.gap, self.settings.keep_alive_interval_s):
+                if each is None:
+                    yield KEEP_ALIVE
+                    continue
+                choice, piece = each
+                for part in piece.in_stream():
+                    delta = shape.delta(choice.index, part)
+                    yield event({**answer.document(shape.chunk, [delta]), **no_usage})
             if includes_usage:
                 yield event({**answer.document(shape.chunk, []), "usage": usage(choices)})
         except ApiError as error:  # the status has been sent, so the stream carries the error
@@ -202,6 +213,14 @@ class OpenAIServer:
         if key is None or not self.settings.isolates_api_keys:
             return given
         return f"key:{hashlib.sha256(key.encode()).hexdigest()}" + ("" if given is None else f":{given}")
+
+    def _passed_over(self, body: GenerationRequest) -> dict[str, str]:
+        """Return the header that names the fields without effect here; the log names each of them once."""
+        new = [name for name in body.passed_over if name not in self._named_in_log]
+        if new:
+            self._named_in_log.update(new)
+            logger.info("fields of requests that have no effect here and are passed over: %s", ", ".join(new))
+        return {IGNORED_FIELDS: ", ".join(body.passed_over)} if body.passed_over else {}
 
     def _speller(self, body: GenerationRequest) -> Speller | None:
         return None if body.num_logprobs is None else self._encoder.spell

@@ -136,6 +136,8 @@ def make_server(make_engine, letters):
         drain_timeout_s=5.0,
         stall_timeout_s=5.0,
         send_buffer=None,
+        keep_alive_interval_s=5.0,
+        log_level="error",
         **engine_settings,
     ):
         metrics = ServingMetrics(model_names[0], 64)
@@ -158,12 +160,13 @@ def make_server(make_engine, letters):
             ),
             max_queued_requests=max_queued_requests,
             isolates_api_keys=isolates_api_keys,
+            keep_alive_interval_s=keep_alive_interval_s,
         )
         server = OpenAIServer(engine, PromptEncoder.beside(letters, 61), metrics, settings)
         process = ServingProcess(
             server,
             ProcessSettings(
-                drain_timeout_s=drain_timeout_s, stall_timeout_s=stall_timeout_s, log_level="error", access_log=False
+                drain_timeout_s=drain_timeout_s, stall_timeout_s=stall_timeout_s, log_level=log_level, access_log=False
             ),
         )
         bound = listening_socket("127.0.0.1", 0)

@@ -7,6 +7,7 @@ import pytest
 from kvledger.backends.serving.http.requests import (
     OF_CHAT,
     OF_COMPLETIONS,
+    PASSED_OVER,
     ChatCompletionRequest,
     CompletionRequest,
     StreamOptions,
@@ -29,9 +30,14 @@ def test_the_table_of_parameters_is_complete():
 def test_no_parameter_is_both_served_and_refused():
     for served, refused in ((CompletionRequest, OF_COMPLETIONS), (ChatCompletionRequest, OF_CHAT)):
         assert not set(served.model_fields) & set(refused)
+        assert not PASSED_OVER & (set(served.model_fields) | set(refused))
 
 
-def test_every_parameter_of_the_openai_client_is_served_or_refused_with_a_reason():
+def test_every_field_that_is_passed_over_is_on_the_page():
+    assert [name for name in PASSED_OVER if f"`{name}`" not in PAGE] == []
+
+
+def test_every_parameter_of_the_openai_client_is_served_passed_over_or_refused_with_a_reason():
     pytest.importorskip("openai", reason="its parameters are compared")
     from typing import get_type_hints
 
@@ -43,7 +49,7 @@ def test_every_parameter_of_the_openai_client_is_served_or_refused_with_a_reason
         (chat_create_params, ChatCompletionRequest, OF_CHAT),
     ):
         known = set(get_type_hints(params.CompletionCreateParamsBase)) | {"stream"}
-        assert known - set(served.model_fields) - set(refused) == set()
+        assert known - set(served.model_fields) - set(refused) - PASSED_OVER == set()
 
 
 def test_every_metric_of_the_page_is_there(make_server):
