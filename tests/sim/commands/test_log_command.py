@@ -322,10 +322,12 @@ main()
 
 
 @pytest.mark.parametrize("limit", [3_000, 60_000])
-def test_a_command_on_a_full_disk_ends_by_name_and_verify_says_why(tmp_path: Path, kvledger, limit: int) -> None:
-    traffic = ["--workload", "chat", "--duration", "20", "--seed", "1"]
+def test_a_command_on_a_full_disk_ends_by_name_and_verify_says_why(
+    tmp_path: Path, kvledger, trace: str, limit: int
+) -> None:
+    command = ["replay", trace, *POOL, "--log", str(tmp_path / "log"), "--log-flush", "commit"]
     out = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(limit), "replay", *traffic, "--log", str(tmp_path / "log")],
+        [sys.executable, "-c", LIMITED, str(limit), *command],
         capture_output=True,
         text=True,
         timeout=300,
