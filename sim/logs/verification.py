@@ -66,7 +66,7 @@ class Verification:
         if self.torn is not None:
             lines.append(f"{self.torn}: a writer was interrupted there, or is still writing")
         if self.stopped is not None:
-            lines.append(f"{self.stopped}: the log ends before it")
+            lines.append(self.stopped)
         if self.fault is None:
             return [*lines, "sound: every checksum matches, every commit applies, every invariant holds"]
         return [*lines, f"NOT SOUND ({self.fault.kind}): {self.fault.description}"]

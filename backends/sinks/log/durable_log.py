@@ -305,6 +305,7 @@ class DurableLog:
                 f"({error.strerror}); make room and flush again"
             ) from error
         self._fold = fold if isinstance(fold, SnapshotFold) else None
+        self._stream.forget_failure()
         self._stream.close()
         self._stream = stream
 

@@ -38,6 +38,18 @@ def snapshot_name(number: int) -> str:
     return f"snapshot-{number:06}.json.zst"
 
 
+def stop_name(number: int, errno: int) -> str:
+    """Return the name of the empty file that tells why the writer of an open segment stopped: the system's error."""
+    return f"stopped-{number:06}-{errno}"
+
+
+def stop_errno(directory: Path, number: int) -> int:
+    """Return the error that such a file tells of; 0 if there is none."""
+    start = stop_name(number, 0)[:-1]
+    told = [path.name.removeprefix(start) for path in directory.glob(f"{start}*")]
+    return next((int(errno) for errno in told if errno.isdigit()), 0)
+
+
 @attrs.frozen
 class ClosedSegment:
     """The manifest's entry for a closed segment."""
@@ -114,9 +126,7 @@ class Manifest:
         except OSError as error:
             reason = f"there is no manifest to read ({error.strerror}), so this is no event log, or an incomplete one"
             if (directory / stream_name(0)).exists() or (directory / LOCK).exists():
-                reason += (
-                    "; a writer that ended before its log was there has left nothing to read: create the log again"
-                )
+                reason += "; its writer ended before it had started the log: create it again"
             raise LogDamagedError(path, reason) from None
         except ValueError as error:
             raise LogDamagedError(path, f"the manifest is no JSON: {error}") from None

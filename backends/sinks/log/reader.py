@@ -16,7 +16,7 @@ from ....core.ledger.state import LedgerState
 from ....core.pool.eviction_order import EvictionOrder
 from ..errors import LogDamagedError
 from .closing import load_snapshot
-from .manifest import Manifest, snapshot_name, stream_name
+from .manifest import Manifest, snapshot_name, stop_errno, stream_name
 from .parquet import read_batches
 from .recovery import check_files, check_order, open_stream
 from .row_codec import records
@@ -90,9 +90,9 @@ class LogReader:
                 following = _check_follows(stored, following)
                 yield stored
             self.torn = reader.torn
-            if reader.mark is not None and reader.mark.errno:
-                why = os.strerror(reader.mark.errno)
-                self.stopped = f"{path.name}: the writer could not write commit {reader.mark.next_commit} ({why})"
+            told = 0 if reader.mark is None else reader.mark.errno
+            if errno := told or stop_errno(self.directory, reader.segment):
+                self.stopped = f"{path.name}: the writer stopped before commit {following} ({os.strerror(errno)})"
             return
         # The writer has closed the open segment since, so a closed segment holds it now.
         later = LogReader(self.directory)

@@ -20,7 +20,7 @@ from .rows import NOTE_NAMES
 from .stream import StreamEnd, StreamReader, TornTail
 
 _TEMPORARY: Final = re.compile(
-    r"(segment-\d{6,}\.(parquet|arrows)|snapshot-\d{6,}\.json\.zst|dropped-[\d-]+\.bin|manifest\.json)\.tmp"
+    r"stopped-\d{6,}-\d+|(segment-\d{6,}\.(parquet|arrows)|snapshot-\d{6,}\.json\.zst|dropped-[\d-]+\.bin|manifest\.json)\.tmp"
 )
 
 

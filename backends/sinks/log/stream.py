@@ -23,7 +23,7 @@ import attrs
 import pyarrow as pa
 
 from ..errors import LogDamagedError
-from .manifest import READABLE_VERSIONS, check_is_file, write_whole
+from .manifest import READABLE_VERSIONS, check_is_file, stop_name, write_whole
 from .rows import ROW_SCHEMA, StoredBatch, next_commit_after
 
 _MARKER: Final = b"\xff\xff\xff\xff"
@@ -381,6 +381,7 @@ class StreamWriter:
             os.close(self._fd)
             raise
         self._has_rest = False  # bytes of a failed write that could not be cut off
+        self._stop_file: Path | None = None  # tells of a failed write, where the mark could not
 
     @classmethod
     def create(cls, path: Path, segment: int, first_commit: int, identity: dict[str, str]) -> "StreamWriter":
@@ -425,26 +426,43 @@ class StreamWriter:
                 self._next_commit = next_commit_after(batch)
                 self._write_mark(len(message))
         except OSError as error:
-            self._cut_back(error.errno or 0)
+            self._cut_back()
+            self.note_failure(error)
             raise
         self.size_bytes += len(message)
+        self.forget_failure()
         if self._mark is not None:
             self._serializer.before = _crc_of(message)
         return len(message)
 
     def note_failure(self, error: OSError) -> None:
-        """Note that the log ends here because of this error, as far as the system lets us."""
-        with contextlib.suppress(OSError):
-            self._write_mark(errno=error.errno or 0)
+        """Note that the log ends here because of this error: in the mark, else as the name of an empty file.
 
-    def _cut_back(self, errno: int) -> None:
-        """Cut off what a failed write left, and note why the file ends here, as far as the system lets us."""
+        Neither needs space on the device. If both fail, the log ends without a reason.
+        """
+        errno = error.errno or 0
+        with contextlib.suppress(OSError):
+            if self._mark is not None:
+                self._write_mark(errno=errno)
+                return
+        with contextlib.suppress(OSError):
+            number = int(self.path.stem.removeprefix("segment-"))
+            self._stop_file = self.path.with_name(stop_name(number, errno))
+            os.close(os.open(self._stop_file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+
+    def forget_failure(self) -> None:
+        """Remove that file, once the log goes on."""
+        if self._stop_file is not None:
+            with contextlib.suppress(OSError):
+                self._stop_file.unlink(missing_ok=True)
+            self._stop_file = None
+
+    def _cut_back(self) -> None:
+        """Cut off what a failed write left; if the system refuses that too, the next write does it."""
         self._has_rest = True
         with contextlib.suppress(OSError):
             os.ftruncate(self._fd, self.size_bytes)
             self._has_rest = False
-        with contextlib.suppress(OSError):
-            self._write_mark(errno=errno)
 
     def _write_mark(self, num_new_bytes: int = 0, errno: int = 0) -> None:
         """Overwrite the older of the two marks; this needs no new space on the device."""

@@ -1,6 +1,9 @@
 """`kvledger log`: what each sub-command but `verify` says of a log of a real run and of a wrong one."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -305,3 +308,34 @@ def test_what_is_no_log_is_refused_by_name(kvledger, tmp_path, command) -> None:
     code, _, err = kvledger("log", command, str(tmp_path / "empty"))
     assert code == 2
     assert "there is no manifest to read" in err
+
+
+# -- a full disk -------------------------------------------------------------------------------------------------------
+
+LIMITED = """
+import resource, sys
+from kvledger.sim.commands.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)), resource.RLIM_INFINITY))
+sys.argv[0] = "kvledger"
+main()
+"""
+
+
+@pytest.mark.parametrize("limit", [3_000, 60_000])
+def test_a_command_on_a_full_disk_ends_by_name_and_verify_says_why(
+    tmp_path: Path, kvledger, trace: str, limit: int
+) -> None:
+    command = ["replay", trace, *POOL, "--log", str(tmp_path / "log"), "--log-flush", "commit"]
+    out = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(limit), *command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert out.returncode != 0
+    assert "Traceback" not in out.stderr
+    assert "File too large" in out.stderr
+    code, text, _ = kvledger("log", "verify", str(tmp_path / "log"), "--json")
+    answer = json.loads(text)
+    assert "File too large" in answer["stopped"]
+    assert (code, answer["sound"]) == ((0, True) if answer["commits"] else (1, False))

@@ -1,16 +1,16 @@
 """Kills writers of a log between any two system calls, and opens what each left behind. Run by test_log_kills.
 
-    python kill_points.py DIRECTORY CASES.json
+    python kill_points.py DIRECTORY POLICIES
 
 DIRECTORY/truth holds the whole log. A writer creates a log, closes several segments, closes the log, resumes it, ends
-without closing it, resumes it again behind a torn end, and closes it. A case is
+without closing it, resumes it again behind a torn end, and closes it. POLICIES is a JSON list of objects like
 
-    {"flush": "commit", "fsync": false, "segment_bytes": 9000, "point": 17, "half": false, "again": null}
+    {"flush": "commit", "fsync": false, "segment_bytes": 9000, "first": 3, "every": 97}
 
-The writer is killed before its 17th system call that touches the log's folder; with `half` that call is a write, and
-half of it is done. A case with "again": 60 also kills the writer that resumes the log, at a random one of its first 60
-calls. A case without "point" kills nothing and reports the names of all calls.
-Prints one JSON object a case.
+Under each, the writer runs once to its end, which counts its system calls that touch the log's folder, and is then
+killed before call 3, 100, 197, ...; where that is a write, also after half of it. After some, the writer that resumes
+the log is killed too, at a random one of its first 60 calls.
+Prints one JSON object per run.
 """
 
 import io
@@ -21,7 +21,7 @@ import shutil
 import signal
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -213,13 +213,26 @@ def outcome(case: dict[str, Any], directory: Path, commits: list[Commit]) -> dic
     return result
 
 
+def cases_of(policy: dict[str, Any], names: list[str], first: int, every: int) -> Iterator[dict[str, Any]]:
+    """Yield every `every`-th point of a whole run, from `first` on, and the points that are also done by half."""
+    for point in range(first, len(names), every):
+        again = random.Random(point).randrange(60) if point % 5 == 0 else None
+        yield {**policy, "point": point, "half": False, "again": again}
+        # Parquet files are hundreds of writes in a row; every fourth of those is also done by half.
+        if names[point] == "write" and (names[point - 1] != "write" or point % 4 == 0):
+            yield {**policy, "point": point, "half": True, "again": None}
+
+
 def main() -> None:
     root = Path(sys.argv[1])
     commits = list(LogReader(root / "truth").commits())
-    for number, case in enumerate(json.loads(Path(sys.argv[2]).read_text())):
-        if case.get("again") is not None:
-            case["again"] = random.Random(number).randrange(case["again"])
-        print(json.dumps(outcome(case, root / f"case{number}", commits)), flush=True)
+    for number, policy in enumerate(json.loads(sys.argv[2])):
+        first, every = policy.pop("first"), policy.pop("every")
+        whole = outcome(policy, root / f"whole{number}", commits)
+        print(json.dumps(whole), flush=True)
+        for case in cases_of(policy, whole.pop("names"), first, every):
+            point = f"{number}-{case['point']}-{case['half']}"
+            print(json.dumps(outcome(case, root / point, commits)), flush=True)
 
 
 if __name__ == "__main__":
