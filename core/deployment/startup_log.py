@@ -175,7 +175,7 @@ _PHASES = (
 class _Start:
     """The lines of one start, and how far it has come."""
 
-    lines: list[str] = attrs.field(factory=list)
+    lines: list[str] = attrs.Factory(list[str])
     phase: int = _LOADING
 
 

@@ -393,11 +393,8 @@ def boundary_warning(geometry: ModelGeometry, served: str) -> str | None:
 
 
 def _latent_size(geometry: ModelGeometry) -> int | None:
-    return next((cache.head_size for cache in geometry.caches() if _is_latent(cache)), None)
-
-
-def _is_latent(cache: object) -> bool:
-    return isinstance(cache, LatentCache) and cache.fixed_dtype is None
+    latents = (cache for cache in geometry.caches() if isinstance(cache, LatentCache) and cache.fixed_dtype is None)
+    return next((cache.head_size for cache in latents), None)
 
 
 def _layout_notes(geometry: ModelGeometry, given: str, served: str) -> tuple[str, ...]:
