@@ -7,18 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core import events
 from ..core.errors import InputError, MisuseError
-from ..core.events import (
-    BlockCopied,
-    BlocksAllocated,
-    BlocksFreed,
-    BlocksShared,
-    Commit,
-    FreeReason,
-    PoolCreated,
-    PrefixAdopted,
-    as_ints,
-)
+from ..core.events import Commit, FreeReason, as_ints
 from ..core.types import DraftModel, LatencyModel, ScheduledStep, StepLoad, StepResult, TokenBatch, largest
 from .context_rank import ContextRank
 
@@ -39,10 +30,7 @@ class SimBackend:
     """
 
     def __init__(
-        self,
-        latency: LatencyModel | None = None,
-        drafts: DraftModel | None = None,
-        context: ContextRank | None = None,
+        self, latency: LatencyModel | None = None, drafts: DraftModel | None = None, context: ContextRank | None = None
     ) -> None:
         """Mirror tables; with a latency model also time steps, and with a draft model also verify drafts.
 
@@ -60,12 +48,12 @@ class SimBackend:
         self._foreseen: tuple[int, ...] = ()
         self._foreseen_load: StepLoad | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
-            PoolCreated: self._pool_created,
-            PrefixAdopted: self._prefix_adopted,
-            BlocksAllocated: self._blocks_allocated,
-            BlocksShared: self._blocks_shared,
-            BlockCopied: self._block_copied,
-            BlocksFreed: self._blocks_freed,
+            events.PoolCreated: self._pool_created,
+            events.PrefixAdopted: self._prefix_adopted,
+            events.BlocksAllocated: self._blocks_allocated,
+            events.BlocksShared: self._blocks_shared,
+            events.BlockCopied: self._block_copied,
+            events.BlocksFreed: self._blocks_freed,
         }
 
     def apply(self, commit: Commit) -> None:
@@ -153,7 +141,7 @@ class SimBackend:
 
     # -- one handler per event ---------------------------------------------------------------------------------------
 
-    def _pool_created(self, event: PoolCreated) -> None:
+    def _pool_created(self, event: events.PoolCreated) -> None:
         for kind in event.groups:
             width = -(-event.max_model_len // kind.block_size)
             if kind.holds_tokens:
@@ -170,10 +158,10 @@ class SimBackend:
         counts[row] = end = start + len(blocks)
         self.block_tables[group][row, start:end] = blocks
 
-    def _prefix_adopted(self, event: PrefixAdopted) -> None:
+    def _prefix_adopted(self, event: events.PrefixAdopted) -> None:
         self._append(event.group, event.row, as_ints(event.blocks))
 
-    def _blocks_allocated(self, event: BlocksAllocated) -> None:
+    def _blocks_allocated(self, event: events.BlocksAllocated) -> None:
         group, rows, blocks = event.group, as_ints(event.rows), as_ints(event.blocks)
         if len(rows) == 1:
             self._append(group, rows[0], blocks)
@@ -189,13 +177,13 @@ class SimBackend:
             self._append(group, row, blocks[start : start + count])
             start += count
 
-    def _blocks_shared(self, event: BlocksShared) -> None:
+    def _blocks_shared(self, event: events.BlocksShared) -> None:
         self._append(event.group, event.child_row, as_ints(event.blocks))
 
-    def _block_copied(self, event: BlockCopied) -> None:
+    def _block_copied(self, event: events.BlockCopied) -> None:
         self.block_tables[event.group][event.row, event.index] = event.target
 
-    def _blocks_freed(self, event: BlocksFreed) -> None:
+    def _blocks_freed(self, event: events.BlocksFreed) -> None:
         start = 0
         for group, row, count in zip(as_ints(event.groups), as_ints(event.rows), as_ints(event.counts), strict=True):
             table, counts = self.block_tables[group], self.num_blocks_per_row[group]

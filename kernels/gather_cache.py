@@ -40,11 +40,7 @@ def check_table(block_table: Tensor, rows: Tensor, block_size: int | None, cache
 
 
 def check_gather(
-    table: BlockTableRows,
-    cu_seqlens: Tensor,
-    first_positions: Tensor | None,
-    num_tokens: int,
-    checked: bool,
+    table: BlockTableRows, cu_seqlens: Tensor, first_positions: Tensor | None, num_tokens: int, checked: bool
 ) -> TokensToRead:
     """Check one call; in checked mode also that all positions are inside the table, which waits for the device."""
     device, num_seqs = table.rows.device, len(table.rows)

@@ -48,13 +48,13 @@ def num_lanes_for(num_items: int, items_per_lane: int) -> int:
     return min(max(-(-num_items // items_per_lane), 1), MAX_GRID)
 
 
-def jit_without_alignment_of(*unaligned: str) -> Callable[[Callable[..., None]], Any]:
+def jit_without_alignment_of(*unaligned: str) -> Callable[[Any], Any]:
     """Decorate a kernel with `triton.jit`: its 64-bit integers are not specialised, nor these pointers' alignment."""
     import triton  # the torch twins need this module, and not Triton
 
-    def decorate(kernel: Callable[..., None]) -> Any:
+    def decorate(kernel: Any) -> Any:
         integers = [name for name, kind in kernel.__annotations__.items() if kind is triton.language.int64]
-        return triton.jit(kernel, do_not_specialize=integers, do_not_specialize_on_alignment=list(unaligned))
+        return triton.jit(do_not_specialize=integers, do_not_specialize_on_alignment=list(unaligned))(kernel)
 
     return decorate
 

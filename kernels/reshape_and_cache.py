@@ -103,13 +103,7 @@ def check_write(
 
 
 def write_pair(
-    pair_of: PairOf,
-    caches: Caches,
-    key: Tensor,
-    value: Tensor,
-    slot_mapping: Tensor,
-    scales: Scales,
-    checked: bool,
+    pair_of: PairOf, caches: Caches, key: Tensor, value: Tensor, slot_mapping: Tensor, scales: Scales, checked: bool
 ) -> None:
     """See `Kernels.reshape_and_cache`. On a GPU this twin waits for the device (it selects the tokens with slots)."""
     pair = pair_of(*caches)
@@ -158,13 +152,9 @@ def store_rows(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
 def widest_word(*tensors: Tensor) -> torch.dtype:
     """Return the widest integer dtype that all tensors (of one element size, last dimension dense) can be viewed as."""
     element_size = tensors[0].element_size()
+    sizes = [size for each in tensors for size in (each.shape[-1], each.storage_offset(), *each.stride()[:-1])]
     for word_bytes, word in WORDS.items():
         per_word, rest = divmod(word_bytes, element_size)
-        if per_word and not rest and all(_divides(tensor, per_word) for tensor in tensors):
+        if per_word and not rest and all(size % per_word == 0 for size in sizes):
             return word
     return WORDS[element_size]
-
-
-def _divides(tensor: Tensor, per_word: int) -> bool:
-    sizes = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
-    return all(size % per_word == 0 for size in sizes)

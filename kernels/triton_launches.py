@@ -8,7 +8,6 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from .concat_and_cache_mla_triton import concat_and_cache_mla_kernel
 from .copy_blocks import BlockRegions
 from .copy_blocks_triton import copy_blocks_kernel
 from .errors import KernelInputError
@@ -17,7 +16,7 @@ from .gather_cache import BlockTableRows
 from .gather_cache_triton import gather_cache_kernel
 from .launch import MAX_ACCESS_BYTES, WARP_SIZE, Launch, next_power_of_2, num_warps_for, vector_elements
 from .reshape_and_cache import CachePair, Scales
-from .reshape_and_cache_triton import reshape_and_cache_kernel
+from .reshape_and_cache_triton import concat_and_cache_mla_kernel, reshape_and_cache_kernel
 from .slot_mapping import NUM_COLUMNS, SlotTables
 from .slot_mapping_triton import slot_mapping_kernel
 
@@ -97,16 +96,14 @@ class CacheSide:
 
     def __init__(self, cache: Tensor, x: int = 0) -> None:
         item = cache.element_size()
-        self.vec = _classic_vector(cache, x) if x else vector_elements(cache)
+        if x:
+            places = (cache.data_ptr(), x * item, *(stride * item for stride in cache.stride()[:4]))
+            self.vec = math.gcd(16, *places) // item
+        else:
+            self.vec = vector_elements(cache)
         self.vec_bytes = self.vec * item
         block, slot, head = (stride // self.vec for stride in cache.stride()[:3])
         self.strides = (block, slot, head, cache.stride(3) // self.vec if x else 0)
-
-
-def _classic_vector(cache: Tensor, x: int) -> int:
-    item = cache.element_size()
-    strides = cache.stride()[:4]
-    return math.gcd(16, cache.data_ptr(), x * item, *(stride * item for stride in strides)) // item
 
 
 def run_tokens(value: Tensor, is_quantized: bool) -> int:

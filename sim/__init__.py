@@ -40,49 +40,33 @@ if TYPE_CHECKING:
     from .workloads.fitted import fit_workload
     from .workloads.mix import MixPart, mix_workloads
 
-# Name -> the module that it is imported from when it is first used.
+# Module -> the names that are imported from it when they are first used.
 _ON_FIRST_USE = {
-    "AbQuestion": "search.ab",
-    "BeamSearch": "engine.sampling",
-    "CapacityCurve": "cache.capacity_curve",
-    "CompareOptions": "scenario.compare",
-    "CompareResult": "scenario.compare",
-    "CurveResult": "scenario.curve",
-    "DraftAcceptance": "engine.sampling",
-    "DraftTree": "engine.sampling",
-    "FleetOptions": "scenario.fleet",
-    "LinearLatency": "latency.linear",
-    "MixPart": "workloads.mix",
-    "ParallelSampling": "engine.sampling",
-    "PlanOptions": "scenario.plan",
-    "PlanResult": "scenario.plan",
-    "ReblockedTrace": "traces.derived",
-    "ReplayReport": "engine.replay",
-    "ReplayResult": "scenario.replay",
-    "RooflineLatency": "latency.roofline",
-    "Scenario": "scenario.scenario",
-    "SizeOptions": "search.size_question",
-    "SizeStudy": "search.size_search",
-    "Study": "study.study",
-    "SwapLatency": "latency.linear",
-    "Sweep": "search.sweep",
-    "SweepQuestion": "search.sweep",
-    "Table": "scenario.results",
-    "TableLatency": "latency.table",
-    "TraceRequest": "traces",
-    "Turn": "traces",
-    "Worth": "search.optimum",
-    "ab_document": "search.ab",
-    "capacity_curve": "cache.capacity_curve",
-    "compare_allocators": "baselines.baselines",
-    "compare_scenario": "scenario.compare",
-    "fit_workload": "workloads.fitted",
-    "mix_workloads": "workloads.mix",
-    "open_trace": "traces",
-    "open_workload": "workloads.builtin",
-    "optimum_worth": "search.optimum",
-    "replay": "engine.replay",
-    "run_sampling": "engine.sampling",
+    "baselines.baselines": ("compare_allocators",),
+    "cache.capacity_curve": ("CapacityCurve", "capacity_curve"),
+    "engine.replay": ("ReplayReport", "replay"),
+    "engine.sampling": ("BeamSearch", "DraftAcceptance", "DraftTree", "ParallelSampling", "run_sampling"),
+    "latency.linear": ("LinearLatency", "SwapLatency"),
+    "latency.roofline": ("RooflineLatency",),
+    "latency.table": ("TableLatency",),
+    "scenario.compare": ("CompareOptions", "CompareResult", "compare_scenario"),
+    "scenario.curve": ("CurveResult",),
+    "scenario.fleet": ("FleetOptions",),
+    "scenario.plan": ("PlanOptions", "PlanResult"),
+    "scenario.replay": ("ReplayResult",),
+    "scenario.results": ("Table",),
+    "scenario.scenario": ("Scenario",),
+    "search.ab": ("AbQuestion", "ab_document"),
+    "search.optimum": ("Worth", "optimum_worth"),
+    "search.size_question": ("SizeOptions",),
+    "search.size_search": ("SizeStudy",),
+    "search.sweep": ("Sweep", "SweepQuestion"),
+    "study.study": ("Study",),
+    "traces": ("TraceRequest", "Turn", "open_trace"),
+    "traces.derived": ("ReblockedTrace",),
+    "workloads.builtin": ("open_workload",),
+    "workloads.fitted": ("fit_workload",),
+    "workloads.mix": ("MixPart", "mix_workloads"),
 }
 
 __all__ = [
@@ -131,7 +115,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    module = _ON_FIRST_USE.get(name)
+    module = next((module for module, names in _ON_FIRST_USE.items() if name in names), None)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{module}", __name__), name)

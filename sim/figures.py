@@ -1,8 +1,12 @@
-"""Formats figures for people (shares, memory, counts, durations), and finds a figure in a JSON document."""
+"""Formats figures for people (shares, memory, counts, durations), finds one in a document, and checks fields of one."""
 
+import math
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from ..core.errors import InputError
+import attrs
+
+from ..core.errors import InputError, Validator
 
 # A JSON document or a part of one, as `to_dict` returns, `--json` prints, and sim/report draws.
 Document: TypeAlias = dict[str, Any]
@@ -80,3 +84,22 @@ def figure_at(document: Document, path: str) -> Any:
         return at_path(document, path)
     except (KeyError, IndexError, ValueError, TypeError):
         raise InputError(f"the result has no figure {path!r}; it has {', '.join(document)}") from None
+
+
+# Validators of attrs fields that hold a number. Errors name the field, its value and what it must be.
+
+
+def must_be(expected: str, is_allowed: Callable[[Any], bool]) -> Validator:
+    """Make a validator; its error says that the field must be `expected`."""
+
+    def check(_: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
+        if not is_allowed(value):
+            raise InputError(f"{attribute.name} is {value}; it must be {expected}")
+
+    return check
+
+
+at_least_one = must_be("at least 1", lambda value: value >= 1)
+above_zero = must_be("above 0", lambda value: 0 < value < math.inf)
+not_negative = must_be("a number, 0 or more", lambda value: 0 <= value < math.inf)
+share = must_be("above 0 and at most 1", lambda value: 0 < value <= 1)

@@ -90,34 +90,20 @@ FLASHINFER_WORKSPACE_BYTES = 128 << 20
 
 @attrs.frozen(eq=False)
 class AttentionCall:
-    """Attention of a prepared batch over one layer's cache.
-
-    Attributes:
-        batch: the batch on the host.
-        query: `[num_tokens, num_q_heads, head_size]`, padding allowed behind the batch's tokens.
-        key_cache, value_cache: logical `[num_blocks, block_size, num_kv_heads, head_size]`, last stride 1.
-        block_table: int32 `[max_num_reqs, width]`.
-        table_block_size: tokens of one entry of the block table.
-        rows: int32 `[num_reqs]`; -1 is a padding request.
-        query_start_loc: int32 `[num_reqs + 1]`.
-        seq_lens: int32 `[num_reqs]`, the batch's tokens included; 0 for a padding request.
-        scale: factor of the scores.
-        window: tokens that a query sees, itself included; None: all.
-        softcap: scores become softcap * tanh(score / softcap); None: no cap.
-    """
+    """Attention of a prepared batch over one layer's cache."""
 
     batch: TokenBatch
-    query: Tensor
-    key_cache: Tensor
-    value_cache: Tensor
-    block_table: Tensor
-    table_block_size: int
-    rows: Tensor
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    scale: float
-    window: int | None
-    softcap: float | None
+    query: Tensor  # `[num_tokens, num_q_heads, head_size]`, padding allowed behind the batch's tokens
+    key_cache: Tensor  # logical `[num_blocks, block_size, num_kv_heads, head_size]`, last stride 1
+    value_cache: Tensor  # the same
+    block_table: Tensor  # int32 `[max_num_reqs, width]`
+    table_block_size: int  # tokens of one entry of the block table
+    rows: Tensor  # int32 `[num_reqs]`; -1 is a padding request
+    query_start_loc: Tensor  # int32 `[num_reqs + 1]`
+    seq_lens: Tensor  # int32 `[num_reqs]`, the batch's tokens included; 0 for a padding request
+    scale: float  # factor of the scores
+    window: int | None  # tokens that a query sees, itself included; None: all
+    softcap: float | None  # scores become softcap * tanh(score / softcap); None: no cap
 
     @property
     def is_decode(self) -> bool:

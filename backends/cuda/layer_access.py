@@ -213,9 +213,9 @@ class LayerAccess:
             if num_tokens > slots.shape[1]:
                 continue
             if cache.value is None:
-                parts = [
-                    torch.zeros((num_tokens, size), dtype=dtype, device=self._device) for size in self._halves(cache)
-                ]
+                size = self._latent(cache).shape[2]  # in two parts: the model's own split is not in the plan
+                halves = (size - size // 2, size // 2)
+                parts = [torch.zeros((num_tokens, half), dtype=dtype, device=self._device) for half in halves]
             else:
                 assert isinstance(cache.spec, AttentionSpec)
                 heads, sizes = cache.spec.num_kv_heads, (cache.spec.head_size, cache.spec.head_size_v)
@@ -224,11 +224,6 @@ class LayerAccess:
         self.read(cache, table, block_size, [0], [1], [0], None)
 
     # -- a layer's properties ------------------------------------------------------------------------------------------
-
-    def _halves(self, cache: LayerCache) -> tuple[int, int]:
-        """Split a latent's row in two parts; the model's own split is not in the plan."""
-        size = self._latent(cache).shape[2]
-        return size - size // 2, size // 2
 
     def _dtype_of(self, cache: LayerCache) -> torch.dtype:
         """The dtype that the model computes in this layer."""

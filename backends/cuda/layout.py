@@ -7,6 +7,7 @@ layout inside a page: its `CacheArrangement`. Nothing here copies; a stride that
 import enum
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import attrs
 import torch
@@ -156,7 +157,7 @@ CLASSIC_VECTOR_BYTES = 16
 class LayerCache:
     """The cache of one layer: views of the rank's buffer, which all layers share."""
 
-    name: str  # the layer
+    name: str
     group: int  # the block-table group whose tables address it
     spec: KVCacheSpec  # describes the contents
     arrangement: CacheArrangement  # of keys and values; PACKED for a cache of one vector
@@ -315,24 +316,15 @@ def _layer_cache(place: LayerPlace, index: int, group: int) -> LayerCache:
         view = key = _latent(place, index, spec)
     else:
         raise InputError(f"layer {place.tensor.layers[index]}: a {spec.kind} cache has no typed view")
-    return LayerCache(
-        place.tensor.layers[index],
-        group,
-        spec,
-        arrangement,
-        place.kernel_block_size,
-        place.splits,
-        view,
-        key,
-        value,
-        states,
-        _pages(place, index),
-    )
+    name, splits = place.tensor.layers[index], (place.kernel_block_size, place.splits)
+    return LayerCache(name, group, spec, arrangement, *splits, view, key, value, states, _pages(place, index))
 
 
-def _packed(
-    place: LayerPlace, index: int, spec: AttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+# The view of an attention layer's cache, its keys and its values.
+_Views: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def _packed(place: LayerPlace, index: int, spec: AttentionSpec) -> _Views:
     dtype = torch_dtype(spec.dtype)
     _, block, head, token, _ = place.byte_strides()
     # Elements of a cell: bytes, if two 4-bit elements share one.
@@ -344,9 +336,7 @@ def _packed(
     return view, tokens_first[..., :num_key_elements], value
 
 
-def _two_part(
-    place: LayerPlace, index: int, spec: AttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _two_part(place: LayerPlace, index: int, spec: AttentionSpec) -> _Views:
     """View a flash or interleaved cache: K and V apart, each `[num_blocks, block_size, num_kv_heads, head_size]`."""
     dtype = torch_dtype(spec.dtype)
     cell_bytes = spec.state_content_bytes // 2
@@ -367,9 +357,7 @@ def _two_part(
     return (parts if place.arrangement.splits_layer else parts.transpose(0, 1)), key, value
 
 
-def _classic(
-    place: LayerPlace, index: int, spec: AttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _classic(place: LayerPlace, index: int, spec: AttentionSpec) -> _Views:
     dtype = torch_dtype(spec.dtype)
     vector = CLASSIC_VECTOR_BYTES // dtype.itemsize
     heads, tokens, blocks, head_size = spec.num_kv_heads, place.kernel_block_size, place.num_blocks, spec.head_size

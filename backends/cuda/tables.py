@@ -11,18 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...core import events
 from ...core.allocator.config import AllocatorConfig
 from ...core.errors import InputError
-from ...core.events import (
-    BlockCopied,
-    BlocksAllocated,
-    BlocksFreed,
-    BlocksShared,
-    Event,
-    FreeReason,
-    PoolCreated,
-    PrefixAdopted,
-)
+from ...core.events import FreeReason, PoolCreated
 from ...core.planner.layout import KVCacheConfig, block_table_width, needs_zeroing
 from ...core.types import TokenBatch
 from ...kernels.copy_blocks import BlockRegions
@@ -162,11 +154,11 @@ class DeviceTables:
         # Arrays are aligned, so each piece may take a few bytes more than its entries.
         self.staging = StepStaging(device, pool.max_num_reqs, ENTRY_BYTES * (self._max_entries + 2 * len(kinds)))
         self._handlers: dict[type, Callable[[Any], None]] = {
-            PrefixAdopted: self._on_adopted,
-            BlocksAllocated: self._on_allocated,
-            BlocksShared: self._on_shared,
-            BlockCopied: self._on_copied,
-            BlocksFreed: self._on_freed,
+            events.PrefixAdopted: self._on_adopted,
+            events.BlocksAllocated: self._on_allocated,
+            events.BlocksShared: self._on_shared,
+            events.BlockCopied: self._on_copied,
+            events.BlocksFreed: self._on_freed,
         }
 
     def check_serves(self, pool: PoolCreated | AllocatorConfig) -> None:
@@ -184,19 +176,19 @@ class DeviceTables:
 
     # -- following events on the host --------------------------------------------------------------------------------
 
-    def apply(self, event: Event) -> None:
+    def apply(self, event: events.Event) -> None:
         """Follow one event on the host; events that move no block (keys, tokens, rows) change nothing."""
         handler = self._handlers.get(type(event))
         if handler is not None:
             handler(event)
 
-    def _on_adopted(self, event: PrefixAdopted) -> None:
+    def _on_adopted(self, event: events.PrefixAdopted) -> None:
         self._append(event.group, event.row, np.asarray(event.blocks, dtype=np.int32))
 
-    def _on_shared(self, event: BlocksShared) -> None:
+    def _on_shared(self, event: events.BlocksShared) -> None:
         self._append(event.group, event.child_row, np.asarray(event.blocks, dtype=np.int32))
 
-    def _on_allocated(self, event: BlocksAllocated) -> None:
+    def _on_allocated(self, event: events.BlocksAllocated) -> None:
         group, rows, counts = event.group, _as_int64(event.rows), _as_int64(event.counts)
         blocks = np.asarray(event.blocks, dtype=np.int32)
         if self._clears_taken_blocks:
@@ -211,11 +203,11 @@ class DeviceTables:
         for row, begin, end in zip(rows.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
             self._append(group, row, blocks[begin:end])
 
-    def _on_copied(self, event: BlockCopied) -> None:
+    def _on_copied(self, event: events.BlockCopied) -> None:
         self._put_in_row(event.group, event.row, np.array([event.index]), event.target)
         self.copies.add(event.group, event.source, event.target)
 
-    def _on_freed(self, event: BlocksFreed) -> None:
+    def _on_freed(self, event: events.BlocksFreed) -> None:
         begin = 0
         segments = zip(_as_int64(event.groups).tolist(), _as_int64(event.rows).tolist(), event.counts, strict=True)
         for group, row, count in segments:

@@ -44,11 +44,9 @@ class DeviceAccess(Protocol):
 
     def warm_up(self) -> None:
         """Make the matrix libraries allocate the handles and workspaces that they keep."""
-        ...
 
     def release_cached(self) -> None:
         """Collect garbage, wait for pending work, then release what the allocator holds and nothing uses."""
-        ...
 
     def free_and_total_bytes(self) -> tuple[int, int]:
         """Free and total bytes of the whole device, as the driver says now."""
@@ -64,7 +62,6 @@ class DeviceAccess(Protocol):
 
     def reset_peak(self) -> None:
         """Start a new peak of allocated bytes."""
-        ...
 
     def allocator_settings(self) -> str:
         """The allocator's settings as they were last set, in one string (`name:value,name:[a:1,b:2]`)."""
@@ -72,7 +69,6 @@ class DeviceAccess(Protocol):
 
     def set_allocator_settings(self, settings: str) -> None:
         """Apply settings. torch takes `max_split_size_mb` as unlimited where the string leaves it out."""
-        ...
 
     def inference_mode(self) -> AbstractContextManager[Any]:
         """A context in which no gradients are recorded: they would keep every activation."""
@@ -150,7 +146,6 @@ class CudaDevice:
 
     @property
     def has_native_allocator(self) -> bool:
-        """Whether torch's own caching allocator is in use."""
         return self._torch.cuda.get_allocator_backend() == "native"
 
     def warm_up(self) -> None:
@@ -164,19 +159,16 @@ class CudaDevice:
         torch.cuda.synchronize(self._index)
 
     def release_cached(self) -> None:
-        """Collect garbage, synchronise, and empty the caching allocator."""
         gc.collect()
         self._torch.cuda.synchronize(self._index)
         with self._torch.cuda.device(self._index):
             self._torch.cuda.empty_cache()
 
     def free_and_total_bytes(self) -> tuple[int, int]:
-        """`torch.cuda.mem_get_info`."""
         free_bytes, total_bytes = self._torch.cuda.mem_get_info(self._index)
         return free_bytes, total_bytes
 
     def allocator_bytes(self) -> AllocatorBytes:
-        """`torch.cuda.memory_stats`."""
         stats = self._torch.cuda.memory_stats(self._index)
         return AllocatorBytes(
             allocated_bytes=stats.get("allocated_bytes.all.current"),
@@ -210,7 +202,6 @@ class CudaDevice:
         return sum(known) if known else None
 
     def reset_peak(self) -> None:
-        """`torch.cuda.reset_peak_memory_stats`."""
         self._torch.cuda.reset_peak_memory_stats(self._index)
 
     def allocator_settings(self) -> str:
@@ -221,12 +212,10 @@ class CudaDevice:
         return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
     def set_allocator_settings(self, settings: str) -> None:
-        """Apply settings to this process."""
         setter = getattr(self._torch._C, "_accelerator_setAllocatorSettings", None)
         if setter is None:
             setter = self._torch.cuda.memory._set_allocator_settings
         setter(settings)
 
     def inference_mode(self) -> AbstractContextManager[Any]:
-        """`torch.inference_mode()`."""
         return self._torch.inference_mode()

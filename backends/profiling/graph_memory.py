@@ -20,17 +20,12 @@ def _largest_first(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 @attrs.frozen(kw_only=True)
 class GraphCaptures:
-    """The user's way to capture graphs of one mode.
+    """The user's way to capture graphs of one mode."""
 
-    Attributes:
-        mode: name of the mode, for the report (`full`, `piecewise`).
-        sizes: batch sizes to capture. The largest is captured first, so that smaller graphs reuse its memory.
-        capture: captures one size into the memory pool that all sizes share and returns the graph. It must warm up
-            before it captures.
-    """
-
-    mode: str
+    mode: str  # name of the mode, for the report (`full`, `piecewise`)
+    # Batch sizes. The largest is captured first, so that smaller graphs reuse its memory.
     sizes: tuple[int, ...] = attrs.field(converter=_largest_first)
+    # Captures one size, warmed up before, into the memory pool that all sizes share and returns the graph.
     capture: Callable[[int], Any]
 
     def __attrs_post_init__(self) -> None:
@@ -88,7 +83,7 @@ class GraphMemory:
 
 
 def _graphs_row(num_bytes: int, source: RowSource, formula: str) -> LedgerRow:
-    return LedgerRow(name="CUDA graphs", num_bytes=num_bytes, source=source, role=RowRole.GRAPHS, formula=formula)
+    return LedgerRow("CUDA graphs", num_bytes, source, RowRole.GRAPHS, formula)
 
 
 def actual_graphs_row(num_bytes: int, estimate: LedgerRow | None) -> LedgerRow:

@@ -76,7 +76,6 @@ class HostDevice:
         return AllocatorBytes(allocated_bytes=resident, peak_bytes=max(highest, resident), reserved_bytes=resident)
 
     def process_bytes(self) -> int | None:
-        """Resident bytes of this process."""
         return self._fields("self/status", "VmRSS")["VmRSS"]
 
     def reset_peak(self) -> None:
@@ -111,15 +110,11 @@ class HostDevice:
 
 @attrs.frozen
 class DeviceProbe:
-    """Reads the memory of a device.
+    """Reads the memory of a device."""
 
-    Attributes:
-        device: a CUDA device, the host, or a test's script.
-        attribute_process: whether to ask the driver for the bytes of this process. Without them the profile says that
-            its figures are estimates.
-    """
-
-    device: DeviceAccess
+    device: DeviceAccess  # a CUDA device, the host, or a test's script
+    # Whether to ask the driver for the bytes of this process. Without them the profile says that its figures are
+    # estimates.
     attribute_process: bool = True
 
     def read(self) -> MemorySnapshot:

@@ -96,25 +96,17 @@ class MeasuredMemory:
 class Reconciliation:
     """Expected and actual memory after start-up. All rows are measured if the driver can tell this process's memory
     from others'.
-
-    Attributes:
-        rows: the non-KV rows with the graphs' actual bytes, and the pool.
-        expected_bytes: growth of this process since the baseline that was expected: resident rows, estimated graphs,
-            planned pool.
-        actual_bytes: its actual growth.
-        graph_estimate_bytes, graph_actual_bytes: bytes reserved for graphs and bytes that they took.
-        pool_planned_bytes, pool_actual_bytes: planned bytes, and the growth of torch's live tensors.
-        warnings: differences between the two, each with its bytes.
     """
 
-    rows: tuple[LedgerRow, ...]
+    rows: tuple[LedgerRow, ...]  # the non-KV rows with the graphs' actual bytes, and the pool
+    # Growth of this process since the baseline that was expected: resident rows, estimated graphs, planned pool.
     expected_bytes: int
-    actual_bytes: int
-    graph_estimate_bytes: int
-    graph_actual_bytes: int
+    actual_bytes: int  # its actual growth
+    graph_estimate_bytes: int  # reserved for graphs
+    graph_actual_bytes: int  # that they took
     pool_planned_bytes: int
-    pool_actual_bytes: int
-    warnings: tuple[str, ...]
+    pool_actual_bytes: int  # the growth of torch's live tensors
+    warnings: tuple[str, ...]  # differences between the two, each with its bytes
 
     @property
     def unexplained_bytes(self) -> int:
@@ -124,6 +116,13 @@ class Reconciliation:
 
 class MemoryProfiler:
     """Measures one device through the stages of start-up."""
+
+    # Set by the stages, whose order `_enter` enforces.
+    _baseline: MemorySnapshot
+    _last: MemorySnapshot  # the reading at the end of the stage before
+    _weights_bytes: int
+    _measured: MeasuredMemory
+    _pool: tuple[int, int]  # planned and actual bytes
 
     def __init__(
         self,
@@ -149,12 +148,7 @@ class MemoryProfiler:
         self._strict = strict_profiling
         self._max_split_size_mb = max_split_size_mb
         self._stage = Stage.NEW
-        self._baseline: MemorySnapshot | None = None
-        self._weights_bytes = 0
-        self._measured: MeasuredMemory | None = None
-        self._pool: tuple[int, int] | None = None
         self._graph_actual_bytes = 0
-        self._last: MemorySnapshot | None = None
 
     def take_baseline(self) -> MemorySnapshot:
         """Warm up the matrix libraries, then read: the memory that they keep counts as used before the start.
@@ -200,7 +194,7 @@ class MemoryProfiler:
         highest = max(after.torch_allocated_bytes, *(part.peak_bytes for part in peaks))
         self._measured = MeasuredMemory(
             profile=MemoryProfile(
-                before=self._known_baseline,
+                before=self._baseline,
                 after=attrs.evolve(after, torch_peak_bytes=highest),
                 weights_bytes=self._weights_bytes,
                 strict_profiling=self._strict,
@@ -232,7 +226,7 @@ class MemoryProfiler:
                 smallest_pool=smallest_pool,
                 strict_profiling=self._strict,
             )
-        self._measured = attrs.evolve(self._known_measured, graphs=graphs)
+        self._measured = attrs.evolve(self._measured, graphs=graphs)
         self._last = self.probe.read()
         return self._measured
 
@@ -285,14 +279,9 @@ class MemoryProfiler:
             MemoryShortfallError: strict profiling, and free memory grew.
         """
         self._enter(Stage.RECONCILED, after=(Stage.POOL, Stage.GRAPHS))
-        measured, pool = self._known_measured, self._pool
-        if pool is None:
-            raise MisuseError("a pool was entered and its bytes are not known")
+        measured, (planned, actual) = self._measured, self._pool
         _, after = self._advance()
-        whole = MemoryProfile(
-            before=self._known_baseline, after=after, weights_bytes=None, strict_profiling=self._strict
-        )
-        planned, actual = pool
+        whole = MemoryProfile(before=self._baseline, after=after, weights_bytes=None, strict_profiling=self._strict)
         report = Reconciliation(
             rows=self._final_rows(measured, planned, actual),
             expected_bytes=measured.profile.total_consumed_bytes + measured.graph_bytes + planned,
@@ -308,18 +297,6 @@ class MemoryProfiler:
 
     # -- keeping track of stages -------------------------------------------------------------------------------------
 
-    @property
-    def _known_baseline(self) -> MemorySnapshot:
-        if self._baseline is None:
-            raise MisuseError("the baseline is not taken; call take_baseline before anything is loaded")
-        return self._baseline
-
-    @property
-    def _known_measured(self) -> MeasuredMemory:
-        if self._measured is None:
-            raise MisuseError("nothing is profiled; call profile first")
-        return self._measured
-
     def _enter(self, stage: Stage, *, after: tuple[Stage, ...]) -> None:
         if self._stage not in after:
             wanted = " or ".join(earlier.name.lower() for earlier in after)
@@ -330,10 +307,7 @@ class MemoryProfiler:
 
     def _advance(self) -> tuple[MemorySnapshot, MemorySnapshot]:
         """Read the memory; return the reading of the stage before and the new one."""
-        before = self._last
-        if before is None:
-            raise MisuseError("the baseline is not taken; call take_baseline before anything is loaded")
-        self._last = self.probe.read()
+        before, self._last = self._last, self.probe.read()
         return before, self._last
 
     def _growth(self, what: str, before: MemorySnapshot, after: MemorySnapshot) -> int:
@@ -351,16 +325,8 @@ class MemoryProfiler:
         if self._stage is Stage.GRAPHS:
             estimate = None if measured.graphs is None else measured.graphs.row
             rows.append(actual_graphs_row(self._graph_actual_bytes, estimate))
-        rows.append(
-            LedgerRow(
-                name="KV cache blocks",
-                num_bytes=actual,
-                source=RowSource.MEASURED,
-                role=RowRole.POOL,
-                formula=f"growth of torch's live tensors; {planned:,} were planned",
-            )
-        )
-        return tuple(rows)
+        formula = f"growth of torch's live tensors; {planned:,} were planned"
+        return (*rows, LedgerRow("KV cache blocks", actual, RowSource.MEASURED, RowRole.POOL, formula))
 
 
 def _resized(row: LedgerRow, num_bytes: int, formula: str) -> LedgerRow:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from .engine.sizing import SizedEngine, size_engine
     from .errors import EngineFailedError, EngineStoppedError, QueueFullError
     from .model.attention import register_paged_attention
-    from .model.runner import ModelRunner, RequestTokens, StepTokens, TokenRunner
-    from .model.served_model import kv_cache_config, kv_cache_groups, served_layers, transformers_geometry
+    from .model.runner import ModelRunner, RequestTokens, StepTokens
+    from .model.served_model import kv_cache_config, served_layers, transformers_geometry
     from .model.transformers_cache import LedgerCache
     from .sampling.detokenizer import Tokenizer
     from .sampling.settings import SamplingSettings
@@ -25,8 +25,8 @@ _NAMES_IN = {
     "engine.sizing": ("SizedEngine", "size_engine"),
     "errors": ("EngineFailedError", "EngineStoppedError", "QueueFullError"),
     "model.attention": ("register_paged_attention",),
-    "model.runner": ("ModelRunner", "RequestTokens", "StepTokens", "TokenRunner"),
-    "model.served_model": ("kv_cache_config", "kv_cache_groups", "served_layers", "transformers_geometry"),
+    "model.runner": ("ModelRunner", "RequestTokens", "StepTokens"),
+    "model.served_model": ("kv_cache_config", "served_layers", "transformers_geometry"),
     "model.transformers_cache": ("LedgerCache",),
     "sampling.detokenizer": ("Tokenizer",),
     "sampling.settings": ("SamplingSettings",),
@@ -51,10 +51,8 @@ __all__ = [
     "SizedEngine",
     "StepTokens",
     "TokenDelta",
-    "TokenRunner",
     "Tokenizer",
     "kv_cache_config",
-    "kv_cache_groups",
     "register_paged_attention",
     "served_layers",
     "size_engine",

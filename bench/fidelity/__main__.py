@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 from kvledger.core.errors import KVLedgerError
 from kvledger.sim.latency.calibration import Calibration, MeasuredStep, fit_factors, leave_one_out
-from kvledger.sim.latency.devices import DeviceFactors, expected_factors
+from kvledger.sim.latency.devices import DeviceFactors
 from kvledger.sim.workloads.multi_turn import ARRIVALS, TURNS
 
 from bench.fidelity.measured_serving import MeasuredServer, read_measured_serving
@@ -76,7 +76,7 @@ def _steps(server: MeasuredServer) -> list[MeasuredStep]:
 
 
 def _fit(steps: list[MeasuredStep]) -> Calibration:
-    return fit_factors(steps, start=expected_factors())
+    return fit_factors(steps, start=DeviceFactors())
 
 
 def _print_refit(steps: list[MeasuredStep]) -> None:

@@ -30,10 +30,12 @@ class Admission:
     def _needed_of(self, group: int, row: int | None, hits: Hits | None, wanted: int, total: int, known: int) -> int:
         table = self._state.tables[group]
         held = 0 if row is None else table.count(row)
+        # Of a group of states, the step takes no block for the entries before the one where its known tokens end.
+        first = (known - 1) // table.block_size if table.keeps_states else 0
         if row is not None and self._state.considered[group][row] >= 0:
-            return max(wanted - max(held, table.first_taken(known)), 0)
+            return max(wanted - max(held, first), 0)
         kind = self._config.groups[group]
-        skipped, first = kind.num_skipped_tokens(total) // kind.block_size, table.first_taken(known)
+        skipped = kind.num_skipped_tokens(total) // kind.block_size
         if hits is None:
             return max(wanted - max(skipped, held, first), 0)
         adopted_free = self._state.pool.num_free_among(hits[group][skipped:] if skipped else hits[group])

@@ -36,8 +36,9 @@ from .orphans import ChainLinks
 from .prefix_cache import BatchKeys, Hits, PrefixCache, PrefixMatch, RowKeys
 from .taking import CopyOnWrite, PrivateBlock, Shortfall, blocks_for_steps, taking_events
 
-# Positions in a request: where it continues, where its external tokens begin, where its new tokens begin and end.
-_Span: TypeAlias = tuple[int, int, int, int]
+# Positions in a request: where it continues, where its external tokens begin, where its new tokens begin and end, and
+# where those of them end that are no drafts (told apart for states only).
+_Span: TypeAlias = tuple[int, int, int, int, int]
 
 
 class KVCacheAllocator:
@@ -271,19 +272,22 @@ class KVCacheAllocator:
         if end > longest:
             end = longest
         num_slots = min(end + num_lookahead_tokens, longest) if num_lookahead_tokens else end
-        span = start, total - num_external_tokens, total, end
         private: Sequence[PrivateBlock] = ()
         if row is not None and (row in state.guarded or start < state.placed[row]):
-            private = self._copies.of_row(row, span[1], num_slots)
+            private = self._copies.of_row(row, total - num_external_tokens, num_slots)
         wanted = [-(-num_slots // size) for size in self._block_sizes]
-        for group in self._state_groups:  # no state is written for the slots of drafts to come
-            wanted[group] = -(-end // self._block_sizes[group])
+        known = end
+        if self._state_groups:
+            known = min(end, max(request.num_tokens, total))
+            for group in self._state_groups:  # no state is written for the slots of drafts to come
+                wanted[group] = -(-end // self._block_sizes[group])
+        span = start, total - num_external_tokens, total, end, known
         spare = len(state.pool.free_queue) - reserved_blocks
         if use_watermark:
             spare -= self.config.watermark_blocks
         # Where even a cold request would fit, it does not matter which of the hit blocks are in use.
         fits = row is None and sum(wanted) <= spare
-        if not fits and self._lacks_blocks(request, row, hits, wanted, total, end, private, spare, num_external_tokens):
+        if not fits and self._lacks_blocks(request, row, span, hits, wanted, private, spare):
             return None
         # Tokens that are still to be copied in must not be found: another request would read them too early.
         row_keys: Sequence[RowKeys] = ()
@@ -295,18 +299,16 @@ class KVCacheAllocator:
         self,
         request: Request,
         row: int | None,
+        span: _Span,
         hits: Hits | None,
         wanted: Sequence[int],
-        total: int,
-        end: int,
         private: Sequence[PrivateBlock],
         spare: int,
-        num_external_tokens: int,
     ) -> bool:
         """Whether more than `spare` blocks are needed; raises `DoesNotFitError` if there can never be enough."""
-        known = min(end, max(request.num_tokens, total))
+        _, written_from, total, _, known = span
         needed = self._admission.blocks_needed(row, hits, wanted, total, known)
-        if num_external_tokens:  # they bring a state of their own
+        if written_from < total:  # external tokens bring a state of their own
             tables = [self.state.tables[group] for group in self._state_groups]
             needed += sum([table.first_taken(total) < table.first_taken(known) for table in tables])
         num_copies = sum([copy for *_, copy in private]) if private else 0
@@ -329,8 +331,7 @@ class KVCacheAllocator:
     ) -> tuple[tuple[int, ...], ...]:
         """Carry out an allocation whose blocks are free; `wanted` is how many the request then has, by group."""
         state, emit = self.state, self._emit
-        start, written_from, total, end = span
-        known = min(end, max(request.num_tokens, total))
+        start, written_from, total, end, known = span
         events: list[Event] = []
         if row is None:
             row = self._assign_row(request, events)
@@ -346,12 +347,10 @@ class KVCacheAllocator:
             blocks = ()
             num_held.append(len(table.rows[row]))
             count = wanted[group] - num_held[group]
-            parts = ((count, 0),)
-            if table.keeps_states:
+            parts: tuple[tuple[int, int], ...] = ((count, 0),) if count > 0 else ()
+            if self._state_groups and table.keeps_states:
                 parts = self._parts_with_states(table, num_held[group], count, written_from, total, known)
             for part, num_nulls in parts:
-                if part < 1:
-                    continue
                 new = state.pool.free_queue.peek(part - num_nulls)
                 if num_nulls:
                     new = (NULL_BLOCK,) * num_nulls + new
@@ -382,9 +381,9 @@ class KVCacheAllocator:
         External tokens bring a state that the step starts from; the step leaves one where its known tokens end.
         """
         brought = max(_ceil_div(total, table.block_size) - num_held, 0) if written_from < total else 0
-        left = count - brought
-        nulls = min(max(table.first_taken(known) - num_held - brought, 0), max(left, 0))
-        return (brought, brought - 1), (left, nulls)
+        left = max(count - brought, 0)
+        nulls = min(max(table.first_taken(known) - num_held - brought, 0), left)
+        return tuple([part for part in ((brought, brought - 1), (left, nulls)) if part[0] > 0])
 
     def _adopt(self, row: int, hits: Hits | None, total: int, events: list[Event]) -> None:
         """Put the blocks of a hit, and null blocks for what the next token does not attend to, into an empty row."""
@@ -562,7 +561,10 @@ class KVCacheAllocator:
         end = np.minimum(first + new, self._longest)
         num_slots = np.minimum(end + num_lookahead_tokens, self._longest) if num_lookahead_tokens else end
         private = self._copies.of_batch(rows, first, placed, num_slots)
-        shortfalls = self._shortfalls(rows, end, num_slots, num_draft_tokens)
+        if self._state_groups:
+            shortfalls = self._shortfalls(rows, end, num_slots, num_draft_tokens)
+        else:
+            shortfalls = [(*table.shortfall(rows, num_slots), None) for table in state.tables]
         total_short = sum([sum_of(counts) for which, counts, _ in shortfalls if len(which)])
         if self._state_groups:
             total_short -= sum([sum_of(nulls) for *_, nulls in shortfalls if nulls is not None])

@@ -27,7 +27,10 @@ class AllocatorConfig:
         max_in_flight_tokens: the most tokens that one request may have scheduled at once; bounds what windowed
             groups hold. 0: `max_model_len`.
         watermark_blocks: blocks that an admission must leave free.
-        use_eagle: whether the last block of a hit is recomputed for EAGLE drafts.
+        use_eagle: whether the last block of a hit is recomputed for EAGLE drafts (vLLM 0.32).
+        num_lookahead_tokens: tokens behind a block that its key covers too (vLLM 0.33 with EAGLE or MTP: 1, or one for
+            each module of a predictor); no block of a hit is recomputed then. The key sources of the requests make such
+            keys; here it is only recorded for them.
         hash_block_size: tokens per key of a chain; 0: the greatest common divisor of the block sizes.
         scheduler_block_size: hits and registrations are multiples of it; 0: the least common multiple.
         eviction: the name of the eviction order.
@@ -47,6 +50,7 @@ class AllocatorConfig:
     max_in_flight_tokens: int = attrs.field(default=0, validator=non_negative)
     watermark_blocks: int = attrs.field(default=0, validator=non_negative)
     use_eagle: bool = False
+    num_lookahead_tokens: int = attrs.field(default=0, validator=non_negative)
     hash_block_size: int = attrs.field(default=0, validator=non_negative)
     scheduler_block_size: int = attrs.field(default=0, validator=non_negative)
     eviction: str = "lru"
@@ -70,6 +74,11 @@ class AllocatorConfig:
         if any(self.scheduler_block_size % size for size in sizes):
             raise InputError(
                 f"scheduler_block_size {self.scheduler_block_size} must be a multiple of every block size {sizes}"
+            )
+        if self.use_eagle and self.num_lookahead_tokens:
+            raise InputError(
+                f"use_eagle and num_lookahead_tokens {self.num_lookahead_tokens} exclude each other: keys that look "
+                "ahead prove what the dropped block would"
             )
         if self.retention_interval == -1:
             windowed = [kind for kind in self.groups if not isinstance(kind, FullAttention)]

@@ -228,21 +228,19 @@ class PrefixCache:
 
     def _num_complete(self, num_tokens: int, block_size: int) -> int:
         """Count the blocks of a group that `num_tokens` known tokens make findable: those that some hit can need."""
-        unit = self._unit
-        if unit == block_size:
-            return num_tokens // block_size
-        aligned = num_tokens // unit * unit
+        aligned = num_tokens // self._unit * self._unit
         if self._blocks_behind and aligned:
             return min(aligned // block_size + 1, num_tokens // block_size)
         return aligned // block_size
 
     def keys_of_row(self, request: Request, row: int | None, hits: Hits | None, total: int, end: int) -> list[RowKeys]:
         """Ask for the keys that `register_row` needs, for a request whose tokens `total <= p < end` get slots now."""
+        unit = self._unit
         known = request.num_prompt_tokens + request.num_output_tokens
         sure = end if end < known else known
         source = request.keys
         asked: list[RowKeys] = []
-        if row is not None and row in self._state.outdated:
+        if self._state.outdated and row in self._state.outdated:
             return asked
         for group, kind in enumerate(self._groups):
             size = kind.block_size
@@ -253,7 +251,7 @@ class PrefixCache:
                 start = max(self._state.considered[group][row], 0)
                 if start * size > total:
                     start = total // size
-            stop = self._num_complete(sure, size)
+            stop = sure // size if size == unit else self._num_complete(sure, size)
             if stop > start:
                 first = start - 1 if start else 0
                 if source is not None and size == self._hash_block_size:  # the usual case, for which a call is spared
@@ -272,6 +270,7 @@ class PrefixCache:
         requests: Sequence[Request | None],
     ) -> list[BatchKeys]:
         """Ask for the keys that `register_batch` needs, for rows that are `due` and continue at `first_positions`."""
+        unit = self._unit
         asked: list[BatchKeys] = []
         for group, kind in enumerate(self._groups):
             size, considered = kind.block_size, self._state.considered[group]
@@ -283,7 +282,7 @@ class PrefixCache:
                 if start * size > position:
                     start = position // size
                 first = start - 1 if start > 0 else 0
-                stop = self._num_complete(known, size)
+                stop = known // size if size == unit else self._num_complete(known, size)
                 due = request is not None and stop > start and stop > 0
                 offsets.append(first)
                 keys.append(self.block_keys(request, kind, first, stop) if due and request is not None else ())

@@ -28,9 +28,9 @@ from .startup_log import GibFigure
 class Diagnosis:
     """The answer to a complaint."""
 
-    complaint: str  # the complaint
+    complaint: str
     row: str  # name of the responsible ledger row, or of the parameter that sizes the pool
-    row_bytes: int  # bytes of the row
+    row_bytes: int
     # Sentences about the numbers; they name parameters as vLLM does (`gpu_memory_utilization`).
     findings: tuple[str, ...]
     remedies: tuple[Remedy, ...]  # changes that help

@@ -17,31 +17,19 @@ from ..quantities import GIB, MIB
 
 @attrs.frozen(kw_only=True)
 class EstimateConstants:
-    """Sizes that no configuration gives.
+    """Sizes that no configuration gives. A range is the smallest and the largest plausible multiple of an estimate."""
 
-    Attributes:
-        hidden_copies: vectors of the hidden size that a step keeps per token: residual, normed input, output.
-        unknown_block_copies: vectors of the hidden size that stand for the widest block of a model whose matrices are
-            not known.
-        sampler_bytes_per_logit: bytes of a full sampling step with top-k and top-p per request and vocabulary entry:
-            logits in 16 bits and in fp32, sorted values and indices (4 + 8) with the sort's own copies of both,
-            probabilities and their cumulative sum (4 + 4).
-        non_torch_bytes: libraries' handles, workspaces and kernels loaded after the process's first reading.
-        collective_bytes: channels and buffers of collectives, on ranks that use them.
-        graph_bytes_per_layer: bytes of one captured batch size in one layer.
-        encoder_bytes: a multimodal encoder with its profiling run, which no text config describes.
-        transient_range, non_torch_range, graph_range, encoder_range: smallest and largest plausible multiple of each.
-        weights_range: the same; buffers and padding add to the exact count.
-    """
-
-    hidden_copies: int = 3
-    unknown_block_copies: int = 8
+    hidden_copies: int = 3  # vectors of the hidden size that a step keeps per token: residual, normed input, output
+    unknown_block_copies: int = 8  # the same for the widest block of a model whose matrices are not known
+    # Bytes of a full sampling step with top-k and top-p per request and vocabulary entry: logits in 16 bits and in
+    # fp32, sorted values and indices (4 + 8) with the sort's own copies of both, probabilities and their cumulative
+    # sum (4 + 4).
     sampler_bytes_per_logit: int = 40
-    non_torch_bytes: int = 300 * MIB
-    collective_bytes: int = 450 * MIB
-    graph_bytes_per_layer: int = 256 * 1024
-    encoder_bytes: int = 3 * GIB // 2
-    weights_range: tuple[float, float] = (1.0, 1.01)
+    non_torch_bytes: int = 300 * MIB  # handles, workspaces and kernels of libraries, after the first reading
+    collective_bytes: int = 450 * MIB  # channels and buffers of collectives, on ranks that use them
+    graph_bytes_per_layer: int = 256 * 1024  # bytes of one captured batch size in one layer
+    encoder_bytes: int = 3 * GIB // 2  # a multimodal encoder with its profiling run, which no text config describes
+    weights_range: tuple[float, float] = (1.0, 1.01)  # buffers and padding add to the exact count
     transient_range: tuple[float, float] = (0.6, 1.6)
     non_torch_range: tuple[float, float] = (0.3, 1.8)
     graph_range: tuple[float, float] = (0.25, 3.0)
@@ -66,15 +54,8 @@ def profiling_tokens(max_num_batched_tokens: int, max_num_seqs: int) -> tuple[in
 
 
 def _estimate(name: str, num_bytes: int, spread: tuple[float, float], role: RowRole, formula: str) -> LedgerRow:
-    return LedgerRow(
-        name=name,
-        num_bytes=num_bytes,
-        source=RowSource.ESTIMATE,
-        role=role,
-        formula=formula,
-        low_bytes=int(num_bytes * spread[0]),
-        high_bytes=int(num_bytes * spread[1]),
-    )
+    low_bytes, high_bytes = (int(num_bytes * factor) for factor in spread)
+    return LedgerRow(name, num_bytes, RowSource.ESTIMATE, role, formula, low_bytes, high_bytes)
 
 
 def weights_row(
@@ -198,7 +179,16 @@ def reserves_graph_memory(engine_version: str) -> bool:
     Raises:
         InputError: not a version number.
     """
+    return version_of(engine_version) >= (0, 21)
+
+
+def version_of(engine_version: str) -> tuple[int, int]:
+    """Major and minor number of a version of vLLM.
+
+    Raises:
+        InputError: not a version number.
+    """
     parts = engine_version.lower().removeprefix("vllm").strip().removeprefix("v").split(".")
     if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()):
         raise InputError(f"engine_version {engine_version!r} is not a version number such as 0.21.0")
-    return (int(parts[0]), int(parts[1])) >= (0, 21)
+    return int(parts[0]), int(parts[1])

@@ -120,9 +120,7 @@ def _utilization(deployment: Deployment, accepts: Accepts) -> Remedy | None:
     if plan is None:
         return None
     below, plan = _largest(
-        UTILIZATION_STEPS - most,
-        UTILIZATION_STEPS - first,
-        lambda below: plan_of(UTILIZATION_STEPS - below, accepts),
+        UTILIZATION_STEPS - most, UTILIZATION_STEPS - first, lambda below: plan_of(UTILIZATION_STEPS - below, accepts)
     )
     value = (UTILIZATION_STEPS - below) / UTILIZATION_STEPS
     return _remedy("gpu_memory_utilization", plan, value, "less is left for graphs, fragmentation and neighbours")
@@ -213,9 +211,7 @@ def _pinned_bytes(deployment: Deployment, accepts: Accepts) -> Remedy | None:
     )
     most = max(limit, 0) // per_block
     below, plan = _largest(
-        1,
-        most,
-        lambda below: _accepted(deployment, accepts, kv_cache_memory_bytes=(most + 1 - below) * per_block),
+        1, most, lambda below: _accepted(deployment, accepts, kv_cache_memory_bytes=(most + 1 - below) * per_block)
     )
     pinned = (most + 1 - below) * per_block
     cost = f"pins {format_gib(pinned)}; utilization is ignored"
@@ -240,6 +236,8 @@ def fitting_values(plan: DeploymentPlan) -> FittingValues:
     per_block = max(rank.bytes_per_block for rank in plan.pool.ranks)
     requested = min(stage.ledger.budget.requested_bytes for stage in plan.stages)
     reserved = deployment.frontend_reservation_bytes
+    ledger = plan.bottleneck_stage.ledger
+    reserved_graphs = sum_bytes(ledger.non_kv_rows, RowRole.GRAPHS)
 
     def largest(limit_bytes: int) -> WholeBlocks:
         # Graphs count once, whether they are set aside or not.
@@ -254,7 +252,7 @@ def fitting_values(plan: DeploymentPlan) -> FittingValues:
         gpu_memory_utilization=largest_utilization(
             deployment.total_bytes, deployment.free_bytes + deployment.externally_held_bytes
         ),
-        suggested_vllm=_suggested_vllm(plan),
+        suggested_vllm=ledger.suggested_by_vllm(reserved_graphs + plan.bottleneck_stage.graph_bytes_beside),
     )
 
 
@@ -267,9 +265,3 @@ def _longest_request(plan: DeploymentPlan) -> int | None:
         pool.groups, attrs.evolve(pool.limits, max_model_len=most), max(pool.num_usable_blocks, 0)
     )
     return None if longest == most else longest
-
-
-def _suggested_vllm(plan: DeploymentPlan) -> KVBytesSuggestion:
-    stage = plan.bottleneck_stage
-    reserved = sum_bytes(stage.ledger.non_kv_rows, RowRole.GRAPHS)
-    return stage.ledger.suggested_by_vllm(reserved + stage.graph_bytes_beside)

@@ -8,10 +8,11 @@ import pickle
 import struct
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from itertools import repeat
 from types import ModuleType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
@@ -32,18 +33,16 @@ _ROOT_LABEL = b"kvledger block hash v1"
 VLLM_DEFAULT_SEED = "vllm-none-hash"  # public and fixed, where PYTHONHASHSEED is unset (golden/hashing.jsonl)
 
 
-class BlockHasher(Protocol):
-    """A named algorithm that turns tokens into the chained keys of their complete blocks."""
+@attrs.frozen
+class BlockHasher:
+    """A named algorithm that turns tokens into the chained keys of their complete blocks.
 
-    @property
-    def name(self) -> str:
-        """One of `ALGORITHMS`."""
-        ...
+    It hashes the fixed byte encoding of docs/block_hashes.md with `new_hash` (hashlib.sha256, xxhash.xxh3_128).
+    """
 
-    @property
-    def root(self) -> bytes:
-        """The key that precedes a first block."""
-        ...
+    name: str  # one of `ALGORITHMS`
+    root: bytes  # the key that precedes a first block
+    new_hash: Callable[[bytes], Any]
 
     def chain(
         self,
@@ -58,29 +57,6 @@ class BlockHasher(Protocol):
         complete block; None means that no block has any. Raises InputError for a block size below 1, for token ids that
         are not whole numbers of 64 bits, and for extra keys that do not match the blocks.
         """
-        ...
-
-
-class _Digest(Protocol):
-    def digest(self) -> bytes: ...
-
-
-@attrs.frozen
-class EncodedBlockHasher:
-    """Hashes the fixed byte encoding of docs/block_hashes.md with `new_hash` (hashlib.sha256, xxhash.xxh3_128)."""
-
-    name: str
-    root: bytes
-    new_hash: Callable[[bytes], _Digest]
-
-    def chain(
-        self,
-        token_ids: TokenIds,
-        block_size: int,
-        parent: bytes | None = None,
-        extra_keys: Sequence[BlockExtraKeys] | None = None,
-    ) -> list[bytes]:
-        """See `BlockHasher.chain`."""
         payloads = encode_blocks(token_ids, block_size, extra_keys)
         new_hash = self.new_hash
         key = self.root if parent is None else parent
@@ -93,23 +69,14 @@ class EncodedBlockHasher:
 
 
 @attrs.frozen
-class VllmBlockHasher:
+class VllmBlockHasher(BlockHasher):
     """vLLM's chain: SHA-256 over the serialized tuple (parent, tokens, extra keys), as golden/hashing.jsonl records it.
 
     `serialize` is canonical CBOR (portable) or pickle (tied to Python's pickle format: strings that are one object in
-    vLLM's process and two here pickle to different bytes).
+    vLLM's process and two here pickle to different bytes). The root is the NONE_HASH of a vLLM server with this seed.
     """
 
-    name: str
     serialize: Callable[[object], bytes]
-    seed: str = VLLM_DEFAULT_SEED
-
-    @property
-    def root(self) -> bytes:
-        """The NONE_HASH of a vLLM server with this seed."""
-        from hashlib import sha256
-
-        return sha256(self.serialize(self.seed)).digest()
 
     def chain(
         self,
@@ -119,13 +86,11 @@ class VllmBlockHasher:
         extra_keys: Sequence[BlockExtraKeys] | None = None,
     ) -> list[bytes]:
         """See `BlockHasher.chain`."""
-        from hashlib import sha256
-
         blocks = _complete_blocks(token_array(token_ids), block_size)
         key = self.root if parent is None else parent
         keys: list[bytes] = []
         for tokens, extra in zip(blocks.tolist(), _per_block(extra_keys, len(blocks)), strict=True):
-            key = sha256(self.serialize((key, tuple(tokens), extra or None))).digest()
+            key = self.new_hash(self.serialize((key, tuple(tokens), extra or None))).digest()
             keys.append(key)
         return keys
 
@@ -146,19 +111,19 @@ def block_hasher(algorithm: str = "sha256", *, vllm_seed: str | None = None) -> 
     """
     if vllm_seed is not None and algorithm in ("sha256", "xxh3"):
         raise InputError(f"vllm_seed {vllm_seed!r} has no effect on {algorithm!r}: leave it out, or choose sha256_cbor")
-    seed = VLLM_DEFAULT_SEED if vllm_seed is None else vllm_seed
-    if algorithm == "sha256":
-        from hashlib import sha256
-
-        return EncodedBlockHasher(algorithm, sha256(_ROOT_LABEL).digest(), sha256)
     if algorithm == "xxh3":
         xxh3_128 = _import_for(algorithm, "xxhash").xxh3_128
-        return EncodedBlockHasher(algorithm, xxh3_128(_ROOT_LABEL).digest(), xxh3_128)
+        return BlockHasher(algorithm, xxh3_128(_ROOT_LABEL).digest(), xxh3_128)
+    from hashlib import sha256
+
+    if algorithm == "sha256":
+        return BlockHasher(algorithm, sha256(_ROOT_LABEL).digest(), sha256)
+    seed = VLLM_DEFAULT_SEED if vllm_seed is None else vllm_seed
     if algorithm == "sha256_pickle":
-        return VllmBlockHasher(algorithm, _pickle, seed)
+        return VllmBlockHasher(algorithm, sha256(_pickle(seed)).digest(), sha256, _pickle)
     if algorithm == "sha256_cbor":
-        dumps = _import_for(algorithm, "cbor2").dumps
-        return VllmBlockHasher(algorithm, lambda value: dumps(value, canonical=True), seed)
+        dumps = partial(_import_for(algorithm, "cbor2").dumps, canonical=True)
+        return VllmBlockHasher(algorithm, sha256(dumps(seed)).digest(), sha256, dumps)
     raise InputError(f"unknown block hash algorithm {algorithm!r}: choose one of {', '.join(ALGORITHMS)}")
 
 

@@ -34,10 +34,6 @@ def _is_name(value: object) -> bool:
     return isinstance(value, bytes) and len(value) > 0
 
 
-def _is_content_id(value: object) -> bool:
-    return _is_name(value) or (isinstance(value, int) and not isinstance(value, bool))
-
-
 @attrs.frozen
 class LoraIdentity:
     """A LoRA adapter by name *and* content: a reloaded adapter keeps its name but not its fingerprint (B03).
@@ -133,7 +129,7 @@ class ExtraKeys:
     def _multimodal_keys(self, start: int, stop: int, block_size: int) -> dict[int, tuple[ExtraKeyValue, ...]]:
         """Map block index -> ("multimodal", content id, first token relative to the block, tokens inside the block)."""
         keys: dict[int, tuple[ExtraKeyValue, ...]] = {}
-        for item in sorted(self.multimodal, key=_place):
+        for item in sorted(self.multimodal, key=lambda item: (item.offset, item.num_tokens, repr(item.content_id))):
             first = max(start, item.offset // block_size)
             last = min(stop, -(-item.stop // block_size))
             for index in range(first, last):
@@ -162,14 +158,10 @@ def _opaque(value: object) -> object:
     return value
 
 
-def _place(item: MultimodalItem) -> tuple[int, int, str]:
-    return item.offset, item.num_tokens, repr(item.content_id)
-
-
 def _reason_item_is_malformed(item: object, num_tokens: int) -> str | None:
     if not isinstance(item, MultimodalItem):
         return f"{item!r} is not a MultimodalItem"
-    if not _is_content_id(item.content_id):
+    if not _is_name(item.content_id) and (isinstance(item.content_id, bool) or not isinstance(item.content_id, int)):
         return f"content_id is {item.content_id!r}: non-empty text, bytes or a whole number is needed"
     if not _is_whole_number(item.offset, minimum=0):
         return f"offset is {item.offset!r}: a whole number of at least 0 is needed"

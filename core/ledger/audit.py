@@ -9,24 +9,10 @@ from typing import Literal
 
 import attrs
 
+from .. import events
 from ..cache_kinds import NULL_BLOCK
 from ..errors import CorruptLedgerError
-from ..events import (
-    BlockCopied,
-    BlocksAllocated,
-    BlocksCached,
-    BlocksFreed,
-    BlocksShared,
-    BlocksUncached,
-    CacheReset,
-    Commit,
-    Event,
-    FreeReason,
-    PoolCreated,
-    PrefixAdopted,
-    RowsReleased,
-    as_ints,
-)
+from ..events import Commit, FreeReason, as_ints
 
 
 @attrs.frozen
@@ -86,7 +72,7 @@ class ConservationAudit:
     then either in a table and in the free queue (counted twice) or in neither (missing).
     """
 
-    def __init__(self, created: PoolCreated) -> None:
+    def __init__(self, created: events.PoolCreated) -> None:
         self._num_blocks = created.num_blocks
         self._refs = [0] * created.num_blocks
         self._uses = [0] * created.num_blocks
@@ -119,28 +105,28 @@ class ConservationAudit:
             except (CorruptLedgerError, ValueError) as error:
                 raise CorruptLedgerError(f"commit {commit.sequence} cannot be counted: {error}") from error
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: events.Event) -> None:
         match event:
-            case BlocksAllocated():
+            case events.BlocksAllocated():
                 self._allocated(event)
-            case BlocksFreed():
+            case events.BlocksFreed():
                 self._freed(event)
-            case PrefixAdopted(group=group, row=row) | BlocksShared(group=group, child_row=row):
+            case events.PrefixAdopted(group=group, row=row) | events.BlocksShared(group=group, child_row=row):
                 self._adopted(group, row, as_ints(event.blocks))
-            case BlocksCached():
+            case events.BlocksCached():
                 for block in as_ints(event.blocks):
                     self._mark(block, True)
-            case BlocksUncached():
+            case events.BlocksUncached():
                 for block in as_ints(event.blocks):
                     self._mark(block, False)
-            case CacheReset():
+            case events.CacheReset():
                 for block in range(1, self._num_blocks):
                     self._mark(block, False)
-            case BlockCopied():
+            case events.BlockCopied():
                 self._take(event.target)
                 self._give_back(event.source)
                 self._replace(event.group, event.row, event.index, event.target)
-            case RowsReleased():
+            case events.RowsReleased():
                 released = set(as_ints(event.rows))
                 for group, row in [place for place in self._tables if place[1] in released]:
                     self._shrink(group, row, 0)
@@ -149,7 +135,7 @@ class ConservationAudit:
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def _allocated(self, event: BlocksAllocated) -> None:
+    def _allocated(self, event: events.BlocksAllocated) -> None:
         blocks = as_ints(event.blocks)
         start = 0
         for row, count in zip(as_ints(event.rows), as_ints(event.counts), strict=True):
@@ -167,7 +153,7 @@ class ConservationAudit:
                 self._refs[block] += 1
             self._hold(group, row, block)
 
-    def _freed(self, event: BlocksFreed) -> None:
+    def _freed(self, event: events.BlocksFreed) -> None:
         blocks, indices = as_ints(event.blocks), as_ints(event.indices)
         for block in blocks:
             if block != NULL_BLOCK:

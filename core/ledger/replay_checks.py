@@ -7,25 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import events
 from ..errors import CorruptLedgerError
-from ..events import (
-    BlockCopied,
-    BlocksAllocated,
-    BlocksCached,
-    BlocksFreed,
-    BlocksShared,
-    BlocksUncached,
-    Commit,
-    FreeReason,
-    IntColumn,
-    Key,
-    PrefixAdopted,
-    RowsAssigned,
-    RowsReleased,
-    TokensPlaced,
-    as_ints,
-    without_nulls,
-)
+from ..events import Commit, FreeReason, IntColumn, Key, as_ints, without_nulls
 from .state import LedgerState
 
 
@@ -45,16 +29,16 @@ class CheckedReplay:
     def __init__(self, state: LedgerState) -> None:
         self.state = state
         self._checks: dict[type, Callable[[Any], None]] = {
-            RowsAssigned: self._rows_assigned,
-            RowsReleased: self._rows_released,
-            PrefixAdopted: self._prefix_adopted,
-            BlocksAllocated: self._blocks_allocated,
-            BlocksCached: self._blocks_cached,
-            TokensPlaced: self._tokens_placed,
-            BlocksShared: self._blocks_shared,
-            BlockCopied: self._block_copied,
-            BlocksFreed: self._blocks_freed,
-            BlocksUncached: self._blocks_uncached,
+            events.RowsAssigned: self._rows_assigned,
+            events.RowsReleased: self._rows_released,
+            events.PrefixAdopted: self._prefix_adopted,
+            events.BlocksAllocated: self._blocks_allocated,
+            events.BlocksCached: self._blocks_cached,
+            events.TokensPlaced: self._tokens_placed,
+            events.BlocksShared: self._blocks_shared,
+            events.BlockCopied: self._block_copied,
+            events.BlocksFreed: self._blocks_freed,
+            events.BlocksUncached: self._blocks_uncached,
         }
 
     def apply(self, commit: Commit) -> None:
@@ -79,7 +63,7 @@ class CheckedReplay:
 
     # -- one check per event -----------------------------------------------------------------------------------------
 
-    def _rows_assigned(self, event: RowsAssigned) -> None:
+    def _rows_assigned(self, event: events.RowsAssigned) -> None:
         requests, rows = event.requests, as_ints(event.rows)
         _check_same_length(requests=requests, rows=rows)
         request_of = self.state.request_of
@@ -91,7 +75,7 @@ class CheckedReplay:
         if len(set(rows)) < len(rows) or len(set(requests)) < len(requests):
             raise CorruptLedgerError(f"requests {requests} are assigned rows {rows}: one is named twice")
 
-    def _rows_released(self, event: RowsReleased) -> None:
+    def _rows_released(self, event: events.RowsReleased) -> None:
         rows = as_ints(event.rows)
         _check_same_length(requests=event.requests, rows=rows)
         self._check_held(rows)
@@ -101,14 +85,14 @@ class CheckedReplay:
             if any(table.count(row) for table in self.state.tables):
                 raise CorruptLedgerError(f"request {request_id!r} releases row {row} before its blocks")
 
-    def _prefix_adopted(self, event: PrefixAdopted) -> None:
+    def _prefix_adopted(self, event: events.PrefixAdopted) -> None:
         blocks = as_ints(event.blocks)
         self._check_empty(event.group, event.row)
         if not blocks:
             raise CorruptLedgerError(f"row {event.row} adopts no block")
         self.state.pool.check_adopt(blocks)
 
-    def _blocks_allocated(self, event: BlocksAllocated) -> None:
+    def _blocks_allocated(self, event: events.BlocksAllocated) -> None:
         rows, counts, blocks = as_ints(event.rows), as_ints(event.counts), as_ints(event.blocks)
         self._check_group(event.group)
         self._check_held(rows)
@@ -131,13 +115,15 @@ class CheckedReplay:
                 raise CorruptLedgerError(f"a step leaves its state in the last of its blocks, not in {entries}")
             start += count
 
-    def _blocks_cached(self, event: BlocksCached) -> None:
+    def _blocks_cached(self, event: events.BlocksCached) -> None:
         rows, starts, stops = as_ints(event.rows), as_ints(event.starts), as_ints(event.stops)
         counts, indices, blocks = as_ints(event.counts), as_ints(event.indices), as_ints(event.blocks)
         self._check_group(event.group)
         self._check_held(rows)
         _check_same_length(rows=rows, starts=starts, stops=stops, counts=counts, parents=event.parents)
         _check_counts(counts, indices=indices, blocks=blocks, keys=event.keys)
+        if not self.state.outdated.isdisjoint(rows):
+            raise CorruptLedgerError(f"rows {rows} register blocks; one was held when every key was dropped")
         table = self.state.tables[event.group]
         at = 0
         for row, start, stop, count in zip(rows, starts, stops, counts, strict=True):
@@ -153,7 +139,7 @@ class CheckedReplay:
                     raise CorruptLedgerError(f"row {row} does not hold block {block} at index {index}")
         self.state.pool.check_cache(blocks)
 
-    def _tokens_placed(self, event: TokensPlaced) -> None:
+    def _tokens_placed(self, event: events.TokensPlaced) -> None:
         _check_same_length(rows=event.rows, first_positions=event.first_positions, counts=event.counts)
         if not len(event.rows):
             return
@@ -187,7 +173,7 @@ class CheckedReplay:
                 f"{num_slots} slots"
             )
 
-    def _blocks_shared(self, event: BlocksShared) -> None:
+    def _blocks_shared(self, event: events.BlocksShared) -> None:
         group, parent, blocks = event.group, event.parent_row, as_ints(event.blocks)
         self._check_empty(group, event.child_row)
         self._check_held((parent,))
@@ -195,7 +181,7 @@ class CheckedReplay:
             raise CorruptLedgerError(f"row {parent} shares blocks {blocks}, and does not begin with them")
         self.state.pool.check_adopt(blocks)
 
-    def _block_copied(self, event: BlockCopied) -> None:
+    def _block_copied(self, event: events.BlockCopied) -> None:
         self._check_group(event.group)
         self._check_held((event.row,))
         held = self.state.tables[event.group].rows[event.row]
@@ -207,7 +193,7 @@ class CheckedReplay:
         if event.lost_key is not None and event.lost_group != pool.group_of(event.target):
             raise CorruptLedgerError(f"block {event.target} loses a key of another group than {event.lost_group}")
 
-    def _blocks_freed(self, event: BlocksFreed) -> None:
+    def _blocks_freed(self, event: events.BlocksFreed) -> None:
         """Does not look for blocks that a request held and did not give back: `ConservationAudit` counts those."""
         groups, rows, counts = as_ints(event.groups), as_ints(event.rows), as_ints(event.counts)
         blocks, indices = as_ints(event.blocks), as_ints(event.indices)
@@ -239,7 +225,7 @@ class CheckedReplay:
         if indices != tuple(reversed(part)):
             raise CorruptLedgerError(f"row {row} of group {group} does not hold blocks {blocks} at {indices}")
 
-    def _blocks_uncached(self, event: BlocksUncached) -> None:
+    def _blocks_uncached(self, event: events.BlocksUncached) -> None:
         pool, blocks = self.state.pool, as_ints(event.blocks)
         _check_same_length(blocks=blocks, keys=event.keys, groups=event.groups)
         pool.check_ids(blocks, "drop the key of")

@@ -11,33 +11,15 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import events
 from ..cache_kinds import NULL_BLOCK
 from ..errors import CorruptLedgerError
-from ..events import (
-    SCHEMA_VERSION,
-    BlockCopied,
-    BlocksAllocated,
-    BlocksCached,
-    BlocksFreed,
-    BlocksShared,
-    BlocksUncached,
-    CacheReset,
-    Event,
-    FreeReason,
-    Key,
-    PoolCreated,
-    PrefixAdopted,
-    RowsAssigned,
-    RowsReleased,
-    TokensPlaced,
-    as_ints,
-    without_nulls,
-)
+from ..events import SCHEMA_VERSION, FreeReason, Key, as_ints, without_nulls
 from ..pool.block_pool import BlockPool
 from ..pool.block_table import BlockTable
 from ..pool.eviction_order import EvictionOrder, make_eviction_order
 
-E = TypeVar("E", bound=Event)
+E = TypeVar("E", bound=events.Event)
 
 
 class LedgerState:
@@ -67,7 +49,7 @@ class LedgerState:
             blocks (`RefusedAdmission`).
     """
 
-    def __init__(self, created: PoolCreated, eviction: EvictionOrder | None = None) -> None:
+    def __init__(self, created: events.PoolCreated, eviction: EvictionOrder | None = None) -> None:
         if created.schema_version != SCHEMA_VERSION:
             raise CorruptLedgerError(
                 f"this log has schema version {created.schema_version}; this kvledger reads {SCHEMA_VERSION}"
@@ -101,18 +83,18 @@ class LedgerState:
         self.next_sequence = 0
         self.num_gains = 0
         self._handlers: dict[type, Callable[[Any], None]] = {
-            PoolCreated: self._pool_created,
-            RowsAssigned: self._rows_assigned,
-            RowsReleased: self._rows_released,
-            PrefixAdopted: self._prefix_adopted,
-            BlocksAllocated: self._blocks_allocated,
-            BlocksCached: self._blocks_cached,
-            TokensPlaced: self._tokens_placed,
-            BlocksShared: self._blocks_shared,
-            BlockCopied: self._block_copied,
-            BlocksFreed: self._blocks_freed,
-            BlocksUncached: self._blocks_uncached,
-            CacheReset: self._cache_reset,
+            events.PoolCreated: self._pool_created,
+            events.RowsAssigned: self._rows_assigned,
+            events.RowsReleased: self._rows_released,
+            events.PrefixAdopted: self._prefix_adopted,
+            events.BlocksAllocated: self._blocks_allocated,
+            events.BlocksCached: self._blocks_cached,
+            events.TokensPlaced: self._tokens_placed,
+            events.BlocksShared: self._blocks_shared,
+            events.BlockCopied: self._block_copied,
+            events.BlocksFreed: self._blocks_freed,
+            events.BlocksUncached: self._blocks_uncached,
+            events.CacheReset: self._cache_reset,
         }
 
     def apply(self, event: E) -> E:
@@ -125,11 +107,11 @@ class LedgerState:
 
     # -- one handler per event ---------------------------------------------------------------------------------------
 
-    def _pool_created(self, event: PoolCreated) -> None:
+    def _pool_created(self, event: events.PoolCreated) -> None:
         if event != self.created or self.next_sequence:
             raise CorruptLedgerError(f"a log creates its pool once, in its first commit; found {event}")
 
-    def _rows_assigned(self, event: RowsAssigned) -> None:
+    def _rows_assigned(self, event: events.RowsAssigned) -> None:
         requests, rows = event
         for place, request_id in enumerate(requests):
             row = int(rows[place])
@@ -146,7 +128,7 @@ class LedgerState:
             for skipped in self.skipped:
                 skipped[row] = 0
 
-    def _rows_released(self, event: RowsReleased) -> None:
+    def _rows_released(self, event: events.RowsReleased) -> None:
         requests, rows = event
         for place, request_id in enumerate(requests):
             row = int(rows[place])
@@ -157,7 +139,7 @@ class LedgerState:
             self.guarded.discard(row)
             self.outdated.discard(row)
 
-    def _prefix_adopted(self, event: PrefixAdopted) -> None:
+    def _prefix_adopted(self, event: events.PrefixAdopted) -> None:
         group, row, blocks = event
         if not isinstance(blocks, tuple):
             blocks = as_ints(blocks)
@@ -167,7 +149,7 @@ class LedgerState:
         if not blocks[0]:
             self.skipped[group][row] = _num_leading_nulls(blocks)
 
-    def _blocks_allocated(self, event: BlocksAllocated) -> None:
+    def _blocks_allocated(self, event: events.BlocksAllocated) -> None:
         group, rows, counts, blocks, lost_keys, _ = event
         if not isinstance(blocks, tuple):
             blocks = as_ints(blocks)
@@ -209,7 +191,7 @@ class LedgerState:
             skipped += 1
         self.skipped[group][row] = skipped
 
-    def _blocks_cached(self, event: BlocksCached) -> None:
+    def _blocks_cached(self, event: events.BlocksCached) -> None:
         group, rows, _, stops, _, indices, blocks, keys, _ = event
         if keys:
             self.pool.apply_cache(group, blocks if isinstance(blocks, tuple) else as_ints(blocks), keys, indices)
@@ -220,7 +202,7 @@ class LedgerState:
         for row, stop in zip(as_ints(rows), as_ints(stops), strict=True):
             considered[row] = stop
 
-    def _tokens_placed(self, event: TokensPlaced) -> None:
+    def _tokens_placed(self, event: events.TokensPlaced) -> None:
         rows, firsts, counts = event
         if len(rows) == 1:
             row, end = rows[0], firsts[0] + counts[0]
@@ -262,7 +244,7 @@ class LedgerState:
                     return False
         return True
 
-    def _blocks_shared(self, event: BlocksShared) -> None:
+    def _blocks_shared(self, event: events.BlocksShared) -> None:
         blocks = as_ints(event.blocks)
         self.pool.apply_adopt(blocks)
         group, parent, child = event.group, event.parent_row, event.child_row
@@ -273,12 +255,12 @@ class LedgerState:
         if parent in self.outdated:
             self.outdated.add(child)
 
-    def _block_copied(self, event: BlockCopied) -> None:
+    def _block_copied(self, event: events.BlockCopied) -> None:
         self.pool.apply_take((event.target,), (event.lost_key,))
         self.pool.apply_release((event.source,))
         self.tables[event.group].replace(event.row, (event.index,), event.target)
 
-    def _blocks_freed(self, event: BlocksFreed) -> None:
+    def _blocks_freed(self, event: events.BlocksFreed) -> None:
         reason, groups, rows, counts, blocks, indices = event
         if not isinstance(blocks, tuple):
             blocks = as_ints(blocks)
@@ -300,11 +282,11 @@ class LedgerState:
                 table.clear(row)
             start += count
 
-    def _blocks_uncached(self, event: BlocksUncached) -> None:
+    def _blocks_uncached(self, event: events.BlocksUncached) -> None:
         self.num_gains += len(event.blocks)
         self.pool.apply_uncache(as_ints(event.blocks))
 
-    def _cache_reset(self, event: CacheReset) -> None:
+    def _cache_reset(self, event: events.CacheReset) -> None:
         self.num_gains += self.pool.num_blocks
         self.pool.apply_reset()
         self.outdated.update(self.row_of.values())

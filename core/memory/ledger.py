@@ -37,24 +37,16 @@ class RowRole(StrEnum):
     POOL = "pool"  # the KV cache and what is left of it
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class LedgerRow:
-    """One line of the ledger.
+    """One line of the ledger."""
 
-    Attributes:
-        name: what the bytes are for.
-        num_bytes: bytes on one device. Negative only if other processes gave memory back.
-        source: measured, given, estimate or derived.
-        role: how long the bytes are needed.
-        formula: how the bytes are computed, with the numbers substituted.
-        low_bytes, high_bytes: the range of an estimate; equal to `num_bytes` for every other source.
-    """
-
-    name: str
-    num_bytes: int
-    source: RowSource
-    role: RowRole
-    formula: str
+    name: str  # what the bytes are for
+    num_bytes: int  # on one device; negative only if other processes gave memory back
+    source: RowSource  # measured, given, estimate or derived
+    role: RowRole  # how long the bytes are needed
+    formula: str  # how the bytes are computed, with the numbers substituted
+    # The range of an estimate; equal to `num_bytes` for every other source.
     low_bytes: int = attrs.field(default=attrs.Factory(lambda self: self.num_bytes, takes_self=True))
     high_bytes: int = attrs.field(default=attrs.Factory(lambda self: self.num_bytes, takes_self=True))
 
@@ -74,7 +66,7 @@ def given_row(name: str, num_bytes: int, role: RowRole) -> LedgerRow:
     """
     if num_bytes < 0:
         raise InputError(f"{name}: {num_bytes} bytes; give 0 or more")
-    return LedgerRow(name=name, num_bytes=num_bytes, source=RowSource.GIVEN, role=role, formula="as given")
+    return LedgerRow(name, num_bytes, RowSource.GIVEN, role, "as given")
 
 
 def measured_rows(
@@ -96,41 +88,35 @@ def measured_rows(
     source = RowSource.MEASURED if profile.strict_profiling or profile.is_attributed else RowSource.ESTIMATE
     if profile.weights_bytes is not None:
         measured = profile.weights_bytes
-        weights_row = _row("weights", measured, RowSource.MEASURED, RowRole.RESIDENT, "measured around loading")
+        weights_row = LedgerRow("weights", measured, RowSource.MEASURED, RowRole.RESIDENT, "measured around loading")
     if weights_row is None:
         raise InputError("the profile did not measure the weights; give them as a row")
     consumed, weights = profile.total_consumed_bytes, weights_row.num_bytes
     non_torch = max(consumed - max(profile.torch_increase_bytes, weights), 0)
     formula = f"consumed {consumed:,} - held by torch {profile.torch_increase_bytes:,}, at least 0"
-    rows = [weights_row, _row("non-torch", non_torch, source, RowRole.RESIDENT, formula)]
+    rows = [weights_row, LedgerRow("non-torch", non_torch, source, RowRole.RESIDENT, formula)]
     other = consumed - weights - non_torch
     if other:
         name = "sampler and workspace" if other > 0 else "freed by other processes"
         formula = f"consumed {consumed:,} - weights {weights:,} - non-torch {non_torch:,}"
-        rows.append(_row(name, other, source, RowRole.RESIDENT, formula))
+        rows.append(LedgerRow(name, other, source, RowRole.RESIDENT, formula))
     peak, kept = profile.after.torch_peak_bytes, profile.after.torch_allocated_bytes
     formula = f"torch peak {peak:,} - torch allocated after the step {kept:,}, at least 0"
     headroom = profile.transient_headroom_bytes
-    rows.append(_row("peak activation", headroom, RowSource.MEASURED, RowRole.TRANSIENT, formula))
+    rows.append(LedgerRow("peak activation", headroom, RowSource.MEASURED, RowRole.TRANSIENT, formula))
     return (*rows, cudagraph_row) if cudagraph_row is not None else tuple(rows)
 
 
 @attrs.frozen(kw_only=True)
 class MemoryBudget:
-    """What one engine may use of one device.
-
-    Attributes:
-        total_bytes, free_bytes: of the device, before this engine loaded anything.
-        fraction: `gpu_memory_utilization`, or the option of another engine that `semantics` names.
-        semantics: what the fraction is a fraction of.
-        externally_held_bytes: weights that another process holds for this engine on the same device.
-    """
+    """What one engine may use of one device. Total and free bytes are those before this engine loaded anything."""
 
     total_bytes: int
     free_bytes: int
+    # `gpu_memory_utilization`, or the option of another engine that `semantics` names.
     fraction: float
-    semantics: BudgetSemantics = BudgetSemantics.OF_TOTAL
-    externally_held_bytes: int = 0
+    semantics: BudgetSemantics = BudgetSemantics.OF_TOTAL  # what the fraction is a fraction of
+    externally_held_bytes: int = 0  # weights that another process holds for this engine on the same device
 
     def __attrs_post_init__(self) -> None:
         check_utilization(self.fraction)
@@ -260,8 +246,4 @@ class MemoryLedger:
 
 
 def _derived(name: str, num_bytes: int, role: RowRole, formula: str) -> LedgerRow:
-    return _row(name, num_bytes, RowSource.DERIVED, role, formula)
-
-
-def _row(name: str, num_bytes: int, source: RowSource, role: RowRole, formula: str) -> LedgerRow:
-    return LedgerRow(name=name, num_bytes=num_bytes, source=source, role=role, formula=formula)
+    return LedgerRow(name, num_bytes, RowSource.DERIVED, role, formula)

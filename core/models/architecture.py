@@ -37,7 +37,7 @@ from ..errors import InputError
 from ..registry import Registry
 from .config_fields import ConfigFields
 from .layer_cache import AttentionCache, LayerCaches
-from .weights import Groups, Heads, ModelWeights, attention_projections, embedding, gated_mlp, lm_head, vector
+from .weights import Groups, Heads, ModelWeights, WeightKind, attention_projections, embedding, gated_mlp, vector
 
 
 class Architecture:
@@ -217,7 +217,7 @@ class Architecture:
         return ModelWeights(
             embeddings=(embedding("embed_tokens", vocab_size, hidden_size), *self.more_embeddings()),
             layers=tuple(self.layer(index) for index in range(self.num_layers)),
-            head=head if tied else (*head, lm_head(vocab_size, hidden_size)),
+            head=head if tied else (*head, embedding("lm_head", vocab_size, hidden_size, WeightKind.LM_HEAD)),
             tied=tied,
         )
 

@@ -7,23 +7,11 @@ from typing import Any, ClassVar, Literal
 import attrs
 
 from ..errors import InputError
+from . import weights
 from .architecture import Architecture, architectures
 from .config_fields import ConfigFields
 from .layer_cache import AttentionCache, LayerCaches
-from .weights import (
-    Groups,
-    Heads,
-    WeightGroup,
-    WeightKind,
-    attention_projections,
-    embedding,
-    experts,
-    gated_mlp,
-    plain_mlp,
-    rounded_up,
-    vector,
-    whole,
-)
+from .weights import Groups, Heads, WeightGroup, WeightKind
 
 
 @architectures.register("LlamaForCausalLM")
@@ -125,10 +113,10 @@ class Phi(Architecture):
     biases = "all"
 
     def mlp(self, index: int) -> Groups:
-        return plain_mlp(*self.fields.integers("hidden_size", "intermediate_size"))
+        return weights.plain_mlp(*self.fields.integers("hidden_size", "intermediate_size"))
 
     def more_head(self) -> Groups:
-        return (vector("lm_head bias", self.fields.integer("vocab_size")),)
+        return (weights.vector("lm_head bias", self.fields.integer("vocab_size")),)
 
 
 @architectures.register("GPT2LMHeadModel")
@@ -142,11 +130,11 @@ class GPT2(Architecture):
 
     def mlp(self, index: int) -> Groups:
         """Two matrices with biases; the inner size is four hidden sizes unless given."""
-        return plain_mlp(self.hidden_size, self.fields.integer_or("n_inner", 4 * self.hidden_size))
+        return weights.plain_mlp(self.hidden_size, self.fields.integer_or("n_inner", 4 * self.hidden_size))
 
     def more_embeddings(self) -> Groups:
         positions = self.fields.integer("max_position_embeddings", "n_positions")
-        return (embedding("embed_positions", positions, self.hidden_size),)
+        return (weights.embedding("embed_positions", positions, self.hidden_size),)
 
 
 @architectures.register("OPTForCausalLM")
@@ -161,11 +149,11 @@ class OPT(GPT2):
                 f"{self.fields.place}: word_embed_proj_dim {projected} differs from hidden_size {hidden_size}; the"
                 " parameters of OPT models with an embedding projection are not known here"
             )
-        return plain_mlp(hidden_size, ffn_dim)
+        return weights.plain_mlp(hidden_size, ffn_dim)
 
     def more_embeddings(self) -> Groups:
         positions = self.fields.integer("max_position_embeddings") + 2
-        return (embedding("embed_positions", positions, self.hidden_size),)
+        return (weights.embedding("embed_positions", positions, self.hidden_size),)
 
 
 @architectures.register("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
@@ -221,7 +209,7 @@ class Gemma4(Architecture):
         is_full = self.types[index] == "full_attention"
         heads = self.full_heads if is_full else self.heads
         shared = index >= self.num_stored
-        return attention_projections(
+        return weights.attention_projections(
             self.hidden_size,
             attrs.evolve(heads, head_size_v=heads.head_size),
             qk_norm=heads.head_size if shared else 2 * heads.head_size,
@@ -233,15 +221,15 @@ class Gemma4(Architecture):
         """A gated MLP, twice as wide in sharing layers under `use_double_wide_mlp`; experts beside it if enabled."""
         hidden_size, intermediate_size = self.fields.integers("hidden_size", "intermediate_size")
         is_wide = self.fields.flag("use_double_wide_mlp") and index >= self.num_stored
-        dense = gated_mlp(hidden_size, intermediate_size * (2 if is_wide else 1))
+        dense = weights.gated_mlp(hidden_size, intermediate_size * (2 if is_wide else 1))
         if not self.fields.flag("enable_moe_block"):
             return dense
         expert_size, num_experts, visited = self.fields.integers(
             "moe_intermediate_size", "num_experts", "top_k_experts"
         )
         # Three of a layer's seven norms belong to the experts.
-        norms = vector("router scales and expert norms", hidden_size + num_experts + 3 * hidden_size)
-        return (*dense, *experts(hidden_size, expert_size, num_experts, visited), norms)
+        norms = weights.vector("router scales and expert norms", hidden_size + num_experts + 3 * hidden_size)
+        return (*dense, *weights.experts(hidden_size, expert_size, num_experts, visited), norms)
 
     def layer(self, index: int) -> Groups:
         """The layer, with a gate and a projection where it has embeddings of its own."""
@@ -250,9 +238,9 @@ class Gemma4(Architecture):
             return super().layer(index)
         return (
             *super().layer(index),
-            whole("per_layer_input_gate", WeightKind.MLP, hidden_size, size),
-            whole("per_layer_projection", WeightKind.MLP, size, hidden_size),
-            vector("per-layer norm", hidden_size),
+            weights.whole("per_layer_input_gate", WeightKind.MLP, hidden_size, size),
+            weights.whole("per_layer_projection", WeightKind.MLP, size, hidden_size),
+            weights.vector("per-layer norm", hidden_size),
         )
 
     def more_embeddings(self) -> Groups:
@@ -262,9 +250,9 @@ class Gemma4(Architecture):
             return ()
         vocab_size = self.fields.integer_or("vocab_size_per_layer_input", self.fields.integer("vocab_size"))
         return (
-            embedding("embed_tokens_per_layer", vocab_size, width),
-            whole("per_layer_model_projection", WeightKind.MLP, self.hidden_size, width),
-            vector("per-layer projection norm", size),
+            weights.embedding("embed_tokens_per_layer", vocab_size, width),
+            weights.whole("per_layer_model_projection", WeightKind.MLP, self.hidden_size, width),
+            weights.vector("per-layer projection norm", size),
         )
 
 
@@ -329,17 +317,17 @@ class DeciLM(Architecture):
         groups: list[WeightGroup] = []
         if _is_left_out(attention):
             if attention.flag("replace_with_linear"):
-                groups.append(whole("linear_attn", WeightKind.ATTENTION, hidden_size, hidden_size))
+                groups.append(weights.whole("linear_attn", WeightKind.ATTENTION, hidden_size, hidden_size))
         else:
             heads: Heads = attrs.evolve(self.heads, num_kv_heads=self._kv_heads(attention))
-            groups += attention_projections(hidden_size, heads)
+            groups += weights.attention_projections(hidden_size, heads)
         if not ffn.flag("no_op"):
             if ffn.flag("replace_with_linear"):
-                groups.append(whole("linear_mlp", WeightKind.MLP, hidden_size, hidden_size))
+                groups.append(weights.whole("linear_mlp", WeightKind.MLP, hidden_size, hidden_size))
             else:
-                groups += gated_mlp(hidden_size, self._inner_size(ffn))
+                groups += weights.gated_mlp(hidden_size, self._inner_size(ffn))
         norms = (not attention.flag("no_op")) + (not ffn.flag("no_op"))
-        return (*groups, vector("norms", norms * hidden_size))
+        return (*groups, weights.vector("norms", norms * hidden_size))
 
     def _inner_size(self, ffn: ConfigFields) -> int:
         factor: Any = ffn.get("ffn_mult")
@@ -347,7 +335,7 @@ class DeciLM(Architecture):
             return ffn.integer("intermediate_size")
         if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
             raise InputError(f"{ffn.place}: ffn_mult is {factor!r}; expected a number above 0")
-        return rounded_up(int(2 * factor * self.hidden_size / 3), 256)
+        return weights.rounded_up(int(2 * factor * self.hidden_size / 3), 256)
 
 
 def _is_left_out(attention: ConfigFields) -> bool:

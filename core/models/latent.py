@@ -129,11 +129,7 @@ class SparseMLA(MLA):
 
 
 # DeepSeek V4 names its layers by how many tokens one state covers.
-_V4_RATIO_BY_TYPE = {
-    "sliding_attention": 0,
-    "compressed_sparse_attention": 4,
-    "heavily_compressed_attention": 128,
-}
+_V4_RATIO_BY_TYPE = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 _V4_INDEXED_RATIO = 4  # only these layers choose what they read
 
 

@@ -127,10 +127,7 @@ class MiMo(Architecture):
         cache = self.sliding_cache() if slides else self.full_cache()
         heads = self.fields.integer_or("swa_num_attention_heads", num_heads) if slides else num_heads
         shape = Heads(
-            num_heads=heads,
-            num_kv_heads=cache.num_kv_heads,
-            head_size=cache.head_size,
-            head_size_v=cache.head_size_v,
+            num_heads=heads, num_kv_heads=cache.num_kv_heads, head_size=cache.head_size, head_size_v=cache.head_size_v
         )
         projections = attention_projections(self.hidden_size, shape)
         return (*projections, vector("attention sinks", heads)) if slides else projections

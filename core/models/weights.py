@@ -129,18 +129,6 @@ def vector(name: str, parameters: int) -> WeightGroup:
     return WeightGroup(name=name, parameters=parameters, kind=WeightKind.OTHER, sharding=Sharding.REPLICATED)
 
 
-def kv_column(name: str, size_in: int, num_kv_heads: int, head_size: int) -> WeightGroup:
-    """The key or value projection."""
-    return WeightGroup(
-        name=name,
-        parameters=size_in * num_kv_heads * head_size,
-        kind=WeightKind.ATTENTION,
-        sharding=Sharding.KV_HEADS,
-        num_kv_heads=num_kv_heads,
-        width=num_kv_heads * head_size,
-    )
-
-
 @attrs.frozen(kw_only=True)
 class Heads:
     """Query heads, KV heads, and the sizes of a key and a value vector."""
@@ -169,10 +157,10 @@ def attention_projections(
     kind = WeightKind.ATTENTION
     query_width = heads.num_heads * heads.head_size
     groups = [column("q_proj", kind, hidden_size, query_width)]
-    if not shared_kv:
-        groups.append(kv_column("k_proj", hidden_size, heads.num_kv_heads, heads.head_size))
-        if not value_is_key:
-            groups.append(kv_column("v_proj", hidden_size, heads.num_kv_heads, heads.head_size_v))
+    projected = () if shared_kv else ("k_proj",) if value_is_key else ("k_proj", "v_proj")
+    for name, size in zip(projected, (heads.head_size, heads.head_size_v), strict=False):
+        of_heads = column(name, kind, hidden_size, heads.num_kv_heads * size)
+        groups.append(attrs.evolve(of_heads, sharding=Sharding.KV_HEADS, num_kv_heads=heads.num_kv_heads))
     groups.append(row("o_proj", kind, heads.num_heads * heads.head_size_v, hidden_size))
     extra = qk_norm + (hidden_size if output_bias else 0)
     extra += (query_width + heads.num_kv_heads * (heads.head_size + heads.head_size_v)) if qkv_bias else 0
@@ -224,14 +212,9 @@ def experts(hidden_size: int, intermediate_size: int, num_experts: int, num_expe
     )
 
 
-def embedding(name: str, vocab_size: int, hidden_size: int) -> WeightGroup:
-    """An embedding table, divided over ranks by rows."""
-    return WeightGroup(name=name, parameters=vocab_size * hidden_size, kind=WeightKind.EMBEDDING)
-
-
-def lm_head(vocab_size: int, hidden_size: int) -> WeightGroup:
-    """The output matrix."""
-    return WeightGroup(name="lm_head", parameters=vocab_size * hidden_size, kind=WeightKind.LM_HEAD)
+def embedding(name: str, vocab_size: int, hidden_size: int, kind: WeightKind = WeightKind.EMBEDDING) -> WeightGroup:
+    """An embedding table, divided over ranks by rows; or the output matrix."""
+    return WeightGroup(name=name, parameters=vocab_size * hidden_size, kind=kind)
 
 
 _ALL_MATRICES = frozenset({WeightKind.ATTENTION, WeightKind.MLP, WeightKind.EXPERT})

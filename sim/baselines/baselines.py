@@ -228,9 +228,8 @@ class GrowthReport:
 class AllocatorUsage:
     """How one allocator used the memory. The four shares are percent of all slots and add up to 100.
 
-    The shares and `mean_batch` are averages over `iterations` iterations: those in which a request waited, or the whole
-    run if none ever did (`queue_saturated` is False: the memory was larger than the work). `refused` requests could
-    never fit (`refused_too_long`: longer than max_model_len), and `empty` requests had no token; both used no memory.
+    The shares and `mean_batch` are averages over the iterations in which a request waited, or over the whole run if
+    none ever did (`queue_saturated` is False: the memory was larger than the work).
     """
 
     name: str
@@ -243,9 +242,9 @@ class AllocatorUsage:
     preemptions: int
     max_preemptions_per_request: int
     finished: int
-    refused: int
-    refused_too_long: int
-    empty: int
+    refused: int  # requests that could never fit; they used no memory
+    refused_too_long: int  # those longer than max_model_len
+    empty: int  # requests without a token
     iterations: int
     queue_saturated: bool
     growth: GrowthReport | None = None

@@ -173,19 +173,15 @@ class BuddyAllocator:
 
 @attrs.define(eq=False)
 class Sequence:
-    """A running request. `start_tokens` are computed when it is admitted; each iteration then adds one token.
-
-    `preemptions` counts how often it was preempted, `order` is its number among all admissions, `started` its first
-    iteration, `capacity` the slots requested (before an allocator rounds them), `place` belongs to the placement.
-    """
+    """A running request. `start_tokens` are computed when it is admitted; each iteration then adds one token."""
 
     start_tokens: int
     output_tokens: int
-    preemptions: int = 0
-    order: int = 0
-    started: int = 0
-    capacity: int = 0
-    place: Any = None
+    preemptions: int = 0  # how often it was preempted
+    order: int = 0  # its number among all admissions
+    started: int = 0  # its first iteration
+    capacity: int = 0  # slots requested, before an allocator rounds them
+    place: Any = None  # belongs to the placement
 
     @property
     def total_tokens(self) -> int:
@@ -210,11 +206,9 @@ class ReservedPlacement:
         self._slots_to_reserve = slots_to_reserve
 
     def can_ever_hold(self, sequence: Sequence) -> bool:
-        """Whether the reservation fits into the largest chunk of the pool."""
         return self._slots_to_reserve(sequence) <= self._buddy.largest_possible
 
     def admit(self, sequence: Sequence, is_alone: bool) -> bool:
-        """Reserve a chunk."""
         sequence.capacity = self._slots_to_reserve(sequence)
         sequence.place = self._buddy.allocate(sequence.capacity)
         return sequence.place is not None
@@ -224,7 +218,6 @@ class ReservedPlacement:
         return num_tokens <= sequence.capacity
 
     def release(self, sequence: Sequence) -> None:
-        """Return the chunk."""
         self._buddy.release(sequence.place)
 
 
@@ -262,7 +255,6 @@ class GrowingPlacement:
         self._largest_capacity = min(max_model_len, num_slots)
 
     def can_ever_hold(self, sequence: Sequence) -> bool:
-        """Whether the whole sequence fits into the heap."""
         return sequence.total_tokens <= self.heap.num_slots
 
     def admit(self, sequence: Sequence, is_alone: bool) -> bool:
@@ -286,7 +278,6 @@ class GrowingPlacement:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Return the region."""
         self.heap.release(sequence.place)
 
     def _doubled(self, num_slots: int) -> int:
@@ -313,7 +304,6 @@ class PagedPlacement:
         return self._num_blocks(sequence.total_tokens) <= self._num_usable
 
     def admit(self, sequence: Sequence, is_alone: bool) -> bool:
-        """Allocate blocks for the present tokens and one more."""
         num_blocks = self._num_blocks(sequence.start_tokens + 1)
         kept_free = 0 if is_alone else self._watermark_blocks
         if num_blocks + kept_free > self._num_free:
@@ -323,7 +313,6 @@ class PagedPlacement:
         return True
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate one more block."""
         if not self._num_free:
             return False
         self._num_free -= 1
@@ -331,7 +320,6 @@ class PagedPlacement:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Return the blocks."""
         self._num_free += sequence.capacity // self._block_size
 
     def _num_blocks(self, num_tokens: int) -> int:

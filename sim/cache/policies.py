@@ -72,14 +72,17 @@ def cached_prefixes(
     copies: dict[int, list[int]] = {}  # further blocks of a key, the oldest first
     unused = list(range(num_blocks, 0, -1))
     is_held = policy.is_held
+    looks_at_releases = type(policy).release is not EvictionPolicy.release
+    find = block_of.__getitem__
     for keys in prompts:
-        found = [block_of[key] for key in keys]
+        found = list(map(find, keys))
         num_hits = found.index(0) if 0 in found else len(found)
         blocks = found[:num_hits]
-        for block in blocks:
-            is_held[block] = 1
-        policy.hold(blocks)
-        policy.use(blocks)
+        if blocks:
+            for block in blocks:
+                is_held[block] = 1
+            policy.hold(blocks)
+            policy.use(blocks)
         new_keys = keys[num_hits:num_blocks]
         new: list[int] = []
         if new_keys:
@@ -89,20 +92,24 @@ def cached_prefixes(
                 victims = policy.victims(len(new_keys) - len(new))
                 policy.evict(victims)
                 new += victims
-            if copies or any(found[num_hits:]):
+            if copies:
                 _drop_keys(victims, key_of, block_of, copies)
+            else:
+                for block in victims:
+                    block_of[key_of[block]] = 0
+            if len(found) - found.count(0) > num_hits:
                 _add_keys(new, new_keys, key_of, block_of, copies)
             else:
                 for block, key in zip(new, new_keys, strict=True):
-                    block_of[key_of[block]] = 0
                     key_of[block] = key
                     block_of[key] = block
             policy.admit(0, new, range(num_hits, num_hits + len(new)), new_keys)
         for block in blocks:
             is_held[block] = 0
-        blocks += new
-        blocks.reverse()
-        policy.release(blocks)
+        if looks_at_releases:
+            blocks += new
+            blocks.reverse()
+            policy.release(blocks)
         yield num_hits
 
 

@@ -1,8 +1,8 @@
 """`kvledger ab`: two configurations side by side, with what differs explained."""
 
-from ..scenario.options import SEARCH, OptionSet, option, options
+from ..scenario.options import SEARCH, option, options
 from ..scenario.scenario import Scenario
-from ..search.jobs import REPLAY
+from ..search.jobs import REPLAY, parse_setting
 from .declare import Json, command
 
 
@@ -17,7 +17,7 @@ class AbOptions:
     command: str = option("replay", SEARCH, "What to run: replay, or fleet with its options in --a and --b.")
 
 
-@command(scenario=OptionSet.of(Scenario, REPLAY), asked=OptionSet.of(AbOptions))
+@command(scenario=REPLAY)
 def ab(scenario: Scenario, asked: AbOptions, json: Json = False) -> None:
     """Run one trace under two configurations: every figure side by side, what differs, and why.
 
@@ -25,8 +25,9 @@ def ab(scenario: Scenario, asked: AbOptions, json: Json = False) -> None:
     """
     from ..report.comparisons import print_ab
     from ..report.console import print_result
-    from ..search.ab import AbQuestion, ab_document, parse_change
+    from ..search.ab import AbQuestion, ab_document
 
-    a, b = (dict(parse_change(text, f"--{side}") for text in getattr(asked, side)) for side in "ab")
+    example = "kv-cache-dtype=fp8 (NAME=default resets an option)"
+    a, b = (dict(parse_setting(text, f"--{side}", example) for text in getattr(asked, side)) for side in "ab")
     document = ab_document(AbQuestion(command=asked.command, scenario=scenario, a=a, b=b))
     print_result(document, print_ab, json)

@@ -1,13 +1,12 @@
 """`kvledger block-size`: the best block size for a trace on given hardware."""
 
-from ..scenario.options import OptionSet
 from ..scenario.scenario import Scenario
 from ..search.block_size import BlockSizeOptions
 from ..search.jobs import BLOCK_SIZE
 from .declare import Json, command
 
 
-@command(scenario=OptionSet.of(Scenario, BLOCK_SIZE), asked=OptionSet.of(BlockSizeOptions))
+@command(scenario=BLOCK_SIZE)
 def block_size(scenario: Scenario, asked: BlockSizeOptions, json: Json = False) -> None:
     """Find the largest block size whose hit rate, latencies and output are as good as the best.
 

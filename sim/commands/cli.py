@@ -1,11 +1,12 @@
 """The command line: `kvledger <command>`. Each command lives in sim/commands/ and is imported when it is asked for."""
 
 import ast
+import functools
 import gc
 import importlib
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,24 +29,13 @@ GROUPS: tuple[str, ...] = ("log",)
 GROUP_HELP = {"log": "Look into the event log of a run: show, verify, diff, at, stats, steps, convert, replay."}
 
 
-class _Commands(MutableMapping[str, Any]):
+class _Commands(Mapping[str, Any]):
     """Commands by name, imported when they are asked for."""
 
-    def __init__(self) -> None:
-        self._added: dict[str, Any] = {}
-
     def __getitem__(self, name: str) -> Any:
-        if name not in self._added:
-            if name not in COMMANDS + GROUPS:
-                raise KeyError(name)
-            self._added[name] = build_command(name)
-        return self._added[name]
-
-    def __setitem__(self, name: str, command: Any) -> None:
-        self._added[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        del self._added[name]
+        if name not in COMMANDS + GROUPS:
+            raise KeyError(name)
+        return build_command(name)
 
     def __iter__(self) -> Any:
         return iter((*COMMANDS, *GROUPS))
@@ -59,7 +49,7 @@ class _LazyGroup(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{**settings, "commands": None})
-        self.commands = _Commands()
+        self.commands: Any = _Commands()
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List the commands with the first sentence of their docstrings, read without importing them."""
@@ -67,6 +57,7 @@ class _LazyGroup(TyperGroup):
             formatter.write_dl([(name, _summary(name)) for name in self.commands])
 
 
+@functools.cache
 def build_command(name: str) -> Any:
     """The command or group called `name`."""
     module = importlib.import_module(f".{name.replace('-', '_')}", __package__)

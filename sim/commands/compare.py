@@ -1,13 +1,12 @@
 """`kvledger compare`: memory wasted by static, power-of-two, oracle, growing and paged allocators."""
 
 from ..scenario.compare import CompareOptions
-from ..scenario.options import OptionSet
 from ..scenario.scenario import Scenario
 from ..search.jobs import COMPARE
 from .declare import Json, command
 
 
-@command(scenario=OptionSet.of(Scenario, COMPARE), asked=OptionSet.of(CompareOptions))
+@command(scenario=COMPARE)
 def compare(scenario: Scenario, asked: CompareOptions, json: Json = False) -> None:
     """Compare the memory that five allocators waste on the same requests, as PagedAttention (SOSP'23) did.
 

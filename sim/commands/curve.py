@@ -1,13 +1,12 @@
 """`kvledger curve`: prefix-cache hit rate at every capacity, beside the optimum and other policies."""
 
 from ..scenario.curve import CurveOptions
-from ..scenario.options import OptionSet
 from ..scenario.scenario import Scenario
 from ..search.jobs import CURVE
 from .declare import Json, command
 
 
-@command(scenario=OptionSet.of(Scenario, CURVE), asked=OptionSet.of(CurveOptions))
+@command(scenario=CURVE)
 def curve(scenario: Scenario, asked: CurveOptions, json: Json = False) -> None:
     """Show how much of the prompts a prefix cache serves, at every capacity.
 

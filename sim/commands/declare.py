@@ -1,7 +1,7 @@
 """From declared options to the parameters of a command: `@command(scenario=..., exports=...)`."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from operator import attrgetter
 from typing import Annotated, Any
@@ -12,10 +12,10 @@ from typer.core import TyperCommand
 
 from ...core.errors import InputError
 from ..scenario.options import OUTPUT, PANELS, OptionSet, declared, option, options, spelled, spelling, value_type
+from ..scenario.scenario import Scenario
 
 Json = Annotated[
-    bool,
-    typer.Option("--json", help="Print one JSON document instead of tables.", rich_help_panel="Output"),
+    bool, typer.Option("--json", help="Print one JSON document instead of tables.", rich_help_panel="Output")
 ]
 Plots = Annotated[
     str | None,
@@ -45,16 +45,17 @@ class Changes(dict[str, Any]):
     """Options that were given on the command line, by name."""
 
 
-def command(**sets: OptionSet) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate `def name(*, scenario: Scenario, ..., own options)`: each set's options become the command's.
+def command(**fields: Iterable[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate `def name(scenario: Scenario, ...)`: fields of its options classes become options of the command.
 
-    The function is called with an instance of each set's class, under the set's name. A parameter annotated with
-    `Changes` gets the options of its set that were typed, instead of an instance; the function then takes the
-    `context` of typer as well.
+    These are all fields of a parameter's class, or those in `fields` under the parameter's name. A parameter annotated
+    with `Changes` gets the options of a scenario that were typed; the function then takes typer's `context` as well.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         given = inspect.signature(function).parameters
+        classes = {p.name: Scenario if p.annotation is Changes else p.annotation for p in given.values()}
+        sets = {name: OptionSet.of(cls, fields.get(name)) for name, cls in classes.items() if attrs.has(cls)}
         own = [p for p in given.values() if p.name not in sets]
 
         def run(**values: Any) -> None:
@@ -102,7 +103,9 @@ def _parameter(field: "attrs.Attribute[Any]", chosen: OptionSet) -> inspect.Para
         names = how.names or (spelling(field),)
         if kind is bool and not how.names:
             names = (f"{names[0]}/--no-{names[0].removeprefix('--')}",)
-        info = typer.Option(*names, help=how.help, rich_help_panel=how.panel, metavar=how.metavar)
+        info = typer.Option(
+            *names, help=how.help, rich_help_panel=how.panel, metavar=how.metavar or how.unit.upper() or None
+        )
     annotation = Annotated[typed if default is not None else typed | None, info]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 

@@ -2,17 +2,12 @@
 
 from ..exports.run_exports import ExportOptions
 from ..scenario.fleet import FleetOptions
-from ..scenario.options import OptionSet
 from ..scenario.scenario import Scenario
 from ..search.jobs import FLEET
 from .declare import Json, command
 
 
-@command(
-    scenario=OptionSet.of(Scenario, (*FLEET, "data_parallel_size")),
-    servers=OptionSet.of(FleetOptions),
-    exports=OptionSet.of(ExportOptions),
-)
+@command(scenario=FLEET)
 def fleet(scenario: Scenario, servers: FleetOptions, exports: ExportOptions, json: Json = False) -> None:
     """Route a trace to several engines: latency, hits and load of the fleet and of each engine in it.
 

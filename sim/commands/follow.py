@@ -5,11 +5,10 @@ from typing import Annotated
 import typer
 
 from ..logs.follow_options import FollowOptions
-from ..scenario.options import OptionSet
 from .declare import command
 
 
-@command(asked=OptionSet.of(FollowOptions))
+@command()
 def follow(
     asked: FollowOptions,
     json: Annotated[

@@ -1,18 +1,24 @@
 """`kvledger log`: look into the event log of a run, prove it, compare it, run it again."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..scenario.options import OptionSet
+from ...core.errors import InputError
+from ..report.console import Bar, print_json, print_result
 from ..scenario.scenario import Scenario
-from ..search.jobs import REPLAY
+from ..search.jobs import REPLAY, RERUN
+from ..traces.logged import is_live, need_log_libraries, open_event_log
 from .declare import Changes, Json, PanelCommand, command
 
 if TYPE_CHECKING:
     from ...backends.sinks.log.reader import LogReader
+
+FIXED = "arrivals, prompt and output lengths, prompt block ids, priorities and turns"
+# Options of output, which headers of version 1 also recorded.
+OF_OUTPUT = frozenset(["traces", "json", "log", "log_flush", "plots"])
 
 Directory = Annotated[str, typer.Argument(metavar="LOG", help="Directory of an event log.")]
 
@@ -35,8 +41,6 @@ def _with_log_libraries(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
-        from ..traces.logged import need_log_libraries
-
         need_log_libraries()
         function(*args, **kwargs)
 
@@ -59,14 +63,13 @@ def show(
     """
     from itertools import islice
 
-    from ..logs.text import Wanted, described, plain_record
-    from ..traces.logged import open_event_log
+    from ..logs.text import described, plain_record, select
 
     reader = open_event_log(log)
     # Who holds which row is known only from the start.
     start = 0 if request is not None else first_commit
     records = reader.records(start, None if last_commit is None else last_commit + 1)
-    wanted = (each for each in Wanted(request, block, event).among(records) if _number(each) >= first_commit)
+    wanted = (each for each in select(records, request, block, event) if _number(each) >= first_commit)
     shown = islice(wanted, limit)
     if json:
         from json import dumps
@@ -76,9 +79,7 @@ def show(
             print(",\n" if place else "\n", dumps(plain_record(record), ensure_ascii=False), sep="", end="")
         print("\n]}")
         return
-    for record in shown:
-        for line in described(record):
-            print(line)
+    _print_lines(line for record in shown for line in described(record))
     if reader.torn is not None:
         print(f"({reader.torn.describe()})")
 
@@ -97,10 +98,7 @@ def verify(
     """
     import time
 
-    from ...core.errors import InputError
     from ..logs.verification import verify_log
-    from ..report.console import Bar, print_json
-    from ..traces.logged import open_event_log
 
     if checked_every is not None and checked_every < 1:
         raise InputError(f"--checked-every is {checked_every}; it must be 1 commit or more")
@@ -111,8 +109,7 @@ def verify(
     if json:
         print_json({"log": log, **found.to_json(), "timing": {"wall_seconds": seconds}})
     else:
-        for line in found.describe():
-            print(line)
+        _print_lines(found.describe())
         print(f"took {seconds:.1f} s")
     if not found.is_sound:
         raise typer.Exit(1)
@@ -129,8 +126,6 @@ def diff(
     Example: kvledger log diff before.log after.log --ignore-times
     """
     from ..logs.verification import describe_divergence, divergence_as_dict, first_divergence
-    from ..report.console import print_json
-    from ..traces.logged import open_event_log
 
     first = open_event_log(one)
     divergence = first_divergence(first, open_event_log(other), ignore_times)
@@ -140,8 +135,7 @@ def diff(
     elif divergence is None:
         print("the logs are equal")
     else:
-        for line in describe_divergence(divergence):
-            print(line)
+        _print_lines(describe_divergence(divergence))
         print(f"state before: {answer['first_divergence']['state_before']}")
     if divergence is not None:
         raise typer.Exit(1)
@@ -157,11 +151,8 @@ def at(
 
     Example: kvledger log at run.log --time 12.5
     """
-    from ...core.errors import InputError
     from ..logs.text import state_as_dict
-    from ..report.console import print_json
     from ..report.logs import print_state
-    from ..traces.logged import open_event_log
 
     if (commit is None) == (time is None):
         raise InputError("give --commit N or --time SECONDS, one of them")
@@ -170,10 +161,7 @@ def at(
     if not stop:
         raise InputError(f"nothing had happened at {time} s: the pool was not there yet")
     state = state_as_dict(reader.state(stop))
-    if json:
-        print_json({"log": log, "commit": stop - 1, **state})
-    else:
-        print_state(stop - 1, state)
+    print_result({"log": log, "commit": stop - 1, **state}, print_state, json)
 
 
 def stats(log: Directory, json: Json = False) -> None:
@@ -182,15 +170,10 @@ def stats(log: Directory, json: Json = False) -> None:
     Example: kvledger log stats run.log
     """
     from ..logs.text import log_stats
-    from ..report.console import print_json
     from ..report.logs import print_stats
-    from ..traces.logged import open_event_log
 
     counted = log_stats(open_event_log(log))
-    if json:
-        print_json({"log": log, **counted})
-    else:
-        print_stats(counted)
+    print_result({"log": log, **counted}, print_stats, json)
 
 
 def steps(
@@ -209,12 +192,9 @@ def steps(
 
     Example: kvledger log steps run.log --model llama-3.1-8b --gpu H200
     """
-    from ...core.errors import InputError
     from ..latency.fitted import measured_steps
     from ..logs.live_report import live_report, served_roofline
-    from ..report.console import print_json
     from ..report.logs import print_live_report
-    from ..traces.logged import open_event_log
 
     if (model is None) != (gpu is None):
         raise InputError("--model and --gpu go together: a roofline needs both")
@@ -245,17 +225,14 @@ def convert(
     Example: kvledger log convert run.log requests.jsonl --to trace
     """
     from ..logs.convert import convert_log
-    from ..report.console import print_json
-    from ..traces.logged import open_event_log
 
     count = convert_log(open_event_log(log), to, output, wire)
-    if json:
-        print_json({"log": log, "output": output, "to": to, "count": count})
-    else:
-        print(f"{output}: {count:,} {'requests' if to == 'trace' else 'batches' if to == 'kv-events' else 'rows'}")
+    unit = {"trace": "requests", "kv-events": "batches"}.get(to, "rows")
+    document = {"log": log, "output": output, "to": to, "count": count}
+    print_result(document, lambda _: print(f"{output}: {count:,} {unit}"), json)
 
 
-@command(changes=OptionSet.of(Scenario, REPLAY, without=["trace"]))
+@command(changes=[name for name in REPLAY if name != "trace"])
 def replay(context: typer.Context, log: Directory, changes: Changes, json: Json = False) -> None:
     """Run a recorded run again: the same report, or with options of `kvledger replay` given, what they would change.
 
@@ -268,35 +245,67 @@ def replay(context: typer.Context, log: Directory, changes: Changes, json: Json 
     import sys
 
     from ..exports.run_exports import ExportOptions
-    from ..logs.replay import check_changes, recorded_scenario, what_changed
-    from ..traces.logged import is_live, open_event_log
     from .declare import LogOptions
     from .replay import run_replay
 
-    check_changes(changes)
+    for name, value in changes.items():
+        if name not in RERUN:  # it chooses requests, which the log fixes
+            option = "format" if name == "trace_format" else name.replace("_", "-")
+            raise InputError(
+                f"--{option} {value} has no effect on an event log, which fixes its requests; leave it out"
+            )
     reader = open_event_log(log)
     if is_live(reader) and not changes:
         _decide_again(reader, log, json)
         return
-    recorded = recorded_scenario(reader)
+    recorded = _recorded_scenario(reader)
     if changes and not is_live(reader):
-        print(f"kvledger: {what_changed(recorded, changes)}", file=sys.stderr)
+        changed = [
+            f"--{name.replace('_', '-')} {value} (was {getattr(recorded, name)})" for name, value in changes.items()
+        ]
+        print(f"kvledger: running again with {', '.join(changed)}; fixed: {FIXED}", file=sys.stderr)
     run_replay(recorded.evolve(**changes), ExportOptions(), LogOptions(), json=json)
+
+
+def _recorded_scenario(reader: "LogReader") -> Scenario:
+    """The scenario of a recorded run, with the log as its trace; for a live run, only the trace.
+
+    Raises InputError: the log does not record its run, or has an option that this version does not have.
+    """
+    trace = (str(reader.directory),)
+    if is_live(reader):
+        return Scenario(trace=trace)
+    header = reader.manifest.header
+    command = header.get("command")
+    if command != "replay":
+        raise InputError(
+            f"{reader.directory} was written by {command or 'an unknown program'}; only logs of "
+            "kvledger replay --log and kvledger serve --log can run again"
+        )
+    options = header["options"]
+    for name, value in options.items():
+        is_of_output = name in OF_OUTPUT or name.endswith("_out") or name.startswith("openmetrics_")
+        if name not in REPLAY and not is_of_output:
+            raise InputError(
+                f"{reader.directory} was written with --{name.replace('_', '-')} {value}; this version lacks it"
+            )
+    kept = {name: value for name, value in options.items() if name in RERUN}
+    return Scenario.from_dict({**kept, "trace": trace})
 
 
 def _decide_again(reader: "LogReader", log: str, json: bool) -> None:
     from ..logs.live_rerun import run_live_again
-    from ..report.console import Bar, print_json
 
     with Bar("Deciding again") as bar:
         found = run_live_again(reader, bar.count)
-    if json:
-        print_json({"log": log, **found.to_json()})
-    else:
-        for line in found.describe():
-            print(line)
+    print_result({"log": log, **found.to_json()}, lambda _: _print_lines(found.describe()), json)
     if not found.is_equal:
         raise typer.Exit(1)
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line)
 
 
 def _number(record) -> int:

@@ -1,13 +1,12 @@
 """`kvledger optimum`: what a better eviction policy could win at most, in tokens, GPU time and money."""
 
-from ..scenario.options import OptionSet
 from ..scenario.scenario import Scenario
 from ..search.jobs import OPTIMUM
 from ..search.optimum import OptimumOptions
 from .declare import Json, command
 
 
-@command(scenario=OptionSet.of(Scenario, OPTIMUM), asked=OptionSet.of(OptimumOptions))
+@command(scenario=OPTIMUM)
 def optimum(scenario: Scenario, asked: OptimumOptions, json: Json = False) -> None:
     """Compare LRU with the best possible eviction at the pool of one engine: what a better policy could win.
 

@@ -4,20 +4,18 @@ from typing import Annotated
 
 import typer
 
-from ..scenario.options import OptionSet
 from ..scenario.plan import PlanOptions
 from ..scenario.scenario import Scenario
 from ..search.jobs import PLAN
 from .declare import Json, command
 
 
-@command(scenario=OptionSet.of(Scenario, PLAN), asked=OptionSet.of(PlanOptions))
+@command(scenario=PLAN)
 def plan(
     scenario: Scenario,
     asked: PlanOptions,
     explain: Annotated[
-        bool,
-        typer.Option("--explain", help="Print the formulas with their numbers.", rich_help_panel="Output"),
+        bool, typer.Option("--explain", help="Print the formulas with their numbers.", rich_help_panel="Output")
     ] = False,
     json: Json = False,
 ) -> None:
@@ -27,13 +25,13 @@ def plan(
     """
     from ..report.console import print_result
     from ..report.plan import print_explanation, print_plan
-    from ..scenario.plan import asks_for_explanation, explain_log, plan_scenario
+    from ..scenario.plan import LogExplanation, plan_or_explain
     from .cli import EXIT_DOES_NOT_FIT
 
-    if asks_for_explanation(scenario, asked):
-        print_result(explain_log(scenario, asked), print_explanation, json)
+    result = plan_or_explain(scenario, asked)
+    if isinstance(result, LogExplanation):
+        print_result(result, print_explanation, json)
         return
-    result = plan_scenario(scenario, asked)
     print_result(result, lambda plan: print_plan(plan, explain=explain, mix=asked.context_mix), json)
     if not result.fits:
         raise typer.Exit(EXIT_DOES_NOT_FIT)

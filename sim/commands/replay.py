@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from ..exports.run_exports import ExportOptions
-from ..scenario.options import OptionSet
 from ..scenario.scenario import Scenario
 from ..search.jobs import REPLAY
 from .declare import Json, LogOptions, Plots, command
@@ -13,15 +12,9 @@ if TYPE_CHECKING:
     from ..traces import Trace
 
 
-@command(
-    scenario=OptionSet.of(Scenario, REPLAY), exports=OptionSet.of(ExportOptions), recording=OptionSet.of(LogOptions)
-)
+@command(scenario=REPLAY)
 def replay(
-    scenario: Scenario,
-    exports: ExportOptions,
-    recording: LogOptions,
-    plots: Plots = None,
-    json: Json = False,
+    scenario: Scenario, exports: ExportOptions, recording: LogOptions, plots: Plots = None, json: Json = False
 ) -> None:
     """Replay a trace through allocator, scheduler and latency model: latency, hits, preemptions, occupancy.
 

@@ -2,14 +2,13 @@
 
 import attrs
 
-from ..scenario.options import OptionSet
 from ..scenario.sampling import DEFAULT_LIMIT, SamplingOptions
 from ..scenario.scenario import Scenario
 from ..search.jobs import SAMPLING
 from .declare import Json, command
 
 
-@command(scenario=OptionSet.of(Scenario, SAMPLING), asked=OptionSet.of(SamplingOptions))
+@command(scenario=SAMPLING)
 def sampling(scenario: Scenario, asked: SamplingOptions, json: Json = False) -> None:
     """Run each request alone with its samples, beams or drafts, and count the blocks that sharing saves.
 

@@ -11,7 +11,7 @@ import attrs
 import typer
 
 from ...core.errors import InputError
-from ..scenario.options import ENGINE, HARDWARE, MODEL, OUTPUT, OptionSet, option, options, whole_numbers
+from ..scenario.options import ENGINE, HARDWARE, MODEL, OUTPUT, option, options, whole_numbers
 from ..scenario.scenario import Scenario
 from .declare import LogOptions, command
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ...backends.serving.engine.options import EngineOptions
     from ...backends.serving.engine.recording import LiveRecording
     from ...backends.serving.engine.sizing import SizedEngine
-    from ...backends.serving.http.limits import RequestLimits
     from ...backends.serving.http.process import ServingProcess
     from ...backends.sinks.log.flush_policy import FlushPolicy
 
@@ -68,13 +67,7 @@ class ServeOptions:
         "--attention-packages",
     )
     seed: int = option(0, ENGINE, "Sampling seed for requests without one.", metavar="SEED")
-    max_request_bytes: int = option(
-        4 << 20,
-        CLIENTS,
-        "Largest request body (4MiB); else status 413.",
-        unit="bytes",
-        metavar="BYTES",
-    )
+    max_request_bytes: int = option(4 << 20, CLIENTS, "Largest request body (4MiB); else status 413.", unit="bytes")
     body_timeout: float = option(30.0, CLIENTS, "Seconds that a client may take to send a body.")
     stall_timeout: float = option(60.0, CLIENTS, "Seconds without any data after which a connection is closed.")
     drain_timeout: float = option(
@@ -96,11 +89,7 @@ class ServeOptions:
     )
 
 
-@command(
-    scenario=OptionSet.of(Scenario, OF_THE_ENGINE),
-    asked=OptionSet.of(ServeOptions),
-    recording=OptionSet.of(LogOptions),
-)
+@command(scenario=OF_THE_ENGINE)
 def serve(
     scenario: Scenario,
     asked: ServeOptions,
@@ -133,7 +122,8 @@ def serve(
     with ExitStack() as opened:
         # Before the model is loaded, so that a port that is taken is known at once.
         listener = opened.enter_context(listening_socket(asked.host, port))
-        process = _prepared(server, opened, on_started=lambda: _say_where(server, listener.getsockname()[1]))
+        port = listener.getsockname()[1]
+        process = _prepared(server, opened, on_started=lambda: _say_where(server, port))
         process.run(sockets=[listener])
     if not _say_how_it_ended(server, process.engine):
         raise typer.Exit(1)
@@ -158,6 +148,7 @@ def _prepared(server: _Server, opened: ExitStack, on_started: Callable[[], None]
     """Everything up to the first request. What can be refused without the model is refused before it is loaded."""
     from ...backends.serving.engine.live_engine import LiveEngine
     from ...backends.serving.engine.sizing import size_engine
+    from ...backends.serving.http.limits import RequestLimits
     from ...backends.serving.http.metrics import ServingMetrics
     from ...backends.serving.http.process import ProcessSettings, ServingProcess
     from ...backends.serving.http.prompt_encoder import PromptEncoder
@@ -165,20 +156,25 @@ def _prepared(server: _Server, opened: ExitStack, on_started: Callable[[], None]
     from ...backends.serving.model.loading import load_model
     from ...backends.sinks.log.flush_policy import FlushPolicy
 
-    engine_options, limits = _engine_options(server), _limits(server)
+    asked, engine_options = server.asked, _engine_options(server)
+    in_engine = server.engine("max_num_seqs") + asked.max_queued_requests
+    limits = RequestLimits(
+        max_request_bytes=asked.max_request_bytes,
+        body_timeout_s=asked.body_timeout,
+        max_open_requests=asked.max_open_requests or in_engine + OPEN_BESIDE_ENGINE,
+        api_keys=server.api_key,
+    )
     flush = FlushPolicy.parse(server.recording.log_flush or "50ms")
     process_settings = ProcessSettings(
-        drain_timeout_s=server.asked.drain_timeout,
-        stall_timeout_s=server.asked.stall_timeout,
-        log_level=server.asked.uvicorn_log_level,
-        access_log=not server.asked.disable_uvicorn_access_log,
+        drain_timeout_s=asked.drain_timeout,
+        stall_timeout_s=asked.stall_timeout,
+        log_level=asked.uvicorn_log_level,
+        access_log=not asked.disable_uvicorn_access_log,
     )
-    device = _device(server.asked.device)
-    _say(f"Loading {server.asked.model} on {device}")
+    device = _device(asked.device)
+    _say(f"Loading {asked.model} on {device}")
     sized = size_engine(
-        lambda: load_model(
-            server.asked.model, device=device, dtype=server.asked.dtype, chat_template=server.asked.chat_template
-        ),
+        lambda: load_model(asked.model, device=device, dtype=asked.dtype, chat_template=asked.chat_template),
         engine_options,
         device=device,
     )
@@ -186,10 +182,10 @@ def _prepared(server: _Server, opened: ExitStack, on_started: Callable[[], None]
         _say(line)
     loaded = sized.loaded
     settings = ServerSettings(
-        model_names=server.asked.served_model_name or (loaded.name,),
+        model_names=asked.served_model_name or (loaded.name,),
         limits=limits,
-        max_queued_requests=server.asked.max_queued_requests,
-        isolates_api_keys=server.asked.isolate_api_keys,
+        max_queued_requests=asked.max_queued_requests,
+        isolates_api_keys=asked.isolate_api_keys,
     )
     metrics = ServingMetrics(settings.model_names[0], sized.allocator.max_model_len)
     engine = LiveEngine(
@@ -200,8 +196,8 @@ def _prepared(server: _Server, opened: ExitStack, on_started: Callable[[], None]
         eos_token_ids=loaded.eos_token_ids,
         observers=[metrics.step],
         recording=_recording(server, flush, sized),
-        max_queued_requests=server.asked.max_queued_requests,
-        seed=server.asked.seed,
+        max_queued_requests=asked.max_queued_requests,
+        seed=asked.seed,
         on_request_ended=metrics.ended,
     )
     opened.callback(engine.shutdown, drain=False)  # harmless where the process has done it
@@ -220,18 +216,6 @@ def _engine_options(server: _Server) -> "EngineOptions":
         policy=server.scenario.scheduling_policy,
         cudagraph_capture_sizes=None if sizes is None else tuple(whole_numbers(sizes, *how)),
         attention_packages=server.asked.attention_packages,
-    )
-
-
-def _limits(server: _Server) -> "RequestLimits":
-    from ...backends.serving.http.limits import RequestLimits
-
-    in_engine = server.engine("max_num_seqs") + server.asked.max_queued_requests
-    return RequestLimits(
-        max_request_bytes=server.asked.max_request_bytes,
-        body_timeout_s=server.asked.body_timeout,
-        max_open_requests=server.asked.max_open_requests or in_engine + OPEN_BESIDE_ENGINE,
-        api_keys=server.api_key,
     )
 
 

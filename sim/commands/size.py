@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ..scenario.options import OptionSet
 from ..scenario.scenario import Scenario
 from ..search.jobs import SIZE
 from ..search.size_question import SizeOptions
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from ..search.size_search import SizeStudy
 
 
-@command(scenario=OptionSet.of(Scenario, (*SIZE, "data_parallel_size")), asked=OptionSet.of(SizeOptions))
+@command(scenario=SIZE)
 def size(scenario: Scenario, asked: SizeOptions, plots: Plots = None, json: Json = False) -> None:
     """Find how many replicas and GPUs keep a service-level objective on a trace: bisection over full replays.
 
@@ -31,7 +30,7 @@ def size(scenario: Scenario, asked: SizeOptions, plots: Plots = None, json: Json
     progress = SizeProgress()
     study = SizeStudy(scenario, asked, progress)
     try:
-        with progress:
+        with progress.bar:
             study.run()
     except KeyboardInterrupt:
         if study.has_runs:

@@ -9,7 +9,6 @@ import typer
 
 from ...core.errors import InputError
 from ..scenario.curve import CurveOptions
-from ..scenario.options import OptionSet
 from ..scenario.scenario import Scenario
 from ..search.jobs import STUDY
 from .declare import Json, Plots, command
@@ -21,13 +20,12 @@ PAGE = "index.html"
 DATA = "study.json"
 
 
-@command(scenario=OptionSet.of(Scenario, STUDY), curve=OptionSet.of(CurveOptions, ("capacities",)))
+@command(scenario=STUDY, curve=["capacities"])
 def study(
     scenario: Scenario,
     curve: CurveOptions,
     output: Annotated[
-        str,
-        typer.Option(help="Folder of the report: study.json and index.html.", rich_help_panel="Output"),
+        str, typer.Option(help="Folder of the report: study.json and index.html.", rich_help_panel="Output")
     ] = "kvledger-report",
     plots: Plots = None,
     json: Json = False,

@@ -5,12 +5,11 @@ from typing import Annotated
 
 import typer
 
-from ..scenario.options import OptionSet
 from ..search.sweep import Sweep, SweepQuestion
 from .declare import Json, command
 
 
-@command(question=OptionSet.of(SweepQuestion))
+@command()
 def sweep(
     question: SweepQuestion,
     show: Annotated[

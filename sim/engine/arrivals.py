@@ -5,7 +5,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -43,9 +44,12 @@ class TraceKeySource:
     * Blocks that reach into the output, and prompts without ids, are unique to their request (`ordinal`).
 
     Hashes are ints: non-negative in full trace blocks, negative and odd in partial ones, negative and even if unique.
+
+    With `looks_ahead` a hash also covers the token behind its block (vLLM 0.33 with EAGLE or MTP). That token is known
+    by the trace block that it lies in; where it is an output, the hash is unique.
     """
 
-    __slots__ = ("_hash_ids", "_input_length", "_ordinal", "_prompt_keys", "_sizes")
+    __slots__ = ("_hash_ids", "_input_length", "_looks_ahead", "_ordinal", "_prompt_keys", "_sizes")
 
     def __init__(
         self,
@@ -54,7 +58,9 @@ class TraceKeySource:
         ordinal: int,
         block_size: int,
         trace_block_size: int | None,
+        looks_ahead: bool = False,
     ) -> None:
+        self._looks_ahead = looks_ahead
         self._hash_ids = hash_ids
         self._input_length = input_length
         self._ordinal = ordinal
@@ -65,12 +71,31 @@ class TraceKeySource:
         """Block hashes of the complete engine blocks `start <= i < stop`."""
         prompt_keys = self._prompt_keys
         if prompt_keys is None:
-            prompt_keys = self._prompt_keys = self._derive_prompt_keys()
+            prompt_keys = self._derive_prompt_keys()
+            if self._looks_ahead:
+                prompt_keys = self._with_next_blocks(prompt_keys)
+            self._prompt_keys = prompt_keys
         known = len(prompt_keys)
         if stop <= known:
             return prompt_keys[start:stop]
         unique = -2 - (self._ordinal << 41)
         return [*prompt_keys[start:known], *(unique - 2 * index for index in range(max(start, known), stop))]
+
+    def _with_next_blocks(self, keys: Sequence[int]) -> Sequence[int]:
+        """Hashes of blocks at the end of a trace block, with the id of the next one in them."""
+        block_size, trace_block_size = self._sizes
+        ids = self._hash_ids
+        if ids is None or trace_block_size is None:
+            return keys
+        out: list[int] = []
+        for index, key in enumerate(keys):
+            next_block, inside = divmod((index + 1) * block_size, trace_block_size)
+            if not inside:
+                if next_block >= len(ids) or (index + 1) * block_size >= self._input_length:
+                    break
+                key = -2 * ids[next_block] * trace_block_size * trace_block_size - 1
+            out.append(key)
+        return out
 
     def _derive_prompt_keys(self) -> Sequence[int]:
         block_size, trace_block_size = self._sizes
@@ -98,15 +123,16 @@ class TraceArrivals:
         send: Callable[[Request, str | None], object],
         block_size: int,
         trace_block_size: int | None,
+        looks_ahead: bool = False,
     ) -> None:
         """`send` is called with each request, whose block hashes are of `block_size` tokens, and with its session."""
         self._env = env
         self._send = send
-        self._make_request = partial(traced_request, block_size=block_size, trace_block_size=trace_block_size)
+        self._make_request = partial(
+            traced_request, block_size=block_size, trace_block_size=trace_block_size, looks_ahead=looks_ahead
+        )
         self._next_ns = float("inf")
-        self._session_of: dict[str, str] = {}
         self._sessions: SessionArrivals | None = None
-        self.on_ended: Callable[[Request], None] | None = None
         self.last_ended_ns = 0
 
     def run(
@@ -144,31 +170,21 @@ class TraceArrivals:
         if not (records_think_times if closed_loop is None else closed_loop):
             self._env.process(self._open_loop(trace, on_progress))
             return
-        num_sent = 0
+        num_sent = count(1)
 
-        def make(row: TraceRequest, ordinal: int, arrival_s: float) -> Request:
-            nonlocal num_sent
-            request = self._make_request(row, ordinal, arrival_s)
-            if row.turn is not None:
-                self._session_of[request.request_id] = row.turn.session
-            num_sent += 1
-            on_progress(num_sent)
-            return request
+        def send(request: Request, session: str | None) -> None:
+            on_progress(next(num_sent))
+            self._send(request, session)
 
         unknown = info is None or records_think_times
-        self._sessions = SessionArrivals(self._env, self, trace, make, waits_for_unknown_answers=unknown)
+        self._sessions = SessionArrivals(self._env, send, trace, self._make_request, waits_for_unknown_answers=unknown)
         self._sessions.start()
-
-    def submit(self, request: Request) -> bool:
-        """A session sends its next turn."""
-        self._send(request, self._session_of.pop(request.request_id, None))
-        return True
 
     def ended(self, request: Request) -> None:
         """A request was answered or refused."""
         self.last_ended_ns = int(self._env.now)
-        if self.on_ended is not None:
-            self.on_ended(request)
+        if self._sessions is not None:
+            self._sessions.ended(request)
 
     def next_arrival_ns(self) -> float:
         """The earliest time of the next request. In a closed loop, any engine's step may cause one."""
@@ -202,7 +218,12 @@ class TraceArrivals:
 
 
 def traced_request(
-    row: TraceRequest, ordinal: int, arrival_s: float, block_size: int, trace_block_size: int | None
+    row: TraceRequest,
+    ordinal: int,
+    arrival_s: float,
+    block_size: int,
+    trace_block_size: int | None,
+    looks_ahead: bool = False,
 ) -> Request:
     """The scheduler's request of one row; `ordinal` makes blocks that are not shared unique to the row."""
     return Request(
@@ -210,20 +231,10 @@ def traced_request(
         num_prompt_tokens=row.input_length,
         # Computing a prompt produces one token, even if the row has no output.
         max_tokens=max(row.output_length, 1),
-        keys=TraceKeySource(row.hash_ids, row.input_length, ordinal, block_size, trace_block_size),
+        keys=TraceKeySource(row.hash_ids, row.input_length, ordinal, block_size, trace_block_size, looks_ahead),
         priority=row.priority,
         arrival=arrival_s,
     )
-
-
-class SubmitTo(Protocol):
-    """Accepts requests, and calls `on_ended` for each that was answered or refused."""
-
-    on_ended: Callable[[Request], None] | None
-
-    def submit(self, request: Request) -> bool:
-        """Hand a request over now."""
-        ...
 
 
 # A row that was read but not answered, and its number in the order of reading.
@@ -247,7 +258,8 @@ class SessionArrivals:
     is faster, a turn may be due before its recorded time, so rows are read ahead of the clock by as much as simulated
     answers are ahead of recorded ones. Memory: the open sessions, the rows that are read ahead, and 16 bytes a request.
 
-        arrivals = SessionArrivals(env, engine, trace, make_request)
+        arrivals = SessionArrivals(env, send, trace, make_request)
+        engine.on_ended = arrivals.ended
         arrivals.start()
         env.run()
     """
@@ -255,7 +267,7 @@ class SessionArrivals:
     def __init__(
         self,
         env: "simpy.Environment",
-        engine: SubmitTo,
+        send: Callable[[Request, str | None], object],
         rows: Iterable[TraceRequest],
         make_request: RequestMaker,
         waits_for_unknown_answers: bool = False,
@@ -265,8 +277,7 @@ class SessionArrivals:
         `waits_for_unknown_answers`: whether the trace records think times without the times of answers.
         """
         self._env = env
-        self._engine = engine
-        engine.on_ended = self._ended
+        self._send_to = send
         self._rows = iter(rows)
         self._make_request = make_request
         self._looks_ahead = waits_for_unknown_answers
@@ -377,12 +388,12 @@ class SessionArrivals:
         request = self._make_request(row, ordinal, now / NANOSECONDS)
         self._sent_ns[row.place - self._first_place] = now
         self._under_way[request.request_id] = read
-        self._engine.submit(request)
+        self._send_to(request, None if row.turn is None else row.turn.session)
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    def _ended(self, request: Request) -> None:
-        """The engine's callback. Handling one end may end further requests at once, which then queue here."""
+    def ended(self, request: Request) -> None:
+        """A request was answered or refused. Handling one end may end further requests, which then queue here."""
         self._to_end.append(request)
         if self._is_ending:
             return

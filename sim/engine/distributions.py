@@ -121,11 +121,6 @@ class Histogram:
             self.counts[place] += number
         self.total = reduce(add, values, self.total)
 
-    @property
-    def count(self) -> int:
-        """The number of samples."""
-        return sum(self.counts)
-
 
 def _of_ms(boundaries_ms: tuple[int, ...]) -> Histogram:
     return Histogram([boundary * 1_000_000 for boundary in boundaries_ms])

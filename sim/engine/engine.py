@@ -165,19 +165,19 @@ class SimulatedEngine:
                 self._take_in()
                 yield env.timeout(duration_ns)
             move = loop.send(result)
-            if self._take_in() and isinstance(move, Wait):
-                move = loop.send(None)
+            if self._arrived:
+                self._take_in()
+                if isinstance(move, Wait):
+                    move = loop.send(None)
 
     def _waits(self, nanoseconds: tuple[int, ...]) -> tuple[int, ...]:
         """The times to let pass until a step, or the steps of a macro-step, have ended."""
         return (sum(nanoseconds),)
 
-    def _take_in(self) -> bool:
-        """Make the waiting calls; return False if there are none."""
-        arrived = bool(self._arrived)
+    def _take_in(self) -> None:
+        """Make the waiting calls."""
         while self._arrived:
             self._arrived.popleft()()
-        return arrived
 
 
 class AsyncSchedulingEngine(SimulatedEngine):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
@@ -74,14 +74,9 @@ class TimeSeries:
         return {"time_s": list(self.times_s), **{n: list(c) for n, c in zip(self.names, columns, strict=True)}}
 
 
-@attrs.frozen
-class RequestTimes:
-    """The times of a request, in nanoseconds from the start of the run; -1 if there was no token yet."""
-
-    arrival_ns: int
-    admitted_ns: int
-    first_ns: int = _NO_TOKEN
-    last_ns: int = _NO_TOKEN
+# When a request arrived, was first admitted, got its first and its last token: nanoseconds from the start of the run;
+# -1 if there was no token yet.
+RequestTimes = tuple[int, int, int, int]
 
 
 class Recorder:
@@ -120,18 +115,14 @@ class Recorder:
         self.held_block_ns = 0  # Referenced blocks x nanoseconds for which they were held
         self._held_blocks = 0
         self._held_since_ns = 0
-        # Times of requests without a row: arrival only, or (arrival, first admission, first token, last token).
+        # Times of requests without a row: arrival only, or all.
         self._arrival_ns: dict[str, int] = {}
-        self._away: dict[str, tuple[int, int, int, int]] = {}
+        self._away: dict[str, RequestTimes] = {}
         # Times of requests in a row. Tokens come in batches, so the times of last tokens are an array.
         self._arrival_in = [0] * num_rows
         self._admitted_in = [0] * num_rows
         self._first_in = [_NO_TOKEN] * num_rows
         self._last_in = np.full(num_rows, _NO_TOKEN, dtype=np.int64)
-        self._handlers: dict[type, Callable[[Any], None]] = {
-            RowsAssigned: self._rows_assigned,
-            RowsReleased: self._rows_released,
-        }
         for listener in self._listeners:
             listener.started(self)
 
@@ -154,15 +145,16 @@ class Recorder:
 
     def resume(self, request_id: str, times: RequestTimes) -> None:
         """A request comes from another engine: keep the times that were measured there."""
-        self._away[request_id] = (times.arrival_ns, times.admitted_ns, times.first_ns, times.last_ns)
+        self._away[request_id] = times
 
     def apply(self, commit: Commit) -> None:
         """Follow requests into and out of rows; a preempted one keeps its times."""
-        handlers = self._handlers
         for event in commit.events:
-            handler = handlers.get(type(event))
-            if handler is not None:
-                handler(event)
+            if type(event) is RowsAssigned:
+                self._rows_assigned(event)
+            elif type(event) is RowsReleased:
+                for request_id, row in zip(event.requests, as_ints(event.rows), strict=True):
+                    self._away[request_id] = self._times_in(row)
         for listener in self._listeners:
             listener.apply(self._now_ns(), commit)
 
@@ -174,11 +166,7 @@ class Recorder:
                 times = (self._arrival_ns.pop(request_id, now), now, _NO_TOKEN, _NO_TOKEN)
             self._arrival_in[row], self._admitted_in[row], self._first_in[row], self._last_in[row] = times
 
-    def _rows_released(self, event: RowsReleased) -> None:
-        for request_id, row in zip(event.requests, as_ints(event.rows), strict=True):
-            self._away[request_id] = self._times_in(row)
-
-    def _times_in(self, row: int) -> tuple[int, int, int, int]:
+    def _times_in(self, row: int) -> RequestTimes:
         return self._arrival_in[row], self._admitted_in[row], self._first_in[row], self._last_in.item(row)
 
     def scheduled(self, scheduler: Scheduler) -> None:

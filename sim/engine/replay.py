@@ -14,6 +14,7 @@ from ...core.scheduler.config import SchedulerConfig
 from ...core.scheduler.scheduler import Scheduler
 from ...core.scheduler.stats import SchedulerStats
 from ...core.types import Backend, DraftModel, EventSink, LatencyModel
+from ..figures import Document
 from ..traces.trace import TraceRequest
 from .arrivals import TraceArrivals
 from .distributions import RELATIVE_ERROR, RunHistograms
@@ -45,9 +46,9 @@ class ReplayReport:
     """The final state under the names of vLLM's metrics, if histograms were counted; not part of `to_json`."""
     engine_snapshots: list[Snapshot] = attrs.field(factory=list)  # In a fleet: the snapshot of each engine
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Document:
         """Plain values; everything except `timing` is the same in every run."""
-        out: dict[str, Any] = {}
+        out: Document = {}
         for name, value in attrs.asdict(self, recurse=False).items():
             if name == "latencies":
                 out.update(value)
@@ -111,7 +112,11 @@ def replay(
     engine_class = AsyncSchedulingEngine if async_scheduling else SimulatedEngine
     engine = engine_class(env, batcher, backend, recorder, macro_steps)
     arrivals = TraceArrivals(
-        env, lambda request, _: engine.submit(request), allocator.hash_block_size, trace_block_size
+        env,
+        lambda request, _: engine.submit(request),
+        allocator.hash_block_size,
+        trace_block_size,
+        looks_ahead=allocator.num_lookahead_tokens > 0,
     )
     engine.on_ended = arrivals.ended
     wall_seconds = arrivals.run(trace, closed_loop, on_progress)
@@ -163,7 +168,7 @@ def replay_report(
     )
 
 
-def counted_figures(stats: SchedulerStats, num_output_tokens: int, seconds: float) -> dict[str, Any]:
+def counted_figures(stats: SchedulerStats, num_output_tokens: int, seconds: float) -> Document:
     """The fields of a report that come from the counters of one engine, or from their sums over a fleet."""
     return {
         "requests": request_figures(stats),

@@ -46,7 +46,6 @@ class DraftAcceptance:
         return np.cumprod(right, axis=1, dtype=np.int64).sum(axis=1)
 
     def assumptions(self) -> dict[str, object]:
-        """The rate and the seed."""
         return {"draft_acceptance_rate": self._rate, "draft_seed": self._seed}
 
 
@@ -74,7 +73,6 @@ class ParallelSampling:
 
     @property
     def num_branches(self) -> int:
-        """All samples."""
         return self.n
 
     def steps(self, output_length: int, draws: Draws) -> Iterator[Forks]:
@@ -84,7 +82,6 @@ class ParallelSampling:
             yield (), ()
 
     def as_dict(self) -> dict[str, object]:
-        """Its parameters."""
         return {"kind": "parallel sampling", "n": self.n}
 
 
@@ -106,7 +103,6 @@ class BeamSearch:
 
     @property
     def num_branches(self) -> int:
-        """All beams."""
         return self.beam_width
 
     def steps(self, output_length: int, draws: Draws) -> Iterator[Forks]:
@@ -120,7 +116,6 @@ class BeamSearch:
             yield ends, [(kept[int(draws.uniform() * len(kept))], place) for place in ends]
 
     def as_dict(self) -> dict[str, object]:
-        """Its parameters."""
         return {"kind": "beam search", "beam_width": self.beam_width, "replaced_per_step": self.replaced}
 
 
@@ -145,8 +140,7 @@ class DraftTree:
 
     @property
     def num_branches(self) -> int:
-        """Paths from the root to a leaf."""
-        return prod(self.branching)
+        return prod(self.branching)  # paths from the root to a leaf
 
     def accepted(self, draws: Draws) -> int:
         """Drafts of the best path that are accepted in one step, 0 to the depth of the tree."""
@@ -156,7 +150,6 @@ class DraftTree:
         return count
 
     def as_dict(self) -> dict[str, object]:
-        """Its parameters."""
         return {"kind": "draft tree", "branching": list(self.branching), "acceptance": self.acceptance}
 
 
@@ -231,7 +224,6 @@ class _OneRequest:
         self._prompt = request.input_length
         self._output = max(request.output_length, 1)
         self._sampling = sampling
-        self._block_size = block_size
         self._report = report
         depth = len(sampling.branching) if isinstance(sampling, DraftTree) else 0
         longest = self._prompt + self._output + depth + 1

@@ -44,14 +44,7 @@ class TraceEventFile:
         self._stream.write(b'{"displayTimeUnit":"ms","traceEvents":[')
 
     def write(self, at_ns: int, phase: str, fields: str, args: Mapping[str, Any] | None = None) -> None:
-        """Add one event.
-
-        Args:
-            at_ns: nanoseconds since the start of the run.
-            phase: the format's letter for the kind of event.
-            fields: further fields as JSON without braces.
-            args: details that the viewer shows on a click.
-        """
+        """Add one event; `phase` is the format's letter for its kind, `fields` are more, JSON without braces."""
         shown = "" if args is None else ',"args":' + json.dumps(args, separators=(",", ":"), ensure_ascii=False)
         event = f'{{"ph":"{phase}","ts":{microseconds(at_ns)},{fields}{shown}}}'
         self._stream.write(self._separator + event.encode())
@@ -76,12 +69,8 @@ class _Follow:
     phase: str
 
 
-@attrs.frozen(eq=False)
-class _Event:
-    at_ns: int
-    phase: str
-    fields: str
-    args: Mapping[str, Any] | None
+# An event to write: nanoseconds, the letter of its kind, fields, details.
+_Event = tuple[int, str, str, Mapping[str, Any] | None]
 
 
 class EngineTrace(RunListener):
@@ -212,29 +201,29 @@ class EngineTrace(RunListener):
             num_blocks += taken
             fields = f'"dur":{microseconds(nanoseconds)},"name":"{kind}",{self._steps}'
             shown = {"step": self._num_steps, **args, "num_held_blocks": num_blocks}
-            self._pending.append(_Event(start_ns, "X", fields, shown))
+            self._pending.append((start_ns, "X", fields, shown))
             start_ns += nanoseconds
             self._num_steps += 1
 
     def _count(self, at_ns: int, name: str, values: Mapping[str, float]) -> None:
         if self._counters.get(name) != values:
             self._counters[name] = values
-            self._pending.append(_Event(at_ns, "C", f'"name":"{name}",{self._engine}', values))
+            self._pending.append((at_ns, "C", f'"name":"{name}",{self._engine}', values))
 
     def _add_slice(
         self, at_ns: int, phase: str, name: str, follow: _Follow, args: Mapping[str, Any] | None = None
     ) -> None:
         fields = f'"name":{json.dumps(name, ensure_ascii=False)},"id":{follow.number},{self._requests}'
-        self._pending.append(_Event(at_ns, phase, fields, args))
+        self._pending.append((at_ns, phase, fields, args))
 
     def _write_before(self, before_ns: int | None) -> None:
         """Write the events before a time; no earlier event can follow, because the engine notices a request during the
         step in which it arrives, or right after it.
         """
-        self._pending.sort(key=lambda event: event.at_ns)
+        self._pending.sort(key=lambda event: event[0])
         number = len(self._pending)
         if before_ns is not None:
-            number = next((i for i, event in enumerate(self._pending) if event.at_ns >= before_ns), number)
+            number = next((i for i, event in enumerate(self._pending) if event[0] >= before_ns), number)
         for event in self._pending[:number]:
-            self._file.write(event.at_ns, event.phase, event.fields, event.args)
+            self._file.write(*event)
         del self._pending[:number]

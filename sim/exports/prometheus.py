@@ -35,13 +35,7 @@ class OpenMetricsSeries(RunListener):
     """
 
     def __init__(self, start_unix_s: int, labels: Mapping[str, str], cache_config: Mapping[str, str]) -> None:
-        """Start without samples.
-
-        Args:
-            start_unix_s: shown time of the start of the run, seconds since 1970.
-            labels: of every series except that of the cache's configuration.
-            cache_config: labels of `vllm:cache_config_info`.
-        """
+        """Start without samples; `vllm:cache_config_info` has the labels `cache_config`, all others `labels`."""
         self._start_ns = start_unix_s * NANOSECONDS
         self._labels = _labels(labels)
         self._cache_config = _labels(cache_config)

@@ -13,18 +13,9 @@ from ..engine.replay import ReplayReport
 from ..engine.vllm_metrics import cache_config_labels, series_labels
 from ..fleet.fleet import EngineName
 from ..scenario.options import OUTPUT, option, options
+from . import tables
 from .engine_trace import EngineTrace, TraceEventFile
 from .prometheus import OpenMetricsSeries, prometheus_text, write_openmetrics
-from .tables import (
-    ENGINE_COLUMN,
-    REQUEST_COLUMNS,
-    SERIES_COLUMNS,
-    OutputFile,
-    SeriesTable,
-    TableWriter,
-    open_table,
-    write_request,
-)
 
 
 @options
@@ -76,6 +67,8 @@ class RunExports(AbstractContextManager["RunExports"]):
     Attributes:
         on_finished: callback for the record of each finished request, or None.
         on_finished_on: callback of a fleet, which also takes the index of the engine, or None.
+        macro_steps: whether several steps may run at once; False if counters are read during the run.
+        histograms: whether engines must count the histograms of vLLM's metrics.
     """
 
     def __init__(
@@ -86,37 +79,28 @@ class RunExports(AbstractContextManager["RunExports"]):
         inputs: Iterable[str] = (),
         engines: Sequence[EngineName] = (),
     ) -> None:
-        """Open every file.
+        """Open every file. Those that the run reads, `inputs`, must not be overwritten.
 
-        Args:
-            files: the files to write.
-            allocator: the pool of the run.
-            facts: facts of the pool's model, if it has one.
-            inputs: files that the run reads and that must not be overwritten.
-            engines: names of a fleet's engines; empty for a single engine.
-
-        Raises:
-            InputError: a file cannot be written, is given twice or is an input, or a library is missing.
+        Raises InputError: a file cannot be written, is given twice or is an input, or a library is missing.
         """
         self.on_finished: Callable[[RequestRecord], None] | None = None
         self.on_finished_on: Callable[[int, RequestRecord], None] | None = None
-        self._engines = tuple(engines)
+        self.macro_steps = files.openmetrics_out is None
+        self.histograms = files.prometheus_out is not None or files.openmetrics_out is not None
+        self._names = [str(name) for name in engines]
         self._listeners: list[list[RunListener]] = [[] for _ in engines or (None,)]
-        self._files: list[OutputFile] = []
-        self._tables: list[TableWriter] = []
-        self._trace_file: TraceEventFile | None = None
-        self._traces: list[EngineTrace] = []
-        self._prometheus: OutputFile | None = None
-        self._openmetrics: list[OpenMetricsSeries] = []
-        self._openmetrics_file: OutputFile | None = None
-        of_engine = [name.labels() for name in engines]
-        self._labels = [series_labels(facts, labels) for labels in of_engine] or [series_labels(facts)]
-        self._cache_config = [cache_config_labels(allocator, facts, labels) for labels in of_engine] or [
-            cache_config_labels(allocator, facts)
-        ]
+        of_engine = [(name.labels(),) for name in engines] or [()]
+        self._labels = [series_labels(facts, *labels) for labels in of_engine]
+        self._cache_config = [cache_config_labels(allocator, facts, *labels) for labels in of_engine]
+        self._files: list[tables.OutputFile] = []
+        self._finish: list[Callable[[ReplayReport], None]] = []
+        self._abandon: list[Callable[[], None]] = []
         self._taken = {Path(name).resolve(): "an input of this run" for name in inputs}
         try:
-            self._open_all(files)
+            self._open_tables(files)
+            self._open_metrics(files)
+            if files.perfetto_out is not None:
+                self._open_trace(files.perfetto_out)
         except InputError:
             self._discard()
             raise
@@ -130,33 +114,13 @@ class RunExports(AbstractContextManager["RunExports"]):
         """Listeners of one engine of a fleet."""
         return self._listeners[index]
 
-    @property
-    def macro_steps(self) -> bool:
-        """Whether several steps may run at once; False if counters are read during the run."""
-        return not self._openmetrics
-
-    @property
-    def histograms(self) -> bool:
-        """Whether engines must count the histograms of vLLM's metrics."""
-        return self._prometheus is not None or bool(self._openmetrics)
-
     def publish(self, report: ReplayReport) -> None:
         """Finish every file, then put all of them in place.
 
         Raises InputError: a write failed, such as on a full disk; then no file is put in place.
         """
-        for table in self._tables:
-            table.finish()
-        for trace in self._traces:
-            trace.finish()
-        if self._trace_file is not None:
-            self._trace_file.finish()
-        snapshots = report.engine_snapshots or ([] if report.snapshot is None else [report.snapshot])
-        if self._prometheus is not None and snapshots:
-            metrics = zip(snapshots, self._labels, self._cache_config, strict=True)
-            self._prometheus.stream.write(prometheus_text(metrics))
-        if self._openmetrics_file is not None:
-            write_openmetrics(self._openmetrics, self._openmetrics_file.stream)
+        for finish in self._finish:
+            finish(report)
         for file in self._files:
             file.close()
         for file in self._files:
@@ -167,62 +131,72 @@ class RunExports(AbstractContextManager["RunExports"]):
         """Discard the files unless they were published."""
         self._discard()
 
-    def _open_all(self, files: ExportOptions) -> None:
-        self._open_tables(files)
+    def _open_tables(self, files: ExportOptions) -> None:
+        first = tables.ENGINE_COLUMN if self._names else {}
+        if files.requests_out is not None:
+            requests = self._table("--requests-out", files.requests_out, {**first, **tables.REQUEST_COLUMNS})
+            if self._names:
+                self.on_finished_on = lambda index, record: tables.write_request(requests, record, self._names[index])
+            else:
+                self.on_finished = lambda record: tables.write_request(requests, record)
+        if files.series_out is not None:
+            table = self._table("--series-out", files.series_out, {**first, **tables.SERIES_COLUMNS})
+            for index, listeners in enumerate(self._listeners):
+                listeners.append(tables.SeriesTable(table, self._names[index] if self._names else None))
+
+    def _open_metrics(self, files: ExportOptions) -> None:
         if files.prometheus_out is not None:
-            self._prometheus = self._file("--prometheus-out", files.prometheus_out)
+            text = self._file("--prometheus-out", files.prometheus_out)
+
+            def write(report: ReplayReport) -> None:
+                snapshots = report.engine_snapshots or ([] if report.snapshot is None else [report.snapshot])
+                if snapshots:
+                    engines = zip(snapshots, self._labels, self._cache_config, strict=True)
+                    text.stream.write(prometheus_text(engines))
+
+            self._finish.append(write)
         if (files.openmetrics_out is None) != (files.openmetrics_start is None):
             raise InputError(
                 "--openmetrics-out and --openmetrics-start go together: give the start time of the run in seconds "
                 "since 1970; Prometheus drops samples that are older than its retention"
             )
         if files.openmetrics_out is not None and files.openmetrics_start is not None:
-            self._openmetrics_file = self._file("--openmetrics-out", files.openmetrics_out)
-            for labels, config, listeners in zip(self._labels, self._cache_config, self._listeners, strict=True):
-                series = OpenMetricsSeries(files.openmetrics_start, labels, config)
-                self._openmetrics.append(series)
+            history = self._file("--openmetrics-out", files.openmetrics_out)
+            every = [
+                OpenMetricsSeries(files.openmetrics_start, labels, config)
+                for labels, config in zip(self._labels, self._cache_config, strict=True)
+            ]
+            for series, listeners in zip(every, self._listeners, strict=True):
                 listeners.append(series)
-        if files.perfetto_out is not None:
-            self._trace_file = TraceEventFile(self._file("--perfetto-out", files.perfetto_out))
-            for index, listeners in enumerate(self._listeners):
-                name = str(self._engines[index]) if self._engines else ""
-                trace = EngineTrace(self._trace_file, index, name)
-                self._traces.append(trace)
-                listeners.append(trace)
+                self._abandon.append(series.close)
+            self._finish.append(lambda report: write_openmetrics(every, history.stream))
 
-    def _open_tables(self, files: ExportOptions) -> None:
-        first = ENGINE_COLUMN if self._engines else {}
-        if files.requests_out is not None:
-            requests = self._table("--requests-out", files.requests_out, {**first, **REQUEST_COLUMNS})
-            if self._engines:
-                names = [str(name) for name in self._engines]
-                self.on_finished_on = lambda index, record: write_request(requests, record, names[index])
-            else:
-                self.on_finished = lambda record: write_request(requests, record)
-        if files.series_out is not None:
-            table = self._table("--series-out", files.series_out, {**first, **SERIES_COLUMNS})
-            for index, listeners in enumerate(self._listeners):
-                listeners.append(SeriesTable(table, str(self._engines[index]) if self._engines else None))
+    def _open_trace(self, name: str) -> None:
+        file = TraceEventFile(self._file("--perfetto-out", name))
+        for index, listeners in enumerate(self._listeners):
+            trace = EngineTrace(file, index, self._names[index] if self._names else "")
+            listeners.append(trace)
+            self._finish.append(lambda report, trace=trace: trace.finish())
+        self._finish.append(lambda report: file.finish())
 
-    def _table(self, option: str, name: str, columns: Mapping[str, Any]) -> TableWriter:
-        table = open_table(self._file(option, name), columns)
-        self._tables.append(table)
+    def _table(self, option: str, name: str, columns: Mapping[str, Any]) -> tables.TableWriter:
+        table = tables.open_table(self._file(option, name), columns)
+        self._finish.append(lambda report: table.finish())
+        self._abandon.append(table.abandon)
         return table
 
-    def _file(self, option: str, name: str) -> OutputFile:
+    def _file(self, option: str, name: str) -> tables.OutputFile:
         place = Path(name).resolve()
         if place in self._taken:
             raise InputError(f"{option} {name} is {self._taken[place]}; give another file")
         self._taken[place] = f"also the file of {option}"
-        file = OutputFile(option, name)
+        file = tables.OutputFile(option, name)
         self._files.append(file)
         return file
 
     def _discard(self) -> None:
-        for table in self._tables if self._files else ():
-            table.abandon()
-        for series in self._openmetrics:
-            series.close()
+        for abandon in self._abandon if self._files else ():
+            abandon()
         for file in self._files:
             file.discard()
         self._files.clear()

@@ -40,10 +40,7 @@ class _CheckedFile(io.FileIO):
 class OutputFile:
     """A temporary file that replaces the real one at the end; opened early, so that errors come before the run.
 
-    Attributes:
-        option: its option, for error messages.
-        path: the real file, with symbolic links followed.
-        stream: takes the bytes.
+    `path` is the real file, with symbolic links followed; `stream` takes the bytes.
     """
 
     def __init__(self, option: str, name: str) -> None:

@@ -8,6 +8,7 @@ after a time limit; there is none here.) Blocks that the decode engine finds in 
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import attrs
 import numpy as np
@@ -18,12 +19,12 @@ from ...core.errors import DoesNotFitError
 from ...core.events import Commit, RowsReleased
 from ...core.types import Request
 from ..engine.arrivals import TraceArrivals
-from ..engine.distributions import QuantileSketch, RunHistograms
-from ..engine.engine import MAX_REJECTIONS_KEPT, NANOSECONDS, RunListener
+from ..engine.distributions import QuantileSketch
+from ..engine.engine import MAX_REJECTIONS_KEPT, NANOSECONDS
 from ..engine.metrics import Recorder, RequestRecord, RequestTimes
 from ..engine.replay import ReplayReport
+from ..figures import at_least_one, not_negative
 from ..traces.trace import TraceRequest
-from ..validators import at_least_one, not_negative
 from .fleet import (
     Dispatcher,
     EngineName,
@@ -47,22 +48,17 @@ class PrefillRecorder(Recorder):
 
     def __init__(
         self,
-        now_ns: Callable[[], int],
-        num_rows: int,
-        histograms: RunHistograms | None,
-        on_finished: Callable[[RequestRecord], None] | None,
-        listeners: Iterable[RunListener],
-        *,
+        *watched: Any,
         goes_on: Callable[[Request], bool],
         hand_over: Callable[[Request, RequestTimes], None],
         counts_tokens: bool,
     ) -> None:
-        """Watch a run as `Recorder`.
+        """Watch a run, given the arguments of `Recorder`.
 
         `goes_on` says whether a request that has its token continues elsewhere, `hand_over` is called with such a
         request and its times, and `counts_tokens` says whether the client gets the token.
         """
-        super().__init__(now_ns, num_rows, histograms, on_finished, listeners)
+        super().__init__(*watched)
         self._goes_on = goes_on
         self._hand_over = hand_over
         self._counts_tokens = counts_tokens
@@ -87,7 +83,7 @@ class PrefillRecorder(Recorder):
             super()._finished(row, request, now)
             return
         self._gone_on.add(request.request_id)
-        self._hand_over(request, RequestTimes(*self._times_in(row)))
+        self._hand_over(request, self._times_in(row))
 
 
 @attrs.frozen(kw_only=True)
@@ -160,7 +156,13 @@ class DisaggregatedFleet:
     ) -> None:
         self.shape = shape
         self.env = simpy.Environment()
-        self.arrivals = TraceArrivals(self.env, self._route, parts.allocator.hash_block_size, trace_block_size)
+        self.arrivals = TraceArrivals(
+            self.env,
+            self._route,
+            parts.allocator.hash_block_size,
+            trace_block_size,
+            looks_ahead=parts.allocator.num_lookahead_tokens > 0,
+        )
         self.links = KVLinks(self.env, transfer)
         self.transfer_ns = QuantileSketch()
         self.wait_ns = QuantileSketch()

@@ -20,8 +20,8 @@ from ..engine.engine import NANOSECONDS, AsyncSchedulingEngine, RunListener, Sim
 from ..engine.metrics import Recorder, RequestRecord
 from ..engine.replay import ReplayReport, counted_figures, replay_report, request_figures, share, timing_figures
 from ..engine.vllm_metrics import take_snapshot
+from ..figures import at_least_one, not_negative
 from ..traces.trace import TraceRequest
-from ..validators import at_least_one, not_negative
 from .routing import ReplicaView, Routed, Router
 from .tiers import Tier, TieredLatency, TierSink, TierStore
 
@@ -187,7 +187,13 @@ class Fleet:
 
     def __init__(self, shape: FleetShape, parts: EngineParts, router: Router, trace_block_size: int | None) -> None:
         self.env = simpy.Environment()
-        self.arrivals = TraceArrivals(self.env, self._route, parts.allocator.hash_block_size, trace_block_size)
+        self.arrivals = TraceArrivals(
+            self.env,
+            self._route,
+            parts.allocator.hash_block_size,
+            trace_block_size,
+            looks_ahead=parts.allocator.num_lookahead_tokens > 0,
+        )
         self._dispatcher = Dispatcher(router, parts.allocator)
         self.engines = [
             start_engine(
@@ -299,7 +305,10 @@ def fleet_report(
     for recorder in recorders:
         latencies.merge(recorder.latencies)
     counted = counted_figures(stats, sum(recorder.num_output_tokens for recorder in recorders), span)
-    counted["prefix_cache"].update(_tier_hits(engines, stats))
+    if first.tiers is not None:
+        found = stats.prefix_hits_tokens + stats.external_hits_tokens
+        with_tiers = share(found, stats.prefix_queries_tokens)
+        counted["prefix_cache"].update(external_hits_tokens=stats.external_hits_tokens, hit_rate_with_tiers=with_tiers)
     snapshots = [take_snapshot(engine.scheduler, engine.recorder) for engine in engines if engine.recorder.histograms]
     return attrs.evolve(
         report,
@@ -343,17 +352,6 @@ def _engine_figures(engine: FleetEngine, simulated_seconds: float) -> dict[str, 
         "ttft_s": latencies.ttft_ns.summary(NANOSECONDS),
         "tpot_s": latencies.tpot_ns.summary(NANOSECONDS),
         **({} if engine.tiers is None else {"tiers": engine.tiers.figures()}),
-    }
-
-
-def _tier_hits(engines: Sequence[FleetEngine], stats: SchedulerStats) -> dict[str, float]:
-    """The hits in tiers behind the pools; empty without tiers."""
-    if all(engine.tiers is None for engine in engines):
-        return {}
-    found = stats.prefix_hits_tokens + stats.external_hits_tokens
-    return {
-        "external_hits_tokens": stats.external_hits_tokens,
-        "hit_rate_with_tiers": share(found, stats.prefix_queries_tokens),
     }
 
 

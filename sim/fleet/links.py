@@ -7,7 +7,7 @@ import attrs
 import simpy
 
 from ...core.errors import InputError
-from ..validators import must_be, not_negative
+from ..figures import must_be, not_negative
 
 NANOSECONDS = 1_000_000_000
 SHARINGS = ("fair", "fifo")

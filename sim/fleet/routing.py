@@ -1,17 +1,6 @@
 """Routers: which replica serves a request, decided from the events that a router can see.
 
-A router is a class in the registry; `--routing` takes its name:
-
-    @routers.register("random")
-    class RandomReplica:
-        def __init__(self):
-            self._random = random.Random(0)
-
-        def choose(self, routed, replicas):
-            return self._random.randrange(len(replicas))
-
-        def assumptions(self):
-            return {"routing": "random"}
+A router is a class in the registry; `--routing` takes its name. docs/extending.md shows one.
 """
 
 from collections import OrderedDict, deque
@@ -212,13 +201,11 @@ class RoundRobin:
         self._next = 0
 
     def choose(self, routed: Routed, replicas: Sequence[ReplicaView]) -> int:
-        """The next replica."""
         index = self._next % len(replicas)
         self._next = index + 1
         return index
 
     def assumptions(self) -> dict[str, object]:
-        """No parameters."""
         return {"routing": "round-robin"}
 
 
@@ -231,7 +218,6 @@ class LeastOutstandingWork:
         self._num_chosen = 0
 
     def choose(self, routed: Routed, replicas: Sequence[ReplicaView]) -> int:
-        """The least loaded replica."""
         return self.cheapest([float(view.outstanding_prefill_tokens()) for view in replicas], replicas)
 
     def cheapest(self, costs: Sequence[float], replicas: Sequence[ReplicaView]) -> int:
@@ -250,7 +236,6 @@ class LeastOutstandingWork:
         self._last_used[index] = self._num_chosen
 
     def assumptions(self) -> dict[str, object]:
-        """The definition of work."""
         return {
             "routing": "least-outstanding-work",
             "outstanding_work": "prompt tokens sent and not yet computed, as far as the events have told",
@@ -272,7 +257,6 @@ class Sticky:
         self._replica_of: OrderedDict[Key, int] = OrderedDict()
 
     def choose(self, routed: Routed, replicas: Sequence[ReplicaView]) -> int:
-        """The conversation's replica, or the best one for a new conversation."""
         chosen = self._known(routed)
         if chosen is None:
             chosen = self._fallback.choose(routed, replicas)
@@ -297,7 +281,6 @@ class Sticky:
         return None
 
     def assumptions(self) -> dict[str, object]:
-        """The definition of a conversation."""
         return {
             "routing": "sticky",
             "conversation": "the trace's session; without one, the longest latest prompt that a request goes beyond",
@@ -322,7 +305,6 @@ class PrefixAware:
         self._ties = LeastOutstandingWork()
 
     def choose(self, routed: Routed, replicas: Sequence[ReplicaView]) -> int:
-        """The replica with the least cost."""
         prompt, size, weight = routed.request.num_prompt_tokens, routed.block_size, self._load_weight
         costs = [
             prompt - view.num_matching(routed.keys) * size + weight * view.outstanding_prefill_tokens()
@@ -331,7 +313,6 @@ class PrefixAware:
         return self._ties.cheapest(costs, replicas)
 
     def assumptions(self) -> dict[str, object]:
-        """The weight of the load."""
         return {
             "routing": "prefix-aware",
             "routing_load_weight": self._load_weight,

@@ -330,9 +330,7 @@ class TieredLatency:
         self._store = store
 
     def step_seconds(self, load: StepLoad) -> float:
-        """Seconds of the pending copies and of the step."""
         return self._store.take_pending_s() + self._inner.step_seconds(load)
 
     def assumptions(self) -> dict[str, object]:
-        """Those of the inner model."""
         return self._inner.assumptions()

@@ -14,7 +14,7 @@ import attrs
 
 from ...core.errors import InputError
 from ...core.quantities import GIB, parse_bytes
-from ..validators import not_negative, share
+from ..figures import not_negative, share
 
 
 @attrs.frozen
@@ -245,6 +245,10 @@ def _capability(document: Mapping[str, Any], path: str) -> int | None:
 class DeviceFactors:
     """What a GPU reaches in an LLM step: efficiencies (shares of the datasheet's figure) and fixed costs (seconds).
 
+    The defaults are expected of a data-centre GPU with NVLink. Round figures: dense products reach two thirds of the
+    peak; large reads 85 % of the bandwidth; a decoder layer is about a dozen kernels of 2 to 3 us beyond their traffic;
+    a small all-reduce over NVLink takes 5 to 10 us.
+
     Attributes:
         compute_efficiency: share of the peak FLOP/s, for a matrix product or prefill attention of many tokens.
         saturation_tokens: a matrix product of n tokens takes as long as `n + saturation_tokens` tokens at that
@@ -263,19 +267,19 @@ class DeviceFactors:
         source: where the figures come from.
     """
 
-    compute_efficiency: float = attrs.field(validator=share)
-    saturation_tokens: float = attrs.field(validator=not_negative)
-    weights_bandwidth_efficiency: float = attrs.field(validator=share)
-    kv_bandwidth_efficiency: float = attrs.field(validator=share)
-    link_efficiency: float = attrs.field(validator=share)
-    layer_s: float = attrs.field(validator=not_negative)
-    expert_layer_s: float = attrs.field(validator=not_negative)
-    all_reduce_s: float = attrs.field(validator=not_negative)
-    uncaptured_layer_s: float = attrs.field(validator=not_negative)
-    step_s: float = attrs.field(validator=not_negative)
-    sampler_s_per_logit: float = attrs.field(validator=not_negative)
-    expert_skew: float = attrs.field(validator=not_negative)
-    source: str
+    compute_efficiency: float = attrs.field(default=0.65, validator=share)
+    saturation_tokens: float = attrs.field(default=64.0, validator=not_negative)
+    weights_bandwidth_efficiency: float = attrs.field(default=0.85, validator=share)
+    kv_bandwidth_efficiency: float = attrs.field(default=0.82, validator=share)
+    link_efficiency: float = attrs.field(default=0.6, validator=share)
+    layer_s: float = attrs.field(default=35e-6, validator=not_negative)
+    expert_layer_s: float = attrs.field(default=50e-6, validator=not_negative)
+    all_reduce_s: float = attrs.field(default=8e-6, validator=not_negative)
+    uncaptured_layer_s: float = attrs.field(default=200e-6, validator=not_negative)
+    step_s: float = attrs.field(default=0.3e-3, validator=not_negative)
+    sampler_s_per_logit: float = attrs.field(default=0.3e-9, validator=not_negative)
+    expert_skew: float = attrs.field(default=0.8, validator=not_negative)
+    source: str = "expected of a data-centre GPU; nothing measured"
 
     def assumptions(self) -> dict[str, object]:
         """Every factor with its unit in the name."""
@@ -296,29 +300,6 @@ class DeviceFactors:
         }
 
 
-def expected_factors() -> DeviceFactors:
-    """The factors expected of a data-centre GPU with NVLink before any measurement; every fit starts here.
-
-    Round figures: dense products reach two thirds of the peak; large reads 85 % of the bandwidth; a decoder layer is
-    about a dozen kernels of 2 to 3 us beyond their traffic; a small all-reduce over NVLink takes 5 to 10 us.
-    """
-    return DeviceFactors(
-        compute_efficiency=0.65,
-        saturation_tokens=64.0,
-        weights_bandwidth_efficiency=0.85,
-        kv_bandwidth_efficiency=0.82,
-        link_efficiency=0.6,
-        layer_s=35e-6,
-        expert_layer_s=50e-6,
-        all_reduce_s=8e-6,
-        uncaptured_layer_s=200e-6,
-        step_s=0.3e-3,
-        sampler_s_per_logit=0.3e-9,
-        expert_skew=0.8,
-        source="expected of a data-centre GPU; nothing measured",
-    )
-
-
 def _all_reduce_s(link: Link) -> float | None:
     """Expected latency without NVLink, where collectives go through host memory or over another fabric; else None."""
     name = link.name.lower()
@@ -330,12 +311,11 @@ def _all_reduce_s(link: Link) -> float | None:
 def device_factors(device: Device) -> DeviceFactors:
     """The factors of a GPU type: those of the H100, with a longer all-reduce on other links.
 
-    The H100's are `expected_factors` fitted to the mean decode steps of seven measured servers, then rounded. The steps
+    The H100's are the expected ones fitted to the mean decode steps of seven measured servers, then rounded. The steps
     have 6 to 33 decoding sequences and no prompts, so they say nothing about `compute_efficiency`, `saturation_tokens`,
     `link_efficiency`, `uncaptured_layer_s` and `expert_skew`, which stay as expected.
     """
-    h100 = attrs.evolve(
-        expected_factors(),
+    h100 = DeviceFactors(
         weights_bandwidth_efficiency=0.83,
         kv_bandwidth_efficiency=0.824,
         layer_s=28.6e-6,

@@ -15,17 +15,13 @@ if TYPE_CHECKING:
     from ...backends.sinks.log.reader import LogReader
 
 COLUMNS = StepLoad._fields
-BASE: Final = "base"
-"""The fixed cost of a step; the other terms are fields of `StepLoad`, and `PREFILL_STEP`."""
-PLAIN: Final = (BASE, "num_prefill_tokens", "num_decode_tokens")
-"""The terms of `LinearLatency`."""
+# Terms of a step's time: fields of `StepLoad`, and two more.
+BASE: Final = "base"  # the fixed cost of a step
+PREFILL_STEP: Final = "prefill_step"  # 1 for a step with prefill tokens: it runs outside CUDA graphs, whatever its size
+PLAIN: Final = (BASE, "num_prefill_tokens", "num_decode_tokens")  # the terms of `LinearLatency`
+# The same, plus attention over the cached context, and sampling; and for engines that capture decode steps only.
 WITH_CONTEXT: Final = (*PLAIN, "prefill_context_tokens", "decode_context_tokens", "num_sampled")
-"""The same, plus attention over the cached context, and sampling."""
-
-PREFILL_STEP: Final = "prefill_step"
-"""1 for a step with prefill tokens: a live engine runs it outside CUDA graphs, whatever its size."""
 WITH_PREFILL_STEPS: Final = (*WITH_CONTEXT, PREFILL_STEP)
-"""The same, for engines that capture decode steps only."""
 
 _ROUNDS = 30
 # Steps with a smaller relative error count equally; otherwise the best-fitting steps would decide everything.
@@ -119,11 +115,9 @@ class FittedLatency:
     untold: tuple[str, ...] = ()  # terms that the steps do not determine; they cost nothing here
 
     def step_seconds(self, load: StepLoad) -> float:
-        """Seconds that the step takes."""
         return sum([cost * _amount(load, name) for name, cost in self.costs.items()])
 
     def assumptions(self) -> dict[str, object]:
-        """The costs in microseconds, and their source."""
         return {
             "latency_model": "linear in " + ", ".join(name.replace("_", " ") for name in self.costs),
             **{f"us_per_{_unit(name)}": cost * 1e6 for name, cost in self.costs.items()},
@@ -143,7 +137,7 @@ def _unit(name: str) -> str:
 
 
 def fit_latency(steps: MeasuredSteps, terms: tuple[str, ...] = WITH_CONTEXT) -> FittedLatency:
-    """Fit costs that are not negative by median regression: of steps with equal work, half took longer.
+    """Fit the costs of a step, none of them negative, by median regression: half of the steps took longer.
 
     Steps that something else on the machine delayed therefore have no influence. The fit is a least-squares fit of the
     differences relative to the predicted time (relative to the measured time, long steps would count too little and

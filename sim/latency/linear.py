@@ -6,7 +6,7 @@ import attrs
 
 from ...core.errors import InputError
 from ...core.types import LatencyModel, StepLoad
-from ..validators import above_zero, not_negative
+from ..figures import above_zero, not_negative
 from .models import LatencyInputs, latency_models
 
 
@@ -41,11 +41,9 @@ class LinearLatency:
         return cls(**{name: value / units for name, (value, units) in given.items() if value is not None})
 
     def step_seconds(self, load: StepLoad) -> float:
-        """Seconds that the step takes."""
         return self.base_s + self.prefill_token_s * load.num_prefill_tokens + self.decode_seq_s * load.num_decode_tokens
 
     def assumptions(self) -> dict[str, object]:
-        """The three coefficients and their source."""
         stock = self == LinearLatency()
         return {
             "latency_model": "linear: base + per prefill token + per decoding sequence",
@@ -68,11 +66,9 @@ class SwapLatency:
     link_bytes_per_s: float = attrs.field(validator=above_zero)
 
     def step_seconds(self, load: StepLoad) -> float:
-        """Seconds of the step and of the copies before it."""
         return self.inner.step_seconds(load) + load.num_swapped_blocks * self.bytes_per_block / self.link_bytes_per_s
 
     def assumptions(self) -> dict[str, object]:
-        """Those of the inner model and of the link."""
         return {
             **self.inner.assumptions(),
             "swap_bytes_per_block_per_gpu": self.bytes_per_block,

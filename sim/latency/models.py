@@ -2,21 +2,7 @@
 
 Any object with `step_seconds(load)` and `assumptions()` is a latency model (`core.types.LatencyModel`). A class in the
 registry also has `from_inputs`, which makes the model from what the user gave or raises `InputError` if it needs more,
-and may name in `takes` the inputs that it reads:
-
-    @latency_models.register("constant")
-    class Constant:
-        ignores_context = True
-
-        @classmethod
-        def from_inputs(cls, inputs: LatencyInputs) -> "Constant":
-            return cls()
-
-        def step_seconds(self, load: StepLoad) -> float:
-            return 0.010
-
-        def assumptions(self) -> dict[str, object]:
-            return {"latency_model": "10 ms a step, whatever it computes (a guess)"}
+and may name in `takes` the inputs that it reads. docs/extending.md shows one.
 """
 
 from typing import Any

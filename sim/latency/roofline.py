@@ -75,21 +75,11 @@ class RooflineLatency:
         enforce_eager: bool = False,
         factors: DeviceFactors | None = None,
     ) -> "RooflineLatency":
-        """The latency model of one server.
+        """The latency model of one server, a `device` each rank.
 
-        Args:
-            geometry: the model; its parameters must be known.
-            device: each GPU.
-            max_num_seqs: requests per step; decides which batches are captured.
-            tensor_parallel_size: ranks that share every layer.
-            pipeline_parallel_size: stages that share the layers.
-            weights_dtype: a dtype, a quantization scheme, or `auto`: what the config says.
-            kv_cache_dtype: dtype of the cache; `auto` is the model's.
-            enforce_eager: capture no batch.
-            factors: the device's preset unless given.
-
-        Raises:
-            InputError: the model's storage or arithmetic is not known, or does not divide over the ranks.
+        `max_num_seqs` decides which batches are captured; none with `enforce_eager`. `weights_dtype` is a dtype, a
+        quantization scheme, or `auto`: what the config says. The device's preset is used unless `factors` are given.
+        Raises `InputError` if the model's storage or arithmetic is not known, or does not divide over the ranks.
         """
         for name, value in (("max_num_seqs", max_num_seqs), ("tensor_parallel_size", tensor_parallel_size)):
             if value < 1:
@@ -257,7 +247,6 @@ class RooflineLatency:
         return peak * self.factors.compute_efficiency
 
     def assumptions(self) -> dict[str, object]:
-        """Every coefficient with its unit and source."""
         work, device = self.work, self.device
         figures: dict[str, object] = {
             "latency_model": "roofline: sum over kernels of max(arithmetic, memory traffic), collectives, fixed costs",

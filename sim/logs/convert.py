@@ -5,13 +5,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import cast
 
 import pyarrow.parquet as pq
 
 from ...backends.sinks.kv_events.content import ContentRegistry, RequestContent, SyntheticTokens
-from ...backends.sinks.kv_events.encoder import KVEventEncoder
-from ...backends.sinks.kv_events.file import KVEventFileWriter
-from ...backends.sinks.kv_events.schema import KVEventBatch, Wire, encode_batch
 from ...backends.sinks.log.keys import encode_key
 from ...backends.sinks.log.reader import LogReader
 from ...backends.sinks.log.rows import ROW_SCHEMA, LoggedCommit, RequestArrived
@@ -23,43 +21,41 @@ from ..traces.logged import LiveTrace, is_live, row_of
 from .live_rerun import KnownKeys, LoggedKeys
 
 
-def write_kv_events(reader: LogReader, path: Path, wire: Wire) -> int:
-    """Write the KV events that a run would have published, as a stream to follow. Returns the number of batches.
-
-    Raises InputError: the log is neither of a run on a trace nor of a live run.
-    """
+def _to_kv_events(reader: LogReader, path: Path, wire: str) -> int:
+    """Write the KV events that a run would have published, as a stream to follow; one row is a batch."""
+    try:
+        from ...backends.sinks.kv_events.encoder import KVEventEncoder
+        from ...backends.sinks.kv_events.file import KVEventFileWriter
+        from ...backends.sinks.kv_events.schema import WIRES, KVEventBatch, Wire, encode_batch
+    except ModuleNotFoundError as error:
+        raise InputError(f"KV events need {error.name}: pip install 'kvledger[events]'") from None
+    if wire not in WIRES:
+        raise InputError(f"--wire is {wire!r}; it must be one of {', '.join(WIRES)}")
     trace = reader.manifest.header.get("trace")
     if trace is None and not is_live(reader):
         raise InputError(f"{reader.directory} holds no requests, only commits, so the tokens of KV events are unknown")
-    count = 0
-    with closing(KVEventFileWriter(path)) as writer:
-        for batch in _batches(reader, wire, trace["trace_block_size"] if trace is not None else None):
-            writer.write(count, encode_batch(batch))
-            count += 1
-    return count
-
-
-def _batches(reader: LogReader, wire: Wire, trace_block_size: int | None) -> Iterator[KVEventBatch]:
-    registry = ContentRegistry()
-    encoder = KVEventEncoder(registry, wire)
-    block_size = reader.created.hash_block_size
+    registry, block_size = ContentRegistry(), reader.created.hash_block_size
+    encoder = KVEventEncoder(registry, cast(Wire, wire))
     logged_keys = LoggedKeys(reader) if is_live(reader) else None
-    ordinal = 0
-    for record in reader.records():
-        if isinstance(record, LoggedCommit):
-            events = encoder.encode(record.commit)
-            if events:
-                yield KVEventBatch((record.time_ns or 0) / 1e9, events)
-            for request_id in _ended(record.commit):
-                registry.discard(request_id)
-        elif isinstance(record.note, RequestArrived):
-            if logged_keys is not None:
-                keys = KnownKeys(logged_keys.of(record.note))
-            else:
-                keys = traced_request(row_of(record.note), ordinal, 0.0, block_size, trace_block_size).keys
-                ordinal += 1
-            if keys is not None:
-                registry.add(record.note.request_id, RequestContent(SyntheticTokens(keys, block_size), keys))
+    count = ordinal = 0
+    with closing(KVEventFileWriter(path)) as writer:
+        for record in reader.records():
+            if isinstance(record, LoggedCommit):
+                if events := encoder.encode(record.commit):
+                    writer.write(count, encode_batch(KVEventBatch((record.time_ns or 0) / 1e9, events)))
+                    count += 1
+                for request_id in _ended(record.commit):
+                    registry.discard(request_id)
+            elif isinstance(record.note, RequestArrived):
+                if logged_keys is not None:
+                    keys = KnownKeys(logged_keys.of(record.note))
+                else:
+                    trace_block_size = None if trace is None else trace["trace_block_size"]
+                    keys = traced_request(row_of(record.note), ordinal, 0.0, block_size, trace_block_size).keys
+                    ordinal += 1
+                if keys is not None:
+                    registry.add(record.note.request_id, RequestContent(SyntheticTokens(keys, block_size), keys))
+    return count
 
 
 def _ended(commit: Commit) -> Iterator[str]:
@@ -78,10 +74,15 @@ def convert_log(reader: LogReader, form: str, target: str | Path, wire: str | No
 
     Raises InputError: an unknown form, a target that exists, or a log without such data.
     """
-    forms = {**FORMS, KV_EVENTS: _kv_events_as(wire)}
+    forms: dict[str, Callable[[LogReader, Path], int]] = {
+        "parquet": _to_parquet,
+        "jsonl": _to_jsonl,
+        "trace": _to_trace,
+        "kv-events": lambda reader, path: _to_kv_events(reader, path, wire or "vllm"),
+    }
     if form not in forms:
         raise InputError(f"--to is {form!r}; it must be one of {', '.join(forms)}")
-    if wire is not None and form != KV_EVENTS:
+    if wire is not None and form != "kv-events":
         raise InputError(f"--wire {wire} has no effect on --to {form}; leave it out")
     path = Path(target)
     if path.exists():
@@ -93,20 +94,6 @@ def convert_log(reader: LogReader, form: str, target: str | Path, wire: str | No
     finally:
         temporary.unlink(missing_ok=True)
     return count
-
-
-def _kv_events_as(wire: str | None) -> Callable[[LogReader, Path], int]:
-    def write(reader: LogReader, path: Path) -> int:
-        try:
-            from ...backends.sinks.kv_events.schema import WIRES
-        except ModuleNotFoundError as error:
-            raise InputError(f"KV events need {error.name}: pip install 'kvledger[events]'") from None
-        for each in WIRES:
-            if each == (wire or "vllm"):
-                return write_kv_events(reader, path, each)
-        raise InputError(f"--wire is {wire!r}; it must be one of {', '.join(WIRES)}")
-
-    return write
 
 
 def _to_parquet(reader: LogReader, path: Path) -> int:
@@ -168,7 +155,3 @@ def _write_lines(path: Path, rows: Iterator[Document]) -> int:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             count += 1
     return count
-
-
-KV_EVENTS = "kv-events"
-FORMS: dict[str, Callable[[LogReader, Path], int]] = {"parquet": _to_parquet, "jsonl": _to_jsonl, "trace": _to_trace}

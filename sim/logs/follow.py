@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 from ...backends.sinks.kv_events.file import KVEventFileWriter, is_kv_event_file, read_kv_event_file
-from ...backends.sinks.kv_events.schema import AllBlocksCleared, KVEventBatch, encode_batch
+from ...backends.sinks.kv_events.schema import AllBlocksCleared, BlockHash, KVEventBatch, encode_batch
 from ...backends.sinks.kv_events.stream_order import StreamOrder
 from ...backends.sinks.kv_events.subscriber import Endpoints, KVEventSubscriber
 from ...core.errors import InputError
 from ..figures import Document
 from .follow_options import FollowOptions
-from .shadow_ledger import HashNumbers, SeenRequest, ShadowLedger
+from .shadow_ledger import SeenRequest, ShadowLedger
 
 
 class Follower(AbstractContextManager["Follower"]):
@@ -34,7 +34,6 @@ class Follower(AbstractContextManager["Follower"]):
         self._recording: KVEventFileWriter | None = None
         self._num_recorded = 0
         self._start_s: float | None = None
-        self._numbers = HashNumbers()
         if options.record is not None:
             self._recording = KVEventFileWriter(options.record)
             self._files.callback(self._recording.close)
@@ -104,7 +103,9 @@ class Follower(AbstractContextManager["Follower"]):
             raise InputError(f"{path} exists already; give another name")
         file = self._files.enter_context(Path(path).open("w"))  # noqa: SIM115
 
+        numbers: dict[BlockHash, int] = {}
+
         def write(request: SeenRequest) -> None:
-            file.write(json.dumps(self._numbers.row(request, self._start_s or 0.0)) + "\n")
+            file.write(json.dumps(request.row(numbers, self._start_s or 0.0)) + "\n")
 
         self.ledger.requests.ended = write

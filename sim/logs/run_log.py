@@ -6,7 +6,6 @@
 `kvledger log replay` runs such a log again, with the same options or with changed ones.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ from ...core.events import Commit
 from ...core.scheduler.scheduler import Scheduler
 from ..engine.engine import RunListener
 from ..figures import Document
+from ..scenario.traffic import ObservedTrace
 from ..traces.trace import Trace, TraceInfo, TraceRequest
 
 CLOCK: Final = "simulated"
@@ -40,7 +40,7 @@ class RunLog(RunListener):
         header = {"command": command, "options": options, "trace": plain_info(trace.info)}
         clock = Clock(CLOCK, lambda: self._now_ns)
         self.log = DurableLog.create(directory, flush=flush, clock=clock, header=header)
-        self.trace: Trace = _NotedTrace(trace, self.log)
+        self.trace: Trace = ObservedTrace(trace, lambda _, row: self.log.note(arrival_of(row)))
 
     def apply(self, now_ns: int, commit: Commit) -> None:
         """Log one commit."""
@@ -83,20 +83,3 @@ def arrival_of(row: TraceRequest) -> RequestArrived:
     if row.priority:
         facts["priority"] = row.priority
     return RequestArrived(str(row.place), row.arrival_s, row.input_length, row.output_length, row.hash_ids or (), facts)
-
-
-class _NotedTrace:
-    """A trace that notes each request in a log when it is taken."""
-
-    def __init__(self, trace: Trace, log: DurableLog) -> None:
-        self._trace = trace
-        self._log = log
-
-    @property
-    def info(self) -> TraceInfo:
-        return self._trace.info
-
-    def __iter__(self) -> Iterator[TraceRequest]:
-        for row in self._trace:
-            self._log.note(arrival_of(row))
-            yield row

@@ -6,6 +6,7 @@ The stream has no lookups, so a request that stores no block is invisible, and i
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import attrs
 
@@ -17,27 +18,30 @@ from ..figures import Document
 
 
 @attrs.define
-class _Sequence:
-    """A request that may continue: the times of its first and latest store, and every block so far, hit or stored."""
-
-    began: float
-    last: float
-    chain: list[BlockHash]
-    block_size: int
-
-
-@attrs.frozen
 class SeenRequest:
-    """A request that has probably ended: when its first block was stored, and its blocks, hits first."""
+    """A request: the times of its first and latest store, and the hashes of its blocks, hits first."""
 
     arrival_s: float
-    chain: tuple[BlockHash, ...]
+    last_s: float
+    chain: list[BlockHash]
     block_size: int
 
     @property
     def num_tokens(self) -> int:
         """Tokens of full blocks, of prompt and output together."""
         return len(self.chain) * self.block_size
+
+    def row(self, numbers: dict[BlockHash, int], start_s: float) -> Document:
+        """The row of a Mooncake trace with the stream's block size; output counts as prompt.
+
+        Block hashes are numbered in the order of their first use.
+        """
+        return {
+            "timestamp": (self.arrival_s - start_s) * 1e3,
+            "input_length": self.num_tokens,
+            "output_length": 1,
+            "hash_ids": [numbers.setdefault(each, len(numbers)) for each in self.chain],
+        }
 
 
 class StreamRequests:
@@ -47,14 +51,12 @@ class StreamRequests:
     come within `continuation_s`. Any other store begins a request, whose prefix hit is the chain before it.
     """
 
-    def __init__(
-        self, pool: ShadowPool, continuation_s: float, ended: Callable[[SeenRequest], None] | None = None
-    ) -> None:
+    def __init__(self, pool: ShadowPool, continuation_s: float) -> None:
         """`pool` gives prefixes before an event is applied to it; `ended` is called with each ended request."""
         self._pool = pool
         self._continuation_s = continuation_s
-        self.ended = ended
-        self._by_tip: dict[BlockHash, _Sequence] = {}
+        self.ended: Callable[[SeenRequest], None] = lambda request: None
+        self._by_tip: dict[BlockHash, SeenRequest] = {}
         self._group: int | None = None
         self.block_size = 0
         self.num_requests = 0
@@ -73,26 +75,26 @@ class StreamRequests:
         self.num_stored_blocks += len(hashes)
         self.block_size = event.block_size
         sequence = self._by_tip.pop(parent, None) if parent is not None else None
-        if sequence is not None and ts - sequence.last > self._continuation_s:
-            self._end(sequence)
+        if sequence is not None and ts - sequence.last_s > self._continuation_s:
+            self.ended(sequence)
             sequence = None
         if sequence is None:
             prefix = self._prefix(parent)
             self.num_requests += 1
             self.num_hit_blocks += len(prefix)
-            sequence = _Sequence(ts, ts, prefix, event.block_size)
+            sequence = SeenRequest(ts, ts, prefix, event.block_size)
         sequence.chain += hashes
-        sequence.last = ts
+        sequence.last_s = ts
         replaced = self._by_tip.pop(hashes[-1], None)
         if replaced is not None:
-            self._end(replaced)
+            self.ended(replaced)
         self._by_tip[hashes[-1]] = sequence
         self._end_old(ts)
 
     def forget(self) -> None:
         """End all current requests, because the stream was interrupted."""
         for sequence in self._by_tip.values():
-            self._end(sequence)
+            self.ended(sequence)
         self._by_tip.clear()
 
     def _prefix(self, parent: BlockHash | None) -> list[BlockHash]:
@@ -110,30 +112,10 @@ class StreamRequests:
         """End old requests; they are ordered by their latest store, so the old ones come first."""
         while self._by_tip:
             tip, sequence = next(iter(self._by_tip.items()))
-            if now - sequence.last <= self._continuation_s:
+            if now - sequence.last_s <= self._continuation_s:
                 return
             del self._by_tip[tip]
-            self._end(sequence)
-
-    def _end(self, sequence: _Sequence) -> None:
-        if self.ended is not None:
-            self.ended(SeenRequest(sequence.began, tuple(sequence.chain), sequence.block_size))
-
-
-class HashNumbers:
-    """Numbers hashes in the order of their first use, for the `hash_ids` of a trace."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[BlockHash, int] = {}
-
-    def row(self, request: SeenRequest, start_s: float) -> Document:
-        """The row of a Mooncake trace with the stream's block size; output counts as prompt."""
-        return {
-            "timestamp": (request.arrival_s - start_s) * 1e3,
-            "input_length": request.num_tokens,
-            "output_length": 1,
-            "hash_ids": [self._numbers.setdefault(each, len(self._numbers)) for each in request.chain],
-        }
+            self.ended(sequence)
 
 
 ASSUMPTIONS = {
@@ -297,7 +279,7 @@ class ShadowMetrics:
         pool = ledger.pool
         occupancy = pool.num_copies / ledger.capacity if ledger.capacity else float("nan")
         again = "Stored blocks that twice the memory would still have had."
-        for name, kind, text, value in (
+        figures: tuple[tuple[str, Literal["counter", "gauge"], str, float], ...] = (
             ("vllm:prefix_cache_queries", "counter", f"Tokens looked up, {seen}", looked_up),
             ("vllm:prefix_cache_hits", "counter", f"Tokens found, {seen}", requests.num_hit_blocks * size),
             ("kvledger:shadow_blocks", "gauge", "Cached blocks.", pool.num_copies),
@@ -310,5 +292,5 @@ class ShadowMetrics:
             ("kvledger:stream_gaps", "counter", "Gaps found.", counts.gaps),
             ("kvledger:stream_unrecoverable", "counter", "Batches lost for good.", counts.unrecoverable),
             ("kvledger:stream_restarts", "counter", "Restarts of the producer.", counts.restarts),
-        ):
-            yield Figure(name, kind, text, value)
+        )
+        yield from (Figure(*figure) for figure in figures)

@@ -6,7 +6,6 @@ from typing import Any
 
 import attrs
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...backends.sinks.log.manifest import LOCK, MANIFEST
@@ -97,46 +96,38 @@ def _runs(values: tuple[int, ...]) -> str:
     return ", ".join(shown) + (f", ... {len(values)} in all" if len(runs) > MAX_VALUES_SHOWN else "")
 
 
-@attrs.frozen
-class Wanted:
-    """Selects records for `kvledger log show`; a criterion that is None selects everything.
+def select(
+    records: Iterator[Record], request: str | None = None, block: int | None = None, event: str | None = None
+) -> Iterator[Record]:
+    """The records that meet every criterion of `kvledger log show` that is given, in order.
 
     `request`: commits that name it, or its row while it has one. `block`: commits that name it. `event`: commits with
     an event of this name, or notes of this name.
     """
-
-    request: str | None = None
-    block: int | None = None
-    event: str | None = None
-
-    def among(self, records: Iterator[Record]) -> Iterator[Record]:
-        """Yield the records that meet every criterion, in order."""
-        rows: set[int] = set()
-        for record in records:
-            if isinstance(record, LoggedNote):
-                if self._admits_note(record):
-                    yield record
-                continue
-            events = record.commit.events
-            touches = self.request is None or self._touches_request(record.commit, rows)
-            has_event = self.event is None or any(type(event).__name__ == self.event for event in events)
-            if touches and has_event and (self.block is None or any(self.block in blocks_of(e) for e in events)):
+    rows: set[int] = set()
+    for record in records:
+        if isinstance(record, LoggedNote):
+            about = getattr(record.note, "request_id", None)
+            if event in (None, type(record.note).__name__) and block is None and request in (None, about):
                 yield record
+            continue
+        events = record.commit.events
+        touches = request is None or _touches_request(record.commit, request, rows)
+        has_event = event is None or any(type(each).__name__ == event for each in events)
+        if touches and has_event and (block is None or any(block in blocks_of(each) for each in events)):
+            yield record
 
-    def _admits_note(self, record: LoggedNote) -> bool:
-        named = self.event in (None, type(record.note).__name__)
-        return named and self.block is None and self.request in (None, getattr(record.note, "request_id", None))
 
-    def _touches_request(self, commit: Commit, rows: set[int]) -> bool:
-        """Whether the commit is about the request; `rows` has its current row, if any, and is updated."""
-        touches = False
-        for event in commit.events:
-            names: tuple[str, ...] = getattr(event, "requests", ())
-            touches = touches or not rows.isdisjoint(rows_of(event)) or self.request in names
-            if self.request in names:
-                row = as_ints(getattr(event, "rows", ()))[names.index(self.request)]
-                (rows.discard if type(event).__name__ == "RowsReleased" else rows.add)(row)
-        return touches
+def _touches_request(commit: Commit, request: str, rows: set[int]) -> bool:
+    """Whether the commit is about the request; `rows` has its current row, if any, and is updated."""
+    touches = False
+    for event in commit.events:
+        names: tuple[str, ...] = getattr(event, "requests", ())
+        touches = touches or not rows.isdisjoint(rows_of(event)) or request in names
+        if request in names:
+            row = as_ints(getattr(event, "rows", ()))[names.index(request)]
+            (rows.discard if type(event).__name__ == "RowsReleased" else rows.add)(row)
+    return touches
 
 
 def rows_of(event: Event) -> tuple[int, ...]:
@@ -189,54 +180,43 @@ def state_as_dict(state: LedgerState) -> Document:
     }
 
 
-class _Tally:
-    def __init__(self) -> None:
-        self.rows: Counter[str] = Counter()
-        self.blocks: Counter[str] = Counter()
-        self.keys: Counter[str] = Counter()
-        self.commits = 0
-        self.times: list[int] = []
-        self._last_commit = -1
-
-    def add(self, batch: pa.RecordBatch) -> None:
-        names = batch.column("event").to_pylist()
-        commits = batch.column("commit").to_pylist()
-        sizes = [pc.call_function("list_value_length", [batch.column(name)]).to_pylist() for name in ("blocks", "keys")]
-        for name, commit, num_blocks, num_keys in zip(names, commits, *sizes, strict=True):
-            named = name or "(commit without events)"
-            self.rows[named] += 1
-            self.blocks[named] += num_blocks
-            self.keys[named] += num_keys
-            if name not in NOTE_NAMES and commit != self._last_commit:
-                self.commits += 1
-                self._last_commit = commit
-        times = pc.call_function("min_max", [batch.column("time_ns")]).as_py()
-        if times["min"] is not None:
-            self.times += [times["min"], times["max"]]
-            self.times = [min(self.times), max(self.times)]
-
-
 def log_stats(reader: LogReader) -> Document:
     """The document of `kvledger log stats --json`. Reads the log once, batch by batch."""
-    tally = _Tally()
+    rows: Counter[str] = Counter()
+    blocks: Counter[str] = Counter()
+    keys: Counter[str] = Counter()
+    num_commits, last_commit = 0, -1
+    times: list[int] = []
     for placed in reader.batches():
-        tally.add(placed.batch)
+        batch = placed.batch
+        lists = [pc.call_function("list_value_length", [batch.column(name)]) for name in ("blocks", "keys")]
+        columns = (batch.column("event"), batch.column("commit"), *lists)
+        for name, commit, num_blocks, num_keys in zip(*(column.to_pylist() for column in columns), strict=True):
+            named = name or "(commit without events)"
+            rows[named] += 1
+            blocks[named] += num_blocks
+            keys[named] += num_keys
+            if name not in NOTE_NAMES and commit != last_commit:
+                num_commits, last_commit = num_commits + 1, commit
+        ends = pc.call_function("min_max", [batch.column("time_ns")]).as_py()
+        if ends["min"] is not None:
+            times = [min(*times, *ends.values()), max(*times, *ends.values())]
     sizes = {path.name: path.stat().st_size for path in sorted(reader.directory.iterdir())}
     of_segments = sum(size for name, size in sizes.items() if name.startswith("segment-"))
-    events = sum(count for name, count in tally.rows.items() if name not in NOTE_NAMES)
+    events = sum(count for name, count in rows.items() if name not in NOTE_NAMES)
     return {
-        "commits": tally.commits,
+        "commits": num_commits,
         "events": events,
-        "notes": sum(tally.rows[name] for name in NOTE_NAMES),
+        "notes": sum(rows[name] for name in NOTE_NAMES),
         "bytes": sum(size for name, size in sizes.items() if name not in (LOCK, MANIFEST)),
         "segment_bytes": of_segments,
         "bytes_per_event": of_segments / events if events else None,
         "clock": reader.manifest.clock,
-        "first_time_ns": tally.times[0] if tally.times else None,
-        "last_time_ns": tally.times[-1] if tally.times else None,
+        "first_time_ns": times[0] if times else None,
+        "last_time_ns": times[-1] if times else None,
         "by_event": [
-            {"event": name, "count": count, "blocks": tally.blocks[name], "keys": tally.keys[name]}
-            for name, count in tally.rows.most_common()
+            {"event": name, "count": count, "blocks": blocks[name], "keys": keys[name]}
+            for name, count in rows.most_common()
         ],
         "closed_segments": len(reader.manifest.closed),
         "has_open_segment": reader.manifest.open_segment is not None,

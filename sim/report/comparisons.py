@@ -4,17 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..figures import Document, figure_at, millions, percent, seconds, shown
-from .console import console, print_assumptions, table
+from .console import console, headline, print_assumptions, table
 
 
 def print_ab(document: Mapping[str, Any]) -> None:
     """Print what differs and why, then every figure side by side."""
-    from rich.markup import escape
-
-    out = console()
-    out.print("[bold]What differs, and its effect[/bold]")
+    out = headline("What differs, and its effect")
     for sentence in document["explanation"]:
-        out.print(f"- {escape(sentence)}", soft_wrap=True)
+        out.print(f"- {sentence}", markup=False, soft_wrap=True)
     rows = [
         (
             row["name"],
@@ -31,7 +28,7 @@ def print_ab(document: Mapping[str, Any]) -> None:
     if differing:
         out.print(table("Assumptions that differ", ("assumption", "A", "B"), differing, left=(0, 1, 2)))
     same = ", ".join(f"{name} {text}" for name, text in document["same"].items())
-    out.print(escape(f"Same in both: {document['trace']['name']}{', ' if same else ''}{same}"), soft_wrap=True)
+    out.print(f"Same in both: {document['trace']['name']}{', ' if same else ''}{same}", markup=False, soft_wrap=True)
 
 
 def _shown(value: Any) -> str:
@@ -42,33 +39,14 @@ def _shown(value: Any) -> str:
 
 def print_block_sizes(document: Mapping[str, Any]) -> None:
     """Print the answer, a row per block size, and the assumptions."""
-    from rich.markup import escape
-
-    out = console()
-    out.print(f"[bold]{escape(document['answer']['sentence'])}[/bold]", soft_wrap=True)
-    columns = (
-        "tokens",
-        "blocks",
-        "hit rate",
-        "TTFT p50",
-        "TTFT p99",
-        "TPOT p99",
-        "tokens/s",
-        "preempted",
-        "worst gap",
-    )
+    out = headline(document["answer"]["sentence"])
+    columns = ("tokens", "blocks", "hit rate", "TTFT p50", "TTFT p99", "TPOT p99", "tokens/s", "preempted", "worst gap")
     rows = [_cells(row, document["answer"]["block_size"]) for row in document["rows"] if "error" not in row]
-    out.print(
-        table(
-            "Block sizes (* the answer; worst gap: largest distance of a figure from the best size)",
-            columns,
-            rows,
-            left=(),
-        )
-    )
+    title = "Block sizes (* the answer; worst gap: largest distance of a figure from the best size)"
+    out.print(table(title, columns, rows, left=()))
     for row in document["rows"]:
         if "error" in row:
-            out.print(f"{row['block_size']}: {escape(row['error'])}", soft_wrap=True)
+            out.print(f"{row['block_size']}: {row['error']}", markup=False, soft_wrap=True)
     out.print(f"Pool: {document['pool']}")
     out.print(
         "Not modelled: the cost of long block tables, of hashing and of events, all of which favour large blocks."
@@ -93,18 +71,10 @@ def _cells(row: Mapping[str, Any], chosen: int) -> tuple[str, ...]:
 
 def print_worth(document: Mapping[str, Any]) -> None:
     """Print the answer, the policies, and the assumptions."""
-    from rich.markup import escape
-
-    out = console()
-    out.print(f"[bold]{escape(document['answer']['sentence'])}[/bold]", soft_wrap=True)
+    out = headline(document["answer"]["sentence"])
     pool = document["pool"]
     rows = [
-        (
-            row["policy"],
-            percent(row["token_hit_rate"]),
-            millions(row["hit_tokens"]),
-            millions(row["computed_tokens"]),
-        )
+        (row["policy"], percent(row["token_hit_rate"]), millions(row["hit_tokens"]), millions(row["computed_tokens"]))
         for row in document["policies"]
     ]
     title = f"Pool of {pool['num_blocks']:,} blocks of {pool['block_size']} tokens"

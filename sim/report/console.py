@@ -31,6 +31,13 @@ def console(stderr: bool = False):
     return Console(stderr=stderr, width=None if stream_is_terminal else 120, highlight=False)
 
 
+def headline(text: str):
+    """Print a bold line of plain text; returns the console."""
+    out = console()
+    out.print(text, style="bold", markup=False, soft_wrap=True)
+    return out
+
+
 def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any]], left: Sequence[int] = (0,)):
     """A rich table; columns with an index in `left` are left-aligned, all others are right-aligned."""
     from rich import box

@@ -1,24 +1,14 @@
 """Prints the capacity curve and the comparison of allocators."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from ..baselines.baselines import AllocatorUsage
 from ..cache.capacity_curve import ASSUMPTIONS, CapacityCurve
 from ..cache.lru_curve import CachePoint
 from ..cache.reuse import reuse_distances, reuse_times, working_sets
-from ..figures import duration, memory, millions, percent
+from ..figures import Document, duration, memory, millions, percent
 from ..scenario.compare import CompareResult, assumptions, compare_sentences
 from ..scenario.curve import CurveResult
-from .console import console, table
-
-
-def print_reuse(curve: CapacityCurve, bytes_per_block: int | None) -> None:
-    """Print hit rate by block size, reuse distances and times, and working sets of a trace that reuses blocks."""
-    out = console()
-    out.print()
-    out.print(_by_block_size(curve))
-    for line in _sentences(curve, bytes_per_block):
-        out.print(line)
+from .console import console, headline, table
 
 
 def _by_block_size(curve: CapacityCurve):
@@ -43,7 +33,8 @@ def _by_block_size(curve: CapacityCurve):
     return table(None, columns, rows, left=())
 
 
-def _sentences(curve: CapacityCurve, bytes_per_block: int | None) -> Iterator[str]:
+def _reuse(curve: CapacityCurve, bytes_per_block: int | None) -> Iterator[str]:
+    """Near misses, reuse distances and times, and the largest working set."""
     here = curve.near_misses()
     yield (
         f"{here['requests_that_share']:,} of {curve.info.num_requests:,} requests share a prefix with an earlier one; "
@@ -68,19 +59,19 @@ def _sentences(curve: CapacityCurve, bytes_per_block: int | None) -> Iterator[st
 def print_curve(result: CurveResult) -> None:
     """Print the table, what it means, and what to try next."""
     curve, bytes_per_block = result.curve, result.bytes_per_block
-    from rich.markup import escape
-
-    out = console()
-    title, *lines = map(escape, _what_was_read(curve))
-    out.print(f"[bold]{title}[/bold]")
+    title, *lines = _what_was_read(curve)
+    out = headline(title)
     for line in lines:
-        out.print(line)
+        out.print(line, markup=False)
     out.print()
     out.print(_table(curve, bytes_per_block))
     for line in _headlines(curve, bytes_per_block):
         out.print(line)
     if curve.infinite.hit_blocks:
-        print_reuse(curve, bytes_per_block)
+        out.print()
+        out.print(_by_block_size(curve))
+        for line in _reuse(curve, bytes_per_block):
+            out.print(line)
     out.print(f"[dim]Assumptions: {'; '.join(ASSUMPTIONS)}.[/dim]")
     out.print("[dim]Next: `kvledger replay` runs the same requests through an engine, with outputs and latency.[/dim]")
 
@@ -191,18 +182,18 @@ DEFINITIONS = (
 )
 
 
-def compare_table(usages: list[AllocatorUsage]):
-    """The allocators side by side; fits 80 columns."""
+def compare_table(allocators: Iterable[Document]):
+    """The allocators of a comparison's document side by side; fits 80 columns."""
     columns = ("Allocator", "Tokens", "Reserved", "Internal", "External", "Batch", "Max", "Preempted")
     rows = [
         (
-            usage.name,
-            *(f"{share:.1f} %" for share in _shares(usage)),
-            f"{usage.mean_batch:,.2f}",
-            usage.max_batch,
-            usage.preemptions,
+            row["name"],
+            *(f"{row[share]:.1f} %" for share in ("token_pct", "reservation_pct", "internal_pct", "external_pct")),
+            f"{row['mean_batch']:,.2f}",
+            row["max_batch"],
+            row["preemptions"],
         )
-        for usage in usages
+        for row in allocators
     ]
     return table("What fills the KV memory", columns, rows)
 
@@ -219,14 +210,10 @@ def print_compare(result: CompareResult) -> None:
         markup=False,
     )
     out.print()
-    out.print(compare_table(usages))
+    out.print(compare_table(usage.as_dict() for usage in usages))
     out.print(DEFINITIONS, style="dim")
     for sentence in compare_sentences(usages, setup):
         out.print(f"\n{sentence}", markup=False)
     out.print("\nAssumptions", style="bold")
     for assumption in assumptions(usages, setup):
         out.print(f"- {assumption}", markup=False)
-
-
-def _shares(usage: AllocatorUsage) -> tuple[float, float, float, float]:
-    return usage.token_pct, usage.reservation_pct, usage.internal_pct, usage.external_pct

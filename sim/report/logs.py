@@ -9,12 +9,14 @@ from .console import console, table
 NEXT_SHOWN = 16
 
 
-def print_state(commit: int, state: Document) -> None:
-    """Print `kvledger log at` (`state` is the result of `state_as_dict`)."""
+def print_state(state: Document) -> None:
+    """Print `kvledger log at`."""
     out = console()
     usage = percent(state["kv_cache_usage"])
     parts = ", ".join(f"{name} {state[name]:,}" for name in ("held", "evictable", "clean", "null"))
-    out.print(f"after commit {commit:,}: {state['num_blocks']:,} blocks ({parts}), usage {usage}", soft_wrap=True)
+    out.print(
+        f"after commit {state['commit']:,}: {state['num_blocks']:,} blocks ({parts}), usage {usage}", soft_wrap=True
+    )
     rows = [
         (name, each["row"], each["num_placed_tokens"], ", ".join(str(len(blocks)) for blocks in each["tables"]))
         for name, each in state["requests"].items()

@@ -9,8 +9,6 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-import attrs
-
 from ..figures import Document, at_path, gib, memory, millions, percent, seconds, shown
 from ..study.answer import Figure, Sentence
 from ..study.sentences import answer_sentences
@@ -18,28 +16,21 @@ from .plots import PLOT_TEXTS, row_colour, study_plots
 from .replay import LATENCIES
 
 
-@attrs.frozen
-class Html:
-    """Text that is already HTML. Plain strings are escaped when they enter a page."""
-
-    code: str
-
-    def __str__(self) -> str:
-        """The code."""
-        return self.code
+class Html(str):
+    """Text that is already HTML. Other strings are escaped when they enter a page."""
 
 
-Content = str | Html
+Content = str
 Shows = dict[str, Callable[[Any], str]]
 COUNT = "{:,}".format
 
 
 def html(content: Content) -> str:
     """The content as HTML code."""
-    return content.code if isinstance(content, Html) else escape(content)
+    return content if isinstance(content, Html) else escape(content)
 
 
-def joined(parts: Iterable[Content]) -> Html:
+def joined(*parts: Content) -> Html:
     """Concatenate pieces of content."""
     return Html("".join(map(html, parts)))
 
@@ -51,7 +42,7 @@ def tag(name: str, *content: Content, **attributes: str | None) -> Html:
         for key, value in attributes.items()
         if value is not None
     )
-    return Html(f"<{name}{written}>{joined(content)}</{name}>")
+    return Html(f"<{name}{written}>{joined(*content)}</{name}>")
 
 
 def breakable(name: str) -> Html:
@@ -72,7 +63,7 @@ def cells(document: Document, path: str, shows: Shows) -> list[Content]:
 
 def answered(sentence: Sentence) -> Html:
     """A sentence whose figures have their value and their name as attributes."""
-    return joined(_figure(part) if isinstance(part, Figure) else part for part in sentence.parts)
+    return joined(*(_figure(part) if isinstance(part, Figure) else part for part in sentence.parts))
 
 
 def _figure(figure: Figure) -> Html:
@@ -156,17 +147,15 @@ def render_page(document: Document) -> str:
         for anchor, title, content in written
     ]
     body = joined(
-        (
-            tag("a", "Skip to the answer", class_="skip", href="#answer"),
-            tag(
-                "header",
-                tag("h1", title["heading"]),
-                *(tag("p", title[line], class_="subtitle") for line in ("subtitle", "window") if line in title),
-                tag("nav", links, aria_label="Contents"),
-            ),
-            tag("main", _not_done(document), *main),
-            tag("footer", "Written by kvledger. study.json beside this page has the same figures for programs."),
-        )
+        tag("a", "Skip to the answer", class_="skip", href="#answer"),
+        tag(
+            "header",
+            tag("h1", title["heading"]),
+            *(tag("p", title[line], class_="subtitle") for line in ("subtitle", "window") if line in title),
+            tag("nav", links, aria_label="Contents"),
+        ),
+        tag("main", _not_done(document), *main),
+        tag("footer", "Written by kvledger. study.json beside this page has the same figures for programs."),
     )
     return _shell(title["heading"], body, plots, get_plotlyjs())
 
@@ -201,7 +190,7 @@ def _answer(document: Document) -> Html:
     notes = [part["warnings"] for part in (document["plan"], document["curve"]) if part is not None]
     warnings = [warning for each in notes for warning in each]
     shown_warnings = [tag("h3", "Warnings"), bullets(warnings)] if warnings else []
-    return joined((tag("dl", *cards, class_="answer"), *shown_warnings))
+    return joined(tag("dl", *cards, class_="answer"), *shown_warnings)
 
 
 def _curve(document: Document, is_drawn: bool) -> Html | None:
@@ -229,12 +218,7 @@ def _curve(document: Document, is_drawn: bool) -> Html | None:
         "and LRU is the most that a better policy can gain. The star is the hit rate of the replayed engine, where "
         "concurrent requests and their outputs share the pool."
     )
-    return joined(
-        (
-            plot("plot-curve", caption),
-            table("Hit rates in percent of prompt tokens", columns, rows, left=()),
-        )
-    )
+    return joined(plot("plot-curve", caption), table("Hit rates in percent of prompt tokens", columns, rows, left=()))
 
 
 def _time(document: Document) -> Html | None:
@@ -258,7 +242,7 @@ def _time(document: Document) -> Html | None:
         ["simulated time, s", data(document, "replay.simulated_seconds", "{:,.1f}".format)],
         ["engine steps", data(document, "replay.steps", COUNT)],
     ]
-    return joined((plot("plot-time", caption), table("Replay results", ["", "value"], rows)))
+    return joined(plot("plot-time", caption), table("Replay results", ["", "value"], rows))
 
 
 def _latency(document: Document) -> Html | None:
@@ -280,7 +264,7 @@ def _latency(document: Document) -> Html | None:
     if document["replay"]["distributions"]:
         how_to_read = "Shows the share of samples within each time. The counts are exact at the markers."
         pieces.append(plot("plot-distribution", how_to_read))
-    return joined(pieces)
+    return joined(*pieces)
 
 
 def _ledger(document: Document) -> Html | None:
@@ -293,9 +277,7 @@ def _ledger(document: Document) -> Html | None:
         path = f"plan.ledger.{index}"
         rows.append(
             [
-                joined(
-                    (tag("span", class_="swatch", style=f"background: var({row_colour(row['name'])})"), row["name"])
-                ),
+                joined(tag("span", class_="swatch", style=f"background: var({row_colour(row['name'])})"), row["name"]),
                 data(document, f"{path}.bytes", gib),
                 data(document, f"{path}.share", lambda share: percent(share, 1)),
                 row["source"],
@@ -307,11 +289,9 @@ def _ledger(document: Document) -> Html | None:
     caption = f"One {plan['device']['name']} GPU; the rows add up to the total memory that its driver reports."
     users = _users_table(document)
     return joined(
-        (
-            plot("plot-ledger", caption),
-            table("Memory ledger of one GPU", columns, rows, left=(0, 3, 4, 5)),
-            *([users] if users else []),
-        )
+        plot("plot-ledger", caption),
+        table("Memory ledger of one GPU", columns, rows, left=(0, 3, 4, 5)),
+        *([users] if users else []),
     )
 
 
@@ -345,11 +325,7 @@ def _compare(document: Document) -> Html | None:
         "run at once."
     )
     return joined(
-        (
-            plot("plot-compare", caption),
-            table("What fills the KV memory", columns, rows),
-            bullets(compare["sentences"]),
-        )
+        plot("plot-compare", caption), table("What fills the KV memory", columns, rows), bullets(compare["sentences"])
     )
 
 
@@ -367,7 +343,7 @@ def _what_if(document: Document) -> Html | None:
     note = tag(
         "p", "Each row has its own memory plan; the hit rate comes from the curve. Latency needs another replay."
     )
-    return joined((note, table("This study with one option changed", columns, rows)))
+    return joined(note, table("This study with one option changed", columns, rows))
 
 
 def _assumptions(document: Document) -> Html:
@@ -383,7 +359,7 @@ def _assumptions(document: Document) -> Html:
         else:
             content = bullets(assumed)
         out += [tag("h3", name), content]
-    return joined(out)
+    return joined(*out)
 
 
 def _figures(document: Document) -> Html:
@@ -402,6 +378,6 @@ def _figures(document: Document) -> Html:
 def _reproduce(document: Document) -> Html:
     steps = [tag("h3", step["question"]) for step in document["next"]]
     commands = [tag("pre", step["command"], tabindex="0") for step in document["next"]]
-    following = joined(joined(pair) for pair in zip(steps, commands, strict=True))
+    following = joined(*(joined(*pair) for pair in zip(steps, commands, strict=True)))
     again = tag("pre", document["command"], tabindex="0")
-    return joined((again, tag("p", "Try next:"), following)) if document["next"] else again
+    return joined(again, tag("p", "Try next:"), following) if document["next"] else again

@@ -1,5 +1,6 @@
 """Prints `kvledger plan`: the memory ledger as a table and a bar, the pool, users by length, values to paste."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,16 +56,9 @@ def print_plan(result: PlanResult, *, explain: bool, mix: str | None = None) -> 
 
 def _headline(question: PlanQuestion, plan: DeploymentPlan) -> str:
     deployment = plan.deployment
-    sizes = [
-        f"{name} {size}"
-        for name, size in (
-            ("TP", deployment.tensor_parallel_size),
-            ("PP", deployment.pipeline_parallel_size),
-            ("DP", deployment.data_parallel_size),
-            ("DCP", deployment.decode_context_parallel_size),
-        )
-        if size > 1
-    ]
+    names = {"TP": "tensor", "PP": "pipeline", "DP": "data", "DCP": "decode_context"}
+    all_sizes = {name: getattr(deployment, f"{kind}_parallel_size") for name, kind in names.items()}
+    sizes = [f"{name} {size}" for name, size in all_sizes.items() if size > 1]
     layout = f" ({', '.join(sizes)})" if sizes else ""
     verdict = "fits" if plan.fits else "does not fit"
     gpus = f"{deployment.num_gpus} x {question.device_name}{layout}, {format_gib(deployment.total_bytes)} each"
@@ -91,15 +85,11 @@ def _print_ledger(out: Any, plan: DeploymentPlan) -> None:
     where = "one GPU" if plan.deployment.num_gpus == 1 else f"each GPU of stage {stage.stage} (the tightest)"
     if len(plan.stages) == 1 and plan.deployment.num_gpus > 1:
         where = "each GPU"
-    shown = table(
-        f"Memory of {where}",
-        ["", "GiB", "share", "source", "range, GiB"],
-        [
-            (row.name, f"{row.num_bytes / GIB:,.2f}", percent(row.num_bytes / total, 1), str(row.source), _span(row))
-            for row in rows
-        ],
-        left=(0, 3),
-    )
+    cells = [
+        (row.name, f"{row.num_bytes / GIB:,.2f}", percent(row.num_bytes / total, 1), str(row.source), _span(row))
+        for row in rows
+    ]
+    shown = table(f"Memory of {where}", ["", "GiB", "share", "source", "range, GiB"], cells, left=(0, 3))
     shown.add_section()
     shown.add_row("total", f"{total / GIB:,.2f}", percent(1, 1), "", "")
     out.print(shown)
@@ -182,10 +172,7 @@ def _print_pool(out: Any, plan: DeploymentPlan) -> None:
 def _groups(plan: DeploymentPlan) -> str:
     """`10 full and 52 sliding caches in 7 groups of up to 10`."""
     groups = plan.pool.groups
-    counts: dict[str, int] = {}
-    for group in groups:
-        for spec in group.layer_specs:
-            counts[spec.kind] = counts.get(spec.kind, 0) + 1
+    counts = Counter(spec.kind for group in groups for spec in group.layer_specs)
     kinds = " and ".join(f"{count} {kind}" for kind, count in counts.items())
     widest = max(len(group.layer_names) for group in groups)
     return f"{kinds} caches in {len(groups)} groups of up to {widest}" if len(groups) > 1 else f"{kinds} caches"
@@ -194,13 +181,12 @@ def _groups(plan: DeploymentPlan) -> str:
 def _totals_sentence(plan: DeploymentPlan, all_gpus: Document) -> str:
     held = f"{format_gib(all_gpus['kv_cache_bytes'])} of KV cache for {all_gpus['kv_cache_tokens']:,} tokens"
     deployment = plan.deployment
-    reasons: list[str] = []
-    if deployment.tensor_parallel_size > 1:
-        reasons.append("TP adds bytes, not tokens: each rank holds its heads of every block")
-    if deployment.pipeline_parallel_size > 1:
-        reasons.append("PP adds bytes, not tokens: each stage holds its layers of every block")
-    if deployment.data_parallel_size > 1:
-        reasons.append(f"DP adds both: {deployment.data_parallel_size} independent engines")
+    effects = {
+        "TP adds bytes, not tokens: each rank holds its heads of every block": deployment.tensor_parallel_size,
+        "PP adds bytes, not tokens: each stage holds its layers of every block": deployment.pipeline_parallel_size,
+        f"DP adds both: {deployment.data_parallel_size} independent engines": deployment.data_parallel_size,
+    }
+    reasons = [effect for effect, size in effects.items() if size > 1]
     return f"{held} ({'; '.join(reasons)})" if reasons else held
 
 
@@ -252,17 +238,14 @@ def _print_values(out: Any, plan: DeploymentPlan) -> None:
     values = fitting_values(plan)
     vllm = values.suggested_vllm
     one = values.same_pool.bytes_per_block
-    sizes = {
-        "this pool": (values.same_pool.num_bytes, values.same_pool.num_blocks),
-        "largest within --gpu-memory-utilization": (
-            values.to_requested_limit.num_bytes,
-            values.to_requested_limit.num_blocks,
-        ),
-        "largest on this GPU": (values.to_gpu_limit.num_bytes, values.to_gpu_limit.num_blocks),
-        "vLLM's suggestion, within utilization": (vllm.to_requested_limit_bytes, vllm.to_requested_limit_bytes // one),
-        "vLLM's suggestion, whole GPU": (vllm.to_gpu_limit_bytes, vllm.to_gpu_limit_bytes // one),
+    pools = {
+        "this pool": values.same_pool,
+        "largest within --gpu-memory-utilization": values.to_requested_limit,
+        "largest on this GPU": values.to_gpu_limit,
     }
-    rows = [(name, f"{num_bytes}", f"{num_blocks:,}") for name, (num_bytes, num_blocks) in sizes.items()]
+    rows = [(name, f"{pool.num_bytes}", f"{pool.num_blocks:,}") for name, pool in pools.items()]
+    suggested = {"within utilization": vllm.to_requested_limit_bytes, "whole GPU": vllm.to_gpu_limit_bytes}
+    rows += [(f"vLLM's suggestion, {name}", f"{size}", f"{size // one:,}") for name, size in suggested.items()]
     out.print(table("Options that fix the size of the pool", ["", "--kv-cache-memory-bytes", "blocks"], rows))
 
 

@@ -33,14 +33,9 @@ STYLE: dict[Any, Any] = {
 
 
 def write_plots(plots: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Write every plot as `<id>.svg` and `<id>.png`; returns their paths.
+    """Write every plot, by an id of `PLOT_TEXTS`, as `<id>.svg` and `<id>.png`; returns their paths.
 
-    Args:
-        plots: figures by id, as `study_plots` makes them; each id is in `PLOT_TEXTS`.
-        folder: where to write; created if missing.
-
-    Raises:
-        InputError: Matplotlib is not installed, or the folder cannot be written.
+    Raises InputError: Matplotlib is not installed, or the folder, which is created if missing, cannot be written.
     """
     try:
         from matplotlib import rc_context

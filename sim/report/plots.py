@@ -154,10 +154,8 @@ def latency_plot(replay: Document) -> Document:
     ]
     for quantile, symbol, colour in QUANTILES:
         values = [replay[key][quantile] for key, _ in measured]
-        hover, marker = (
-            "%{y} " + quantile + ": %{x:.4~g} s<extra></extra>",
-            {"symbol": symbol, "size": 12, "color": colour},
-        )
+        hover = "%{y} " + quantile + ": %{x:.4~g} s<extra></extra>"
+        marker = {"symbol": symbol, "size": 12, "color": colour}
         data.append(scatter(quantile, values, [name for _, name in measured], "markers", hover, marker=marker))
     times_s = [value for key, _ in measured for value in (replay[key]["p50"], replay[key]["p99"])]
     layout = layout_of(

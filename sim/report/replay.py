@@ -5,12 +5,7 @@ from ..fleet.fleet import EngineName
 from ..scenario.sampling import SamplingResult
 from .console import console, print_assumptions, table
 
-LATENCIES = (
-    ("ttft_s", "TTFT"),
-    ("itl_s", "ITL"),
-    ("tpot_s", "TPOT"),
-    ("e2e_s", "E2E"),
-)
+LATENCIES = (("ttft_s", "TTFT"), ("itl_s", "ITL"), ("tpot_s", "TPOT"), ("e2e_s", "E2E"))
 
 
 def print_replay(report: Document) -> None:
@@ -51,7 +46,7 @@ def print_outcome(report: Document) -> None:
             ],
         )
     )
-    out.print(table(None, ("latency", "mean", "p50", "p90", "p99", "max", "samples"), _latency_rows(report)))
+    out.print(latency_table(report))
     for reason in report["rejections"]:
         out.print(f"rejected: {reason}", soft_wrap=True)
 
@@ -63,10 +58,14 @@ def _print_end(report: Document) -> None:
     console().print(f"[dim]took {timing['wall_seconds']:.1f} s, {timing['us_per_step']:.0f} us per engine step[/dim]")
 
 
-def _latency_rows(report: Document) -> list[tuple[str, ...]]:
+def latency_table(report: Document, title: str | None = None):
+    """Mean and percentiles of each latency of a replay's document."""
     columns = ("mean", "p50", "p90", "p99", "max")
-    rows = [(name, report[key]) for key, name in LATENCIES]
-    return [(name, *(seconds(of[column]) for column in columns), f"{of['count']:,}") for name, of in rows]
+    rows = [
+        (name, *(seconds(report[key][column]) for column in columns), f"{report[key]['count']:,}")
+        for key, name in LATENCIES
+    ]
+    return table(title, ("latency", *columns, "samples"), rows)
 
 
 def print_fleet(document: Document) -> None:
@@ -91,7 +90,7 @@ def print_fleet(document: Document) -> None:
     out = console()
     out.print(table("Engines", columns, rows))
     if "kv_transfer" in document:
-        console().print(
+        out.print(
             "Hit rate of a decode engine: share of tokens found in its own cache, which were not copied.",
             soft_wrap=True,
         )

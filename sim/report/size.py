@@ -1,22 +1,17 @@
 """Prints and plots `kvledger size`: the answer, the shapes tried, the runs on both sides of it, the assumptions."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..figures import Document, percent, seconds
 from ..search.sizing import SearchWatch
-from ..search.slo import Trial
-from .console import console, print_assumptions, table
+from .console import Bar, console, headline, print_assumptions, table
 from .plots import LEGEND_ABOVE, axis_of, bars, layout_of, scatter
 
 
 def print_size(document: Mapping[str, Any]) -> None:
     """Print everything (`document` is that of `--json`)."""
-    from rich.markup import escape
-
-    out = console()
-    out.print(f"[bold]{escape(_headline(document))}[/bold]", soft_wrap=True)
+    headline(_headline(document))
     if document["answer"] is not None:
         _print_cost(document["answer"]["cost"])
     instead = document["instead"]
@@ -210,62 +205,34 @@ def _print_nearest(instead: Mapping[str, Any]) -> None:
 
 
 class SizeProgress(SearchWatch):
-    """A context that shows two progress bars on standard error; silent if that is no terminal.
-
-    The first bar counts runs; its total, an upper bound, is known once the answer is bracketed. The second bar counts
-    the requests of the current run.
-    """
+    """Shows the runs of a search on a bar that counts the requests of the current run; see `Bar`."""
 
     def __init__(self) -> None:
-        from rich import progress as rich
-
-        columns = (
-            *(rich.TextColumn("{task.description}"), rich.BarColumn(bar_width=24), rich.MofNCompleteColumn()),
-            *(rich.TimeElapsedColumn(), rich.TextColumn("left"), rich.TimeRemainingColumn()),
-        )
         super().__init__()
-        is_silent = not sys.stderr.isatty()
-        self._bars = rich.Progress(*columns, console=console(stderr=True), transient=True, disable=is_silent)
-        self._runs = self._bars.add_task("searching", total=None)
-        self._run = self._bars.add_task("run", total=None)
-        self._num_done = 0
+        self.bar = Bar("searching")
         self._shape = ""
-
-    def __enter__(self) -> "SizeProgress":
-        self._bars.__enter__()
-        return self
-
-    def __exit__(self, *reason: Any) -> None:
-        self._bars.__exit__(*reason)
+        self._most = ""  # runs, known once the answer is bracketed
 
     def shape(self, text: str) -> None:
-        """Reset the first bar for another shape."""
-        self._shape, self._num_done = text, 0
-        self._bars.reset(self._runs, total=None, description=f"{text}: bracketing the answer")
+        """Name the shape in what follows."""
+        self._shape, self._most = text, ""
 
     def starts(self, value: float, num_requests: int | None) -> None:
-        """Reset the second bar for another run."""
-        self._bars.reset(self._run, total=num_requests, description=f"run of {value:.4g}, requests")
+        """Begin to count the requests of a run."""
+        description = f"{self._shape}: run {len(self.trials) + 1}{self._most}, of {value:.4g}; requests"
+        self.bar.update(description=description, completed=0, total=num_requests)
 
     def routed(self, num_requests: int) -> None:
-        """Advance the second bar."""
-        self._bars.update(self._run, completed=num_requests)
-
-    def ended(self, trial: Trial) -> None:
-        """Advance the first bar."""
-        super().ended(trial)
-        self._num_done += 1
-        self._bars.update(self._runs, completed=self._num_done)
+        """Show how many requests of the run have arrived."""
+        self.bar.count(num_requests)
 
     def left(self, num_runs: int) -> None:
-        """Set the total of the first bar."""
-        total = self._num_done + num_runs
-        self._bars.update(self._runs, total=total, description=f"{self._shape}: closing in, runs")
+        """Show how many runs there are at most."""
+        self._most = f" of at most {len(self.trials) + num_runs}"
 
     def tornado(self, num_done: int, num_rows: int) -> None:
-        """Let the first bar count assumptions."""
-        self._bars.update(self._runs, completed=num_done, total=num_rows, description="what matters: assumptions")
-        self._bars.update(self._run, visible=False)
+        """Count assumptions."""
+        self.bar.part("what matters: assumptions", num_done, num_rows)
 
 
 DASHED = {"color": "--ink", "width": 1.5, "dash": "dash"}

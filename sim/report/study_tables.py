@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from ..figures import Document, memory, millions, percent, seconds
+from ..figures import Document, memory, millions, percent
 from .console import console, print_list, table
-from .replay import LATENCIES
-
-SHARES = ("token_pct", "reservation_pct", "internal_pct", "external_pct")
+from .curve import compare_table
+from .replay import latency_table
 
 
 def print_study(document: Document, page: Path, data: Path) -> None:
@@ -24,9 +23,9 @@ def print_study(document: Document, page: Path, data: Path) -> None:
     if document["curve"] is not None and document["derived"]["claims_reuse"]:
         out.print(_curve_table(document["curve"]))
     if document["replay"] is not None:
-        out.print(_latency_table(document["replay"]))
+        out.print(latency_table(document["replay"], "Latency, including queueing"))
     if document["compare"] is not None:
-        out.print(_compare_table(document["compare"]["allocators"]))
+        out.print(compare_table(document["compare"]["allocators"]))
     if document["what_if"]:
         out.print(_what_if_table(document["what_if"]))
     _print_lists(out, document)
@@ -75,26 +74,6 @@ def _curve_table(curve: Document) -> Any:
 def _hit_cells(point: Document, best: Document, in_bytes: bool) -> tuple[str, str, str]:
     size = memory(point["bytes"]) if in_bytes else millions(point["tokens"])
     return size, percent(point["token_hit_rate"], 1), percent(best["token_hit_rate"], 1)
-
-
-def _latency_table(replay: Document) -> Any:
-    columns = ("mean", "p50", "p90", "p99", "max")
-    rows = [(name, *(seconds(replay[key][column]) for column in columns)) for key, name in LATENCIES]
-    return table("Latency, including queueing", ("", *columns), rows)
-
-
-def _compare_table(allocators: list[Document]) -> Any:
-    rows = [
-        (
-            row["name"],
-            *(f"{row[share]:.1f} %" for share in SHARES),
-            f"{row['mean_batch']:,.1f}",
-            f"{row['preemptions']:,}",
-        )
-        for row in allocators
-    ]
-    columns = ("allocator", "tokens", "reserved", "internal", "external", "batch", "preempted")
-    return table("What fills the KV memory while requests wait", columns, rows)
 
 
 def _what_if_table(rows: list[Document]) -> Any:

@@ -1,23 +1,27 @@
 """Compare allocators on a scenario's traffic: memory wasted by static, power-of-two, oracle, growing and paged ones."""
 
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 
 from ...core.errors import DoesNotFitError, InputError
-from ...core.models.geometry import load_geometry, served_cache_dtype
+from ...core.models.geometry import ModelGeometry
 from ...core.quantities import format_bytes
 from ..baselines.baselines import AllocatorUsage, compare_allocators
 from ..figures import Document, gib, percent
 from ..traces import Trace
+from .curve import bytes_per_token
 from .options import ENGINE, HARDWARE, option, options
 from .results import Table
 from .scenario import Scenario
-from .traffic import open_traffic
+from .traffic import counted, open_traffic
 
 DEFAULT_BLOCK_SIZE = 16
+# (input_length, output_length) of every request, in tokens.
+Lengths = list[tuple[int, int]]
+Sourced = tuple[int, str]  # a number, and where it comes from
+Model = tuple[ModelGeometry, int]  # a model and the bytes of a token
 
 
 @options
@@ -30,12 +34,7 @@ class CompareOptions:
 
 @attrs.frozen(kw_only=True)
 class CompareResult:
-    """Five allocators on the same requests and the same memory.
-
-    Attributes:
-        usages: of each allocator.
-        setup: what they share: trace, memory, longest request, block size, each with its source.
-    """
+    """Five allocators on the same requests and memory; `setup` is what they share: trace, memory, block size."""
 
     usages: list[AllocatorUsage]
     setup: Document
@@ -51,10 +50,7 @@ class CompareResult:
 
 
 def compare_scenario(
-    scenario: Scenario,
-    asked: CompareOptions | None = None,
-    *,
-    on_progress: Callable[[int], None] = lambda count: None,
+    scenario: Scenario, asked: CompareOptions | None = None, *, on_progress: Callable[[int], None] = lambda count: None
 ) -> CompareResult:
     """Run the scenario's requests through every allocator.
 
@@ -64,18 +60,16 @@ def compare_scenario(
     """
     asked = asked or CompareOptions()
     block_size = DEFAULT_BLOCK_SIZE if scenario.block_size is None else scenario.block_size
-    tokens = token_bytes(scenario.model, None if scenario.kv_cache_dtype == "auto" else scenario.kv_cache_dtype)
-    memory = kv_memory(
-        tokens, asked.kv_cache_tokens, scenario.num_gpu_blocks_override, scenario.kv_cache_memory_bytes, block_size
-    )
+    model = model_of(scenario)
+    slots = _token_slots(scenario, asked, model, block_size)
     source = open_traffic(scenario)
     lengths = read_lengths(source, on_progress)
     return compare_on(
         source,
         lengths,
-        slots=memory,
-        longest=longest_request(scenario.max_model_len, tokens, lengths),
-        tokens=tokens,
+        slots=slots,
+        longest=_longest_request(scenario.max_model_len, model, lengths),
+        model=model,
         block_size=block_size,
         max_num_seqs=scenario.max_num_seqs,
         watermark=asked.watermark,
@@ -84,165 +78,96 @@ def compare_scenario(
 
 def compare_on(
     trace: Trace,
-    lengths: "Lengths",
+    lengths: Lengths,
     *,
-    slots: "Sourced",
-    longest: "Sourced",
-    tokens: "TokenBytes | None",
+    slots: Sourced,
+    longest: Sourced,
+    model: Model | None,
     block_size: int,
     max_num_seqs: int | None,
     watermark: float,
 ) -> CompareResult:
     """Run requests of known lengths through every allocator; token slots and longest request with their sources."""
-    kv_bytes_per_token = None if tokens is None else tokens.kv_bytes_per_token
+    shared = {"block_size": block_size, "max_num_seqs": max_num_seqs, "watermark": watermark}
+    kv_bytes_per_token = None if model is None else model[1]
     usages = compare_allocators(
-        lengths,
-        num_slots=slots.value,
-        max_model_len=longest.value,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        watermark=watermark,
-        kv_bytes_per_token=kv_bytes_per_token,
+        lengths, num_slots=slots[0], max_model_len=longest[0], kv_bytes_per_token=kv_bytes_per_token, **shared
     )
     setup = {
         "trace": trace.info.as_dict(),
         "window": trace.info.window_as_dict(),
-        "num_slots": slots.value,
-        "num_slots_source": slots.source,
+        "num_slots": slots[0],
+        "num_slots_source": slots[1],
         "kv_bytes_per_token": kv_bytes_per_token,
-        "max_model_len": longest.value,
-        "max_model_len_source": longest.source,
-        "block_size": block_size,
-        "max_num_seqs": max_num_seqs,
-        "watermark": watermark,
+        "max_model_len": longest[0],
+        "max_model_len_source": longest[1],
+        **shared,
     }
     return CompareResult(usages=usages, setup=setup)
 
 
-TOKENS_TO_CHECK = 1 << 20
-
-
-@attrs.frozen
-class TokenBytes:
-    """A model of which every token takes the same memory; `max_position_embeddings` None where its config is silent."""
-
-    model: str
-    kv_bytes_per_token: int
-    max_position_embeddings: int | None
-
-
-@attrs.frozen
-class Sourced:
-    """A number and where it came from."""
-
-    value: int
-    source: str
-
-
-class Lengths:
-    """(input_length, output_length) of many requests, 16 bytes each; may be iterated again and again."""
-
-    def __init__(self) -> None:
-        self._inputs, self._outputs = array("q"), array("q")
-        self.longest = 0
-
-    def append(self, input_length: int, output_length: int) -> None:
-        """Add a request."""
-        self._inputs.append(input_length)
-        self._outputs.append(output_length)
-        self.longest = max(self.longest, input_length + output_length)
-
-    def __len__(self) -> int:
-        return len(self._inputs)
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return zip(self._inputs, self._outputs, strict=True)
-
-
-def token_bytes(model: str | None, kv_cache_dtype: str | None) -> TokenBytes | None:
-    """Bytes of a token's keys and values in all layers of a built-in model or of a config.json; None without a model.
+def model_of(scenario: Scenario) -> Model | None:
+    """The scenario's model and the bytes of a token; None without a model.
 
     Raises InputError for a dtype without a model, and for a model with windowed or state layers: its sequences are no
     rows of equal slots, which is what the allocators here place.
     """
-    if model is None:
-        if kv_cache_dtype is not None:
-            raise InputError(f"--kv-cache-dtype {kv_cache_dtype} has no effect without --model: leave it out")
-        return None
-    geometry = load_geometry(model)
-    dtype = served_cache_dtype(geometry, kv_cache_dtype or "auto")
-    per_token = geometry.sequence_bytes(1, dtype).total
-    if geometry.sequence_bytes(TOKENS_TO_CHECK, dtype).total != TOKENS_TO_CHECK * per_token:
-        raise InputError(
-            f"--model {model}: some layers keep a window or a state, so its memory is not a number of token slots that "
-            "these allocators could place. Leave --model out and give --kv-cache-tokens"
-        )
-    return TokenBytes(geometry.name, per_token, geometry.max_position_embeddings)
+    dtype = scenario.kv_cache_dtype
+    if scenario.model is not None:
+        advice = "these allocators cannot place it. Leave --model out and give --kv-cache-tokens"
+        return bytes_per_token(scenario.model, dtype, advice)
+    if dtype != "auto":
+        raise InputError(f"--kv-cache-dtype {dtype} has no effect without --model: leave it out")
+    return None
 
 
-def kv_memory(
-    model: TokenBytes | None,
-    kv_cache_tokens: int | None,
-    num_gpu_blocks_override: int | None,
-    kv_cache_memory_bytes: int | None,
-    block_size: int,
-) -> Sourced:
+def _token_slots(scenario: Scenario, asked: CompareOptions, model: Model | None, block_size: int) -> Sourced:
     """Token slots, from the one option that is given.
 
     Raises InputError for none or several options, and for bytes without a model; DoesNotFitError for bytes below a
     single token.
     """
     options = {
-        "--kv-cache-tokens": kv_cache_tokens,
-        "--num-gpu-blocks-override": num_gpu_blocks_override,
-        "--kv-cache-memory-bytes": kv_cache_memory_bytes,
+        "--kv-cache-tokens": asked.kv_cache_tokens,
+        "--num-gpu-blocks-override": scenario.num_gpu_blocks_override,
+        "--kv-cache-memory-bytes": scenario.kv_cache_memory_bytes,
     }
-    given = [name for name, value in options.items() if value is not None]
+    given = {name: value for name, value in options.items() if value is not None}
+    if not given:
+        raise InputError(f"the KV memory is not given: give one of {', '.join(options)}")
     if len(given) > 1:
         raise InputError(f"the KV memory is given by {' and '.join(given)}: give one of them")
-    if kv_cache_tokens is not None:
-        return Sourced(_positive(kv_cache_tokens, "--kv-cache-tokens"), "--kv-cache-tokens")
-    if num_gpu_blocks_override is not None:
-        num_blocks = _positive(num_gpu_blocks_override, "--num-gpu-blocks-override")
-        return Sourced(num_blocks * block_size, f"--num-gpu-blocks-override {num_blocks:,} x {block_size} tokens")
-    if kv_cache_memory_bytes is not None:
-        return _slots_of_bytes(kv_cache_memory_bytes, model)
-    raise InputError(f"the KV memory is not given: give one of {', '.join(options)}")
-
-
-def _slots_of_bytes(num_bytes: int, model: TokenBytes | None) -> Sourced:
-    option = "--kv-cache-memory-bytes"
+    ((option, value),) = given.items()
+    if option == "--kv-cache-tokens":
+        return _positive(value, option), option
+    if option == "--num-gpu-blocks-override":
+        return _positive(value, option) * block_size, f"{option} {value:,} x {block_size} tokens"
     if model is None:
-        raise InputError(f"{option} {num_bytes} needs --model, to know the bytes of a token")
-    num_slots = num_bytes // model.kv_bytes_per_token
-    if not num_slots:
+        raise InputError(f"{option} {value} needs --model, to know the bytes of a token")
+    geometry, num_bytes = model
+    if value < num_bytes:
         raise DoesNotFitError(
-            f"{option} {format_bytes(num_bytes)} holds no token of {model.model}: one takes "
-            f"{format_bytes(model.kv_bytes_per_token)}"
+            f"{option} {format_bytes(value)} holds no token of {geometry.name}: one takes {format_bytes(num_bytes)}"
         )
-    return Sourced(num_slots, f"{option} {num_bytes:,} // {model.kv_bytes_per_token:,} bytes a token of {model.model}")
+    return value // num_bytes, f"{option} {value:,} // {num_bytes:,} bytes a token of {geometry.name}"
 
 
-def longest_request(max_model_len: int | None, model: TokenBytes | None, lengths: Lengths) -> Sourced:
+def _longest_request(max_model_len: int | None, model: Model | None, lengths: Lengths) -> Sourced:
     """Tokens of the longest request allowed: as given, else the model's own. Raises InputError where neither is."""
     if max_model_len is not None:
-        return Sourced(_positive(max_model_len, "--max-model-len"), "--max-model-len")
-    if model is not None and model.max_position_embeddings is not None:
-        return Sourced(model.max_position_embeddings, f"max_position_embeddings of {model.model}")
+        return _positive(max_model_len, "--max-model-len"), "--max-model-len"
+    if model is not None and model[0].max_position_embeddings is not None:
+        return model[0].max_position_embeddings, f"max_position_embeddings of {model[0].name}"
     raise InputError(
         "--max-model-len is missing: static reserves that much for every request, so it decides the answer. Give the "
-        f"server's value, or a --model that states one; the longest request here has {lengths.longest:,} tokens"
+        f"server's value, or a --model that states one; the longest request here has {max(map(sum, lengths)):,} tokens"
     )
 
 
 def read_lengths(trace: Trace, on_progress: Callable[[int], None] = lambda count: None) -> Lengths:
     """Every request's lengths. Raises InputError: there is no request."""
-    lengths = Lengths()
-    for number, request in enumerate(trace, start=1):
-        lengths.append(request.input_length, request.output_length)
-        if number % 1_000 == 0:
-            on_progress(number)
-    if not lengths.longest:
+    lengths = [(request.input_length, request.output_length) for request in counted(trace, on_progress)]
+    if not any(map(sum, lengths)):
         raise InputError(f"{trace.info.name}: no request with a token to compare allocators with")
     return lengths
 

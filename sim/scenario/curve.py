@@ -1,18 +1,21 @@
 """Curve of a scenario: the prefix-cache hit rate of its traffic at every capacity."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from ...core.errors import InputError
 from ..cache.capacity_curve import CapacityCurve, capacity_curve
 from ..figures import Document
-from ..traces import Trace, TraceInfo, TraceRequest
+from ..traces import Trace
 from .options import ENGINE, OUTPUT, option, options, whole_numbers
 from .results import Table
 from .scenario import Scenario
-from .traffic import open_traffic
+from .traffic import counted, open_traffic
+
+if TYPE_CHECKING:
+    from ...core.models.geometry import ModelGeometry
 
 # LRU beside a simpler policy, a cleverer one and the best possible; where blocks are cut smaller, LRU alone.
 DEFAULT_POLICIES = "lru,fifo,s3fifo,optimum"
@@ -46,12 +49,7 @@ class CurveOptions:
 
 @attrs.frozen(kw_only=True)
 class CurveResult:
-    """A capacity curve, with bytes where a model is known.
-
-    Attributes:
-        curve: hits of each policy at each capacity, and LRU at all of them.
-        bytes_per_block: of the model's keys and values, over all its GPUs; None without a model.
-    """
+    """A capacity curve; `bytes_per_block` counts all GPUs of a model and is None without one."""
 
     curve: CapacityCurve
     bytes_per_block: int | None
@@ -75,25 +73,6 @@ class CurveResult:
         return f"<CurveResult: {', '.join(self.curve.policies)}; at most {ceiling:.2%} of blocks hit>"
 
 
-class CountedTrace:
-    """A trace that reports how many requests were read, every thousandth time."""
-
-    def __init__(self, trace: Trace, on_count: Callable[[int], None]) -> None:
-        self._trace = trace
-        self._on_count = on_count
-
-    @property
-    def info(self) -> TraceInfo:
-        """The trace's own."""
-        return self._trace.info
-
-    def __iter__(self) -> Iterator[TraceRequest]:
-        for count, request in enumerate(self._trace):
-            if count % 1_000 == 0:
-                self._on_count(count)
-            yield request
-
-
 def curve_of_scenario(
     scenario: Scenario,
     asked: CurveOptions | None = None,
@@ -102,17 +81,11 @@ def curve_of_scenario(
     on_progress: Callable[[int], None] = lambda count: None,
     on_point: Callable[[str, int], None] = lambda policy, num_blocks: None,
 ) -> CurveResult:
-    """The curve of a scenario's traffic.
+    """The curve of a scenario's traffic, or of `trace`; its model gives sizes in bytes.
 
-    Args:
-        scenario: traffic, block size and, for sizes in bytes, model.
-        asked: capacities and policies.
-        trace: replaces the scenario's traffic.
-        on_progress: called with the number of requests read.
-        on_point: called with the policy and capacity of each replay that ended.
+    `on_progress` is called with the number of requests read, `on_point` with policy and capacity of each ended replay.
 
-    Raises:
-        InputError: an option is wrong, or the trace is.
+    Raises InputError: an option is wrong, or the trace is.
     """
     asked = asked or CurveOptions()
     source = open_traffic(scenario) if trace is None else trace
@@ -120,7 +93,7 @@ def curve_of_scenario(
         raise InputError(f"--kv-cache-dtype {scenario.kv_cache_dtype} has no effect without --model")
     policies = asked.policy or _default_policies(source, scenario.block_size)
     curve = capacity_curve(
-        CountedTrace(source, on_progress),
+        counted(source, on_progress),
         capacities=asked.sizes,
         policies=[name.strip() for name in policies.split(",")],
         block_size=scenario.block_size,
@@ -132,25 +105,28 @@ def curve_of_scenario(
     return CurveResult(curve=curve, bytes_per_block=size)
 
 
-def bytes_per_block(model: str, kv_cache_dtype: str, block_size: int) -> int:
-    """Bytes of one block of a model's keys and values, over all its layers and GPUs.
+def bytes_per_token(model: str, kv_cache_dtype: str, advice: str) -> "tuple[ModelGeometry, int]":
+    """A model, and the bytes of one token's keys and values over all its layers and GPUs.
 
-    Raises InputError: not every token of the model takes the same bytes.
+    Raises InputError: not every token of the model takes the same bytes; the message ends with the advice.
     """
-    from ...core.models.geometry import (
-        load_geometry,  # most curves need no model
-        served_cache_dtype,
-    )
+    from ...core.models.geometry import load_geometry, served_cache_dtype  # most curves need no model
 
     geometry = load_geometry(model)
     kv_cache_dtype = served_cache_dtype(geometry, kv_cache_dtype)
     per_token = geometry.sequence_bytes(1, kv_cache_dtype).total
     if geometry.sequence_bytes(_MANY_TOKENS, kv_cache_dtype).total != _MANY_TOKENS * per_token:
         raise InputError(
-            f"--model {model}: some of its layers keep a window or a state, so a number of blocks is not a number of "
-            "bytes; leave --model out, and turn blocks into memory with kvledger plan"
+            f"--model {model}: some layers keep a window or a state, so its memory is not a number of token slots; "
+            f"{advice}"
         )
-    return per_token * block_size
+    return geometry, per_token
+
+
+def bytes_per_block(model: str, kv_cache_dtype: str, block_size: int) -> int:
+    """Bytes of one block of a model's keys and values. Raises InputError as `bytes_per_token` does."""
+    advice = "leave --model out, and turn blocks into memory with kvledger plan"
+    return bytes_per_token(model, kv_cache_dtype, advice)[1] * block_size
 
 
 def _default_policies(source: Trace, block_size: int | None) -> str:

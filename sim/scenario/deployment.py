@@ -13,7 +13,7 @@ from ...core.errors import InputError
 from ...core.memory.budget import BudgetSemantics, requested_bytes
 from ...core.memory.ledger import LedgerRow
 from ...core.models.drafts import drafts_for
-from ...core.models.geometry import ModelGeometry, load_geometry
+from ...core.models.geometry import load_geometry
 from ...core.models.weights import scheme_by_name
 from ...core.planner.groups import group_layers
 from ...core.planner.layout import KVCacheLayout
@@ -23,20 +23,21 @@ from .options import spelled
 from .scenario import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, DEFAULT_UTILIZATION, Scenario
 
 DRAFT_OPTIONS = ("speculative_method", "num_draft_layers")
+LIMITS = {"max_num_seqs": DEFAULT_MAX_NUM_SEQS, "max_num_batched_tokens": DEFAULT_MAX_NUM_BATCHED_TOKENS}
+# Fields of a scenario that a deployment has under the same name, with the same meaning.
+UNCHANGED = (
+    *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"),
+    *("max_model_len", "kv_cache_dtype", "dtype", "block_size", "disable_hybrid_kv_cache_manager"),
+    *("enable_prefix_caching", "enforce_eager", "kv_cache_memory_bytes", "num_gpu_blocks_override"),
+    *("max_total_tokens", "strict_startup", "validate"),
+)
 # Rows of the ledger that a scenario may give in bytes.
 GIVEN_ROWS = ("weights", "non_torch", "workspace", "encoder", "activation", "graph")
 
 
 @attrs.frozen(kw_only=True)
 class PlanQuestion:
-    """A deployment and what stands behind it.
-
-    Attributes:
-        deployment: to be planned.
-        device_name: as it is shown.
-        assumptions: a sentence for every figure that was not typed.
-        warnings: what the reader should know of what was read.
-    """
+    """A deployment to plan, the name of its device, a sentence for every figure that was not typed, and warnings."""
 
     deployment: Deployment
     device_name: str
@@ -60,30 +61,30 @@ def read_question(scenario: Scenario) -> PlanQuestion:
     semantics, fraction = _budget(scenario, assumptions)
     reserve_graphs = _reserve_graphs(scenario, assumptions)
     log = None if scenario.startup_log is None else read_log(scenario.startup_log)
-    max_num_seqs = _or_default(scenario.max_num_seqs, DEFAULT_MAX_NUM_SEQS, "--max-num-seqs", assumptions)
-    max_num_batched_tokens = _or_default(
-        scenario.max_num_batched_tokens, DEFAULT_MAX_NUM_BATCHED_TOKENS, "--max-num-batched-tokens", assumptions
-    )
+    limits: dict[str, int] = {}
+    for name, default in LIMITS.items():
+        limits[name] = default if getattr(scenario, name) is None else getattr(scenario, name)
+        if getattr(scenario, name) is None:
+            option = f"--{name.replace('_', '-')}"
+            assumptions.append(f"{option} {default} (the engine's usual default; activations follow it)")
+    if scenario.max_model_len is None and geometry.max_position_embeddings is not None:
+        assumptions.append(f"--max-model-len {geometry.max_position_embeddings:,}, what the model was made for")
+    if scenario.mamba_cache_mode not in (None, "none", "align", "all"):
+        raise InputError(f"--mamba-cache-mode {scenario.mamba_cache_mode!r}; give none, align or all")
+    mode: Any = scenario.mamba_cache_mode
+    layout, layouts = scenario.kv_cache_layout or KVCacheLayout.LBNHC.name, KVCacheLayout.__members__
+    if layout not in layouts:
+        raise InputError(f"--kv-cache-layout {layout!r}; known are {', '.join(layouts)}")
     deployment = Deployment(
         geometry=geometry,
         total_bytes=total_bytes,
         free_bytes=free_bytes,
         utilization=fraction,
         semantics=semantics,
-        tensor_parallel_size=scenario.tensor_parallel_size,
-        pipeline_parallel_size=scenario.pipeline_parallel_size,
-        data_parallel_size=scenario.data_parallel_size,
-        decode_context_parallel_size=scenario.decode_context_parallel_size,
-        max_model_len=_max_model_len(scenario, geometry, assumptions),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
         max_concurrent_batches=max(scenario.pipeline_parallel_size, 1 if scenario.async_scheduling is False else 2),
-        kv_cache_dtype=scenario.kv_cache_dtype,
         cuda_capability=cuda_capability,
-        dtype=scenario.dtype,
         quantization=None if scenario.quantization is None else scheme_by_name(scenario.quantization),
         ignore_config_quantization=scenario.quantization == "none",
-        block_size=scenario.block_size,
         drafts=drafts_for(
             geometry,
             scenario.num_speculative_tokens,
@@ -91,22 +92,16 @@ def read_question(scenario: Scenario) -> PlanQuestion:
             num_layers=scenario.num_draft_layers,
             model=None if scenario.draft_model is None else load_geometry(scenario.draft_model),
         ),
-        state_cache_mode=_state_cache_mode(scenario.mamba_cache_mode),
-        layout=_layout(scenario.kv_cache_layout),
-        disable_hybrid_kv_cache_manager=scenario.disable_hybrid_kv_cache_manager,
-        enable_prefix_caching=scenario.enable_prefix_caching,
-        enforce_eager=scenario.enforce_eager,
+        state_cache_mode=mode,
+        layout=layouts[layout],
         reserve_graph_memory=reserve_graphs,
-        kv_cache_memory_bytes=scenario.kv_cache_memory_bytes,
-        num_gpu_blocks_override=scenario.num_gpu_blocks_override,
-        max_total_tokens=scenario.max_total_tokens,
         externally_held_bytes=scenario.externally_held_bytes or 0,
         frontend_reservation_bytes=scenario.frontend_reservation_bytes or 0,
         given=GivenMemory(**{f"{row}_bytes": getattr(scenario, f"{row}_bytes") for row in GIVEN_ROWS}),
         measured=_measured(log, scenario, requested_bytes(total_bytes, fraction), semantics, reserve_graphs),
-        strict_startup=scenario.strict_startup,
-        validate=scenario.validate,
         constants=_constants(scenario.assume),
+        **limits,
+        **{name: getattr(scenario, name) for name in UNCHANGED},
     )
     if scenario.kv_cache_layout is None:
         deployment = _with_layout(deployment, assumptions)
@@ -170,33 +165,6 @@ def _reserve_graphs(scenario: Scenario, assumptions: list[str]) -> bool:
     if not scenario.enforce_eager:
         assumptions.append("graph memory is set aside, as vLLM does since 0.21 (--engine-version)")
     return True
-
-
-def _or_default(value: int | None, default: int, option: str, assumptions: list[str]) -> int:
-    if value is not None:
-        return value
-    assumptions.append(f"{option} {default} (the engine's usual default; activations follow it)")
-    return default
-
-
-def _max_model_len(scenario: Scenario, geometry: ModelGeometry, assumptions: list[str]) -> int | None:
-    if scenario.max_model_len is None and geometry.max_position_embeddings is not None:
-        assumptions.append(f"--max-model-len {geometry.max_position_embeddings:,}, what the model was made for")
-    return scenario.max_model_len
-
-
-def _state_cache_mode(mode: str | None) -> Any:
-    if mode is not None and mode not in ("none", "align", "all"):
-        raise InputError(f"--mamba-cache-mode {mode!r}; give none, align or all")
-    return mode
-
-
-def _layout(name: str | None) -> KVCacheLayout:
-    if name is None:
-        return KVCacheLayout.LBNHC
-    if name not in KVCacheLayout.__members__:
-        raise InputError(f"--kv-cache-layout {name!r}; known are {', '.join(KVCacheLayout.__members__)}")
-    return KVCacheLayout[name]
 
 
 def _with_layout(deployment: Deployment, assumptions: list[str]) -> Deployment:

@@ -7,6 +7,7 @@ import attrs
 from ...core.allocator.config import AllocatorConfig
 from ...core.cache_kinds import FullAttention
 from ...core.deployment.deployment import DEFAULT_BLOCK_SIZE
+from ...core.deployment.estimates import version_of
 from ...core.deployment.plan import DeploymentPlan, plan_deployment
 from ...core.errors import InputError
 from ...core.models.drafts import METHODS
@@ -19,27 +20,22 @@ from ..fleet.fleet import EngineParts
 from ..latency.devices import Device, find_device
 from ..latency.linear import SwapLatency
 from ..latency.models import LatencyInputs, make_latency
-from ..latency.roofline import RooflineLatency
 from .deployment import DRAFT_OPTIONS, read_question
 from .options import spelled
 from .scenario import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, Scenario
 
 # No published model has a longer context; a pool without a model serves requests up to this length.
 LONGEST_CONTEXT_TOKENS = 1 << 20
+# The vLLM whose rules the allocator and the scheduler follow, unless another is given.
+RULES_OF = "0.32"
+LOOK_AHEAD_SINCE = (0, 33)
 # vLLM's own engine keeps no boundary states beyond those that its rules ask for.
 ENGINE_RETENTION = 0
 
 
 @attrs.frozen(kw_only=True)
 class Pool:
-    """A pool to replay on, and what it rests on.
-
-    Attributes:
-        allocator: sizes, groups and rules.
-        plan: how the planner came to it; None without a model.
-        device: datasheet figures of each GPU; None without a preset.
-        facts: entries for the report's assumptions.
-    """
+    """A pool to replay on: how the planner came to it (None without a model), its device, and facts for the report."""
 
     allocator: AllocatorConfig
     plan: DeploymentPlan | None = None
@@ -55,14 +51,14 @@ class Engine:
     parts: EngineParts
 
 
-def engine_of(scenario: Scenario) -> Engine:
-    """The engine that a scenario describes.
+def engine_of(scenario: Scenario, pool: Pool | None = None) -> Engine:
+    """The engine that a scenario describes, on its own pool unless another is given.
 
     Raises:
         InputError: something is missing, unknown or contradictory.
         DoesNotFitError: the planner's answer is no.
     """
-    pool = pool_of(scenario)
+    pool = pool or pool_of(scenario)
     latency = latency_of(scenario, pool)
     if (scenario.preemption_mode == "swap") != (scenario.swap_link_gb_s is not None):
         raise InputError("--preemption-mode swap and --swap-link-gb-s go together: copies take time")
@@ -82,17 +78,14 @@ def engine_of(scenario: Scenario) -> Engine:
 
 def scheduler_of(scenario: Scenario) -> SchedulerConfig:
     """The scheduler's limits and policies."""
+    same = ("enable_chunked_prefill", "long_prefill_token_threshold", "preemption_victim", "preemption_mode")
+    same += ("swap_space_blocks", "num_speculative_tokens")
     return SchedulerConfig(
         max_num_seqs=_given(scenario.max_num_seqs, DEFAULT_MAX_NUM_SEQS),
         max_num_batched_tokens=_given(scenario.max_num_batched_tokens, DEFAULT_MAX_NUM_BATCHED_TOKENS),
-        enable_chunked_prefill=scenario.enable_chunked_prefill,
-        long_prefill_token_threshold=scenario.long_prefill_token_threshold,
         policy=scenario.scheduling_policy,
-        preemption_victim=scenario.preemption_victim,
-        preemption_mode=scenario.preemption_mode,
-        swap_space_blocks=scenario.swap_space_blocks,
-        num_speculative_tokens=scenario.num_speculative_tokens,
         num_lookahead_tokens=0 if scenario.speculative_method == "ngram" else -1,
+        **{name: getattr(scenario, name) for name in same},
     )
 
 
@@ -140,35 +133,11 @@ def allocator_of_plan(plan: DeploymentPlan, scenario: Scenario) -> AllocatorConf
         retention_interval=ENGINE_RETENTION,
         max_in_flight_tokens=deployment.max_concurrent_batches * deployment.max_num_batched_tokens,
         watermark_blocks=scenario.watermark_blocks,
-        use_eagle=deployment.drafts is not None and deployment.drafts.uses_hidden_states,
+        **_keys_for_drafts(scenario, deployment.drafts is not None and deployment.drafts.uses_hidden_states),
         hash_block_size=pool.hash_block_size,
         scheduler_block_size=pool.scheduler_block_size,
         eviction=scenario.eviction,
         key_algorithm="trace ids",
-    )
-
-
-def roofline_of_plan(plan: DeploymentPlan, device: Device, weights_dtype: str) -> RooflineLatency:
-    """The step times of a planned engine.
-
-    Args:
-        plan: model, ranks, limits.
-        device: datasheet figures of each GPU.
-        weights_dtype: a quantization scheme, a dtype, or `auto`: what the model's config says.
-
-    Raises:
-        InputError: what the model stores or computes is not known, or does not divide over the ranks.
-    """
-    deployment = plan.deployment
-    return RooflineLatency.for_model(
-        deployment.geometry,
-        device,
-        max_num_seqs=deployment.max_num_seqs,
-        tensor_parallel_size=deployment.tensor_parallel_size,
-        pipeline_parallel_size=deployment.pipeline_parallel_size,
-        weights_dtype=weights_dtype,
-        kv_cache_dtype=deployment.cache_dtype,
-        enforce_eager=deployment.enforce_eager,
     )
 
 
@@ -191,19 +160,16 @@ def latency_of(scenario: Scenario, pool: Pool) -> LatencyModel:
 
 def _with_swapping(model: LatencyModel, scenario: Scenario, pool: Pool) -> LatencyModel:
     if scenario.swap_link_gb_s is None:
-        _refuse_given(scenario, ("swap_bytes_per_block",), "a replay without --swap-link-gb-s")
+        if scenario.swap_bytes_per_block is not None:
+            raise InputError(
+                f"--swap-bytes-per-block {scenario.swap_bytes_per_block} has no effect on a replay without "
+                "--swap-link-gb-s; leave it out"
+            )
         return model
     bytes_per_block = scenario.swap_bytes_per_block or (pool.plan.bytes_per_block if pool.plan else None)
     if bytes_per_block is None:
         raise InputError("--swap-link-gb-s needs the bytes of a block: give --model, or --swap-bytes-per-block")
     return SwapLatency(model, bytes_per_block, scenario.swap_link_gb_s * 1e9)
-
-
-def _refuse_given(scenario: Scenario, names: tuple[str, ...], where: str) -> None:
-    for name in names:
-        value = getattr(scenario, name)
-        if value is not None:
-            raise InputError(f"--{name.replace('_', '-')} {value} has no effect on {where}; leave it out")
 
 
 def _pool_of_given_size(scenario: Scenario) -> Pool:
@@ -230,14 +196,26 @@ def _pool_of_given_size(scenario: Scenario) -> Pool:
         max_num_reqs=_given(scenario.max_num_seqs, DEFAULT_MAX_NUM_SEQS),
         enable_caching=scenario.enable_prefix_caching,
         watermark_blocks=scenario.watermark_blocks,
-        use_eagle=method in ("mtp", "eagle"),
+        **_keys_for_drafts(scenario, method in ("mtp", "eagle")),
         eviction=scenario.eviction,
         key_algorithm="trace ids",
     )
-    facts = {"pool": "given in blocks, one full-attention group, no model"}
+    facts = {"pool": "given in blocks, one full-attention group, no model", "rules_of": f"vLLM {_rules_of(scenario)}"}
     if method is not None:
         facts["drafts"] = f"by {method} (--speculative-method); the drafter's own layers are not in the pool"
     return Pool(allocator=allocator, facts=facts)
+
+
+def _rules_of(scenario: Scenario) -> str:
+    return scenario.engine_version or RULES_OF
+
+
+def _keys_for_drafts(scenario: Scenario, uses_hidden_states: bool) -> dict[str, Any]:
+    """What the allocator does where a drafter needs hidden states: keys look ahead from 0.33 on, else hits are cut."""
+    version = version_of(_rules_of(scenario))
+    if not uses_hidden_states:
+        return {}
+    return {"num_lookahead_tokens": 1} if version >= LOOK_AHEAD_SINCE else {"use_eagle": True}
 
 
 def _method_without_a_model(scenario: Scenario) -> str | None:
@@ -268,6 +246,7 @@ def _facts(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any]:
         "bytes_per_block_per_gpu": plan.bytes_per_block,
         "num_blocks_if_estimates_are_off": list(plan.blocks_range),
     }
+    facts["rules_of"] = f"vLLM {_rules_of(scenario)}"
     if deployment.geometry.warnings:
         facts["model_warnings"] = list(deployment.geometry.warnings)
     if deployment.cache_notes:

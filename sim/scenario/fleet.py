@@ -66,7 +66,7 @@ class FleetOptions(RoutingOptions):
     )
     transfer_sharing: str | None = option(None, FLEET, "How transfers share a link: fair (unless given) or fifo.")
     transfer_bytes_per_block: int | None = option(
-        None, FLEET, "Bytes of a block on one GPU. Unless given: the model's.", unit="bytes", metavar="BYTES"
+        None, FLEET, "Bytes of a block on one GPU. Unless given: the model's.", unit="bytes"
     )
     first_token_from: str | None = option(
         None, FLEET, "Server that sends the first token: prefill (unless given), or decode, which computes it again."
@@ -80,7 +80,7 @@ class FleetOptions(RoutingOptions):
     ssd_blocks: int | None = option(None, FLEET, "SSD behind the host memory, in blocks.", metavar="BLOCKS")
     ssd_gb_s: float | None = option(None, FLEET, "Bandwidth of the SSD in GB/s (inf: no time); needed with it.")
     tier_bytes_per_block: int | None = option(
-        None, FLEET, "Bytes of a block on one GPU. Unless given: the model's.", unit="bytes", metavar="BYTES"
+        None, FLEET, "Bytes of a block on one GPU. Unless given: the model's.", unit="bytes"
     )
 
     def __attrs_post_init__(self) -> None:
@@ -185,15 +185,10 @@ def replay_fleet_scenario(
     parts_with: Callable[[EngineParts], EngineParts] = lambda parts: parts,
     on_progress: Callable[[int], None] | None = None,
 ) -> ReplayResult:
-    """Replay a scenario's traffic on a fleet.
+    """Replay a scenario's traffic, or `trace`, on a fleet whose servers all run the scenario's engine.
 
-    Args:
-        scenario: traffic, and the engine that every server runs.
-        fleet: servers, routing, links and tiers.
-        engine: made from the scenario unless given.
-        trace: replaces the scenario's traffic.
-        parts_with: changes the parts of every engine, for those who listen to the run.
-        on_progress: called with the number of requests routed so far.
+    `parts_with` changes the parts of every engine, for those who listen to the run. `on_progress` is called with the
+    number of requests routed so far.
 
     Raises:
         InputError: something is missing, unknown or contradictory, or the trace is wrong.

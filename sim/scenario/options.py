@@ -52,10 +52,10 @@ class Declared:
         panel: heading in the help text under which it is listed.
         help: one sentence.
         names: spellings on the command line, the first one leading; empty: the field's name with dashes.
-        unit: `count` (32K), `bytes` (12GiB) or empty.
+        unit: `bytes` (12GiB) or empty.
         least: the smallest number allowed, if there is one.
         is_argument: whether the command line takes it by position.
-        metavar: what stands for the value in the help text.
+        metavar: what stands for the value in the help text; the unit unless given.
     """
 
     panel: str
@@ -164,20 +164,19 @@ def _to_float(name: str, value: Any) -> float:
 _CONVERTERS = {bool: _to_bool, int: _to_count, float: _to_float, str: lambda name, value: str(value)}
 
 
-def whole_numbers(text: str, option: str, unit: str, example: str, least: int = 0) -> list[int]:
+def whole_numbers(text: str, option: str, unit: str, example: str, least: int | None = None) -> list[int]:
     """`1000,5000` -> [1000, 5000].
 
-    Raises InputError: anything else, or a number below `least`; the message names the option and the unit, and gives
-    the example.
+    Raises InputError: anything else, or a number below `least`; the message names option, piece and unit.
     """
-    try:
-        numbers = [int(word) for word in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < least:
-        raise InputError(
-            f"{option} is {text!r}; it must be whole numbers of {unit} with commas between them, such as {example}"
-        )
+    numbers: list[int] = []
+    for piece in map(str.strip, text.split(",")):
+        if not re.fullmatch("-?[0-9]+", piece) or (least is not None and int(piece) < least):
+            raise InputError(
+                f"{option} {text}: {piece!r} is not a whole number of {unit}; give numbers with commas between them, "
+                f"such as {example}"
+            )
+        numbers.append(int(piece))
     return numbers
 
 
@@ -210,25 +209,19 @@ def texts_of(instance: Any) -> dict[str, str]:
 
 @attrs.frozen
 class OptionSet:
-    """Some options of a class, as one command takes them.
-
-    Attributes:
-        cls: the options class.
-        names: its fields that the command takes, in the order of the class.
-    """
+    """Some options of a class, as one command takes them, in the order of the class."""
 
     cls: type
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, owner: type, names: Iterable[str] | None = None, without: Iterable[str] = ()) -> "OptionSet":
-        """The named fields of `owner` (all of them unless given), without some."""
+    def of(cls, owner: type, names: Iterable[str] | None = None) -> "OptionSet":
+        """The named fields of `owner`; all of them unless given."""
         every = [field.name for field in attrs.fields(owner)]
-        wanted, left_out = set(every if names is None else names), set(without)
-        unknown = (wanted | left_out) - set(every)
-        if unknown:
+        wanted = set(every if names is None else names)
+        if unknown := wanted - set(every):
             raise KeyError(f"{owner.__name__} has no options {', '.join(sorted(unknown))}")
-        return cls(owner, tuple(name for name in every if name in wanted - left_out))
+        return cls(owner, tuple(name for name in every if name in wanted))
 
     @property
     def fields(self) -> list["attrs.Attribute[Any]"]:

@@ -65,13 +65,8 @@ class PlanOptions:
 class PlanResult:
     """A plan, and what is said beside it.
 
-    Attributes:
-        question: the deployment, and what was assumed about it.
-        plan: the ledger of each stage and the pool.
-        capacity: users at each context length.
-        diagnoses: why the answer is not what was hoped for, each with remedies.
-        warnings: what the reader should know.
-        mix: shares and users of a mix of context lengths, if one was asked about.
+    `capacity` counts users at each context length. `diagnoses` say why the answer is not what was hoped for, each with
+    remedies. `mix` has shares and users of a mix of context lengths, if one was asked about.
     """
 
     question: PlanQuestion
@@ -107,14 +102,16 @@ def plan_scenario(scenario: Scenario, asked: PlanOptions | None = None) -> PlanR
     """Plan a scenario's deployment. Raises InputError: something is missing, unknown or contradictory."""
     asked = asked or PlanOptions()
     question = read_question(scenario)
-    lengths = whole_numbers(asked.context_lengths, "--context-lengths", "tokens", "2048,8192")
+    lengths = whole_numbers(asked.context_lengths, "--context-lengths", "tokens", "2048,8192", least=0)
     plan = plan_deployment(question.deployment)
+    others = asked.neighbour_utilization
+    warnings = neighbour_warnings([question.deployment.utilization, *others]) if others else ()
     return PlanResult(
         question=question,
         plan=plan,
         capacity=capacity_mix(plan.pool, lengths).rows,
         diagnoses=_diagnoses(question, plan, asked),
-        warnings=(*question.warnings, *plan.warnings, *_neighbour_warnings(question, asked)),
+        warnings=(*question.warnings, *plan.warnings, *warnings),
         mix=None if asked.context_mix is None else _mix_as_dict(plan, asked.context_mix),
     )
 
@@ -151,21 +148,6 @@ def _diagnoses(question: PlanQuestion, plan: DeploymentPlan, asked: PlanOptions)
     return tuple(out)
 
 
-def _neighbour_warnings(question: PlanQuestion, asked: PlanOptions) -> Sequence[str]:
-    if not asked.neighbour_utilization:
-        return ()
-    return neighbour_warnings([question.deployment.utilization, *asked.neighbour_utilization])
-
-
-def asks_for_explanation(scenario: Scenario, asked: PlanOptions) -> bool:
-    """Whether a log is to be explained rather than used: no device is named, so nothing can be planned."""
-    if (asked.logged_memory is None) != (asked.logged_tokens is None):
-        raise InputError("--logged-memory and --logged-tokens belong together; give both")
-    if asked.logged_memory is not None:
-        return True
-    return scenario.startup_log is not None and scenario.gpu is None and scenario.total_memory is None
-
-
 def _logged_lines(scenario: Scenario, asked: PlanOptions) -> StartupLog:
     if scenario.startup_log is not None:
         return read_log(scenario.startup_log)
@@ -181,13 +163,7 @@ def _logged_lines(scenario: Scenario, asked: PlanOptions) -> StartupLog:
 
 @attrs.frozen
 class LogExplanation:
-    """What two lines of a server's log imply about its blocks.
-
-    Attributes:
-        found: blocks and the bytes of one.
-        num_layers: of the model asked about; None without a model.
-        log: the lines that were read.
-    """
+    """What two lines of a server's log imply about its blocks; `num_layers` is None without a model."""
 
     found: PoolExplanation
     num_layers: int | None
@@ -221,6 +197,15 @@ class LogExplanation:
             "warnings": list(self.log.warnings),
             "sentences": list(self.sentences()),
         }
+
+
+def plan_or_explain(scenario: Scenario, asked: PlanOptions) -> "PlanResult | LogExplanation":
+    """Explain a log rather than use it if no device is named, so that nothing can be planned; plan otherwise."""
+    if (asked.logged_memory is None) != (asked.logged_tokens is None):
+        raise InputError("--logged-memory and --logged-tokens belong together; give both")
+    is_only_a_log = scenario.startup_log is not None and scenario.gpu is None and scenario.total_memory is None
+    explains = asked.logged_memory is not None or is_only_a_log
+    return explain_log(scenario, asked) if explains else plan_scenario(scenario, asked)
 
 
 def explain_log(scenario: Scenario, asked: PlanOptions) -> LogExplanation:
@@ -300,7 +285,6 @@ def _plan_as_dict(result: PlanResult) -> Document:
 
 
 def _row_as_dict(row: LedgerRow, total_bytes: int) -> Document:
-    """One row of the ledger."""
     return {
         "name": row.name,
         "bytes": row.num_bytes,
@@ -339,21 +323,18 @@ def totals(plan: DeploymentPlan) -> Document:
 
 def _capacity_as_dict(plan: DeploymentPlan, row: CapacityRow) -> Document:
     """Users of one length, over all data-parallel engines; blocks and bytes are of one user on the tightest rank."""
-    engines = plan.deployment.data_parallel_size
+    counts = {name: max(getattr(row, name), 0) for name in ("users", "decode_users", "floor_users")}
     return {
         "context_tokens": row.context_tokens,
         "blocks_per_user": row.peak_blocks,
         "bytes_per_user": row.peak_blocks * plan.bytes_per_block,
         "floor_bytes_per_user": row.floor_bytes,
-        "users": max(row.users, 0) * engines,
-        "decode_users": max(row.decode_users, 0) * engines,
-        "floor_users": max(row.floor_users, 0) * engines,
+        **{name: count * plan.deployment.data_parallel_size for name, count in counts.items()},
         "exceeds_max_model_len": row.exceeds_max_model_len,
     }
 
 
 def _suggestions_as_dict(values: FittingValues) -> Document:
-    """Values to paste, and vLLM's own beside them."""
     return {
         "kv_cache_memory_bytes_for_this_pool": values.same_pool.num_bytes,
         "largest_fitting": {
@@ -382,7 +363,6 @@ def option_of(remedy: Remedy) -> str:
 
 
 def _diagnosis_as_dict(diagnosis: Diagnosis) -> Document:
-    """A diagnosis with its remedies."""
     return {
         "complaint": diagnosis.complaint,
         "row": with_options(diagnosis.row),
@@ -396,16 +376,10 @@ def _diagnosis_as_dict(diagnosis: Diagnosis) -> Document:
 
 
 def _refusal_as_dict(refusal: DoesNotFitError) -> Document:
-    """Why not, with the numbers."""
     out: Document = {"message": with_options(str(refusal))}
     if isinstance(refusal, MemoryShortfallError | PlanRefusedError):
-        out |= {
-            "condition": str(refusal.condition),
-            "needed_bytes": refusal.needed_bytes,
-            "available_bytes": refusal.available_bytes,
-            "shortfall_bytes": refusal.shortfall_bytes,
-            "largest": refusal.largest,
-        }
+        sizes = ("needed_bytes", "available_bytes", "shortfall_bytes", "largest")
+        out |= {"condition": str(refusal.condition), **{name: getattr(refusal, name) for name in sizes}}
     if isinstance(refusal, MemoryShortfallError):
         out["largest"] = {with_options(name): value for name, value in refusal.largest.items()}
     return out

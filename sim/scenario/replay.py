@@ -29,10 +29,7 @@ HISTOGRAMS = {
 class ReplayResult:
     """A replay of one engine or of a fleet.
 
-    Attributes:
-        report: the figures of the run.
-        trace: what was replayed.
-        requests: a row for each finished request, in the order in which they finished, where they were kept.
+    `requests` has a row for each finished request, in the order in which they finished, where they were kept.
     """
 
     report: ReplayReport
@@ -55,22 +52,6 @@ class ReplayResult:
         return f"<ReplayResult: {done}, TTFT p99 {seconds(ttft['p99'])}>"
 
 
-class KeptRequests:
-    """Records of finished requests, kept in memory as columns."""
-
-    def __init__(self) -> None:
-        self._records: list[RequestRecord] = []
-
-    def add(self, record: RequestRecord) -> None:
-        """Keep one record."""
-        self._records.append(record)
-
-    def table(self) -> Table:
-        """All records, a row each."""
-        fields = [field.name for field in attrs.fields(RequestRecord)]
-        return Table({name: [getattr(record, name) for record in self._records] for name in fields})
-
-
 def sampled_traffic(scenario: Scenario, seed: int | None = None) -> Trace:
     """The scenario's traffic, every request `n` times."""
     source = open_traffic(scenario, seed)
@@ -88,17 +69,11 @@ def replay_scenario(
     on_progress: Callable[[int], None] | None = None,
     macro_steps: bool = True,
 ) -> ReplayResult:
-    """Replay a scenario's traffic through allocator, scheduler and latency model.
+    """Replay a scenario's traffic, or `trace`, through allocator, scheduler and latency model.
 
-    Args:
-        scenario: everything about traffic and engine.
-        engine: made from the scenario unless given.
-        trace: replaces the scenario's traffic.
-        keep_requests: whether the result holds a row for each finished request.
-        listeners: told of requests, commits and steps as the run goes on.
-        on_finished: called with the record of each finished request.
-        on_progress: called with the number of requests submitted so far.
-        macro_steps: whether several identical decode steps may be simulated at once.
+    The engine is made from the scenario unless given. Listeners, `on_finished` (called with each finished request) and
+    `macro_steps` (several identical decode steps may be simulated at once) are those of `replay`. `on_progress` is
+    called with the number of requests submitted so far. The result holds the finished requests if `keep_requests`.
 
     Raises:
         InputError: something is missing, unknown or contradictory, or the trace is wrong.
@@ -106,10 +81,10 @@ def replay_scenario(
     """
     engine = engine or engine_of(scenario)
     source = sampled_traffic(scenario) if trace is None else trace
-    kept = KeptRequests()
+    kept: list[RequestRecord] = []
 
     def finished(record: RequestRecord) -> None:
-        kept.add(record)
+        kept.append(record)
         if on_finished is not None:
             on_finished(record)
 
@@ -128,7 +103,9 @@ def replay_scenario(
         on_progress=on_progress,
     )
     report.assumptions = {**engine.pool.facts, **report.assumptions}
-    return ReplayResult(report=report, trace=trace_as_dict(source.info), requests=kept.table())
+    names = [field.name for field in attrs.fields(RequestRecord)]
+    requests = Table({name: [getattr(record, name) for record in kept] for name in names})
+    return ReplayResult(report=report, trace=trace_as_dict(source.info), requests=requests)
 
 
 def latency_distributions(snapshot: Snapshot) -> dict[str, dict[str, list[float]]]:

@@ -54,28 +54,12 @@ class Table:
 
 def trace_as_dict(info: TraceInfo) -> Document:
     """What was replayed, for JSON: name, units, window, and what was left out."""
-    window = info.window
+    of_trace = ("name", "format", "timestamp_unit", "trace_block_size", "trace_block_size_source", "full_blocks_only")
+    of_window = ("skip_first", "limit", "first_place", "last_place", "start_s", "end_s")
     return {
-        "name": info.name,
-        "format": info.format,
-        "timestamp_unit": info.timestamp_unit,
-        "trace_block_size": info.trace_block_size,
-        "trace_block_size_source": info.trace_block_size_source,
-        "full_blocks_only": info.full_blocks_only,
-        "tokenizer": info.tokenizer,
-        "rate_scale": info.rate_scale,
-        "window": {
-            "skip_first": window.skip_first,
-            "limit": window.limit,
-            "first_place": window.first_place,
-            "last_place": window.last_place,
-            "start_s": window.start_s,
-            "end_s": window.end_s,
-        },
-        "num_requests": info.num_requests,
-        "input_tokens": info.input_tokens,
-        "output_tokens": info.output_tokens,
-        "claims_reuse": info.claims_reuse,
+        **{name: getattr(info, name) for name in (*of_trace, "tokenizer", "rate_scale")},
+        "window": {name: getattr(info.window, name) for name in of_window},
+        **{name: getattr(info, name) for name in ("num_requests", "input_tokens", "output_tokens", "claims_reuse")},
         "rows_skipped": {reason: rows.num_rows for reason, rows in info.rows_skipped.items()},
         "notes": info.notes(),
     }

@@ -25,9 +25,7 @@ class SamplingOptions:
     n: int | None = option(None, ENGINE, "Parallel samples of each prompt.", "--n", metavar="N")
     beam_width: int | None = option(None, ENGINE, "Beams of each prompt.", metavar="N")
     beam_replaced: float | None = option(
-        None,
-        ENGINE,
-        f"Chance that a beam is replaced by a copy of another in a step; {DEFAULT_REPLACED} unless given.",
+        None, ENGINE, f"Chance that a beam is replaced by a copy of another in a step; {DEFAULT_REPLACED} unless given."
     )
     draft_tree: str | None = option(
         None, ENGINE, "Tree of drafts: children at each depth, such as 3,2,1.", metavar="N,..."

@@ -9,6 +9,7 @@ Its fields are the options of the command line, under the same names. A command 
 and a notebook all make the same `Scenario` and call the same functions with it.
 """
 
+import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import attrs
 
 from ...core.errors import InputError
 from ..figures import Document
-from .options import ENGINE, HARDWARE, LATENCY, MODEL, TRAFFIC, given_values, option, options
+from .options import ENGINE, HARDWARE, LATENCY, MODEL, TRAFFIC, Amount, given_values, option, options
 
 if TYPE_CHECKING:
     from ..traces import Trace
@@ -81,13 +82,11 @@ class Scenario:
         1, HARDWARE, "Pipeline stages that the layers are divided into.", "--pipeline-parallel-size", "-pp"
     )
     quantization: str | None = option(
-        None,
-        MODEL,
-        "Weight format: none, fp8, fp8_block, int8, int4, mxfp4 or nvfp4. Unless given: the model's own.",
+        None, MODEL, "Weight format: none, fp8, fp8_block, int8, int4, mxfp4 or nvfp4. Unless given: the model's own."
     )
     kv_cache_dtype: str = option("auto", ENGINE, "Format of the KV cache: {KV cache dtypes}.")
     kv_cache_memory_bytes: int | None = option(
-        None, HARDWARE, "KV cache memory per GPU, instead of a utilization (12GiB).", unit="bytes", metavar="BYTES"
+        None, HARDWARE, "KV cache memory per GPU, instead of a utilization (12GiB).", unit="bytes"
     )
     trace_block_size: int | None = option(
         None, TRAFFIC, "Tokens that one block id of the trace represents. Unless given: the format's.", metavar="TOKENS"
@@ -129,7 +128,7 @@ class Scenario:
         None, ENGINE, "Bandwidth between a GPU and host memory in GB/s; needed to swap."
     )
     swap_bytes_per_block: int | None = option(
-        None, ENGINE, "Bytes of a swapped block on one GPU. Unless given: the model's.", unit="bytes", metavar="BYTES"
+        None, ENGINE, "Bytes of a swapped block on one GPU. Unless given: the model's.", unit="bytes"
     )
     num_speculative_tokens: int = option(
         0, ENGINE, "Draft tokens verified per request and decode step; 0 turns drafts off.", metavar="TOKENS"
@@ -145,6 +144,12 @@ class Scenario:
     )
     draft_model: str | None = option(
         None, ENGINE, "Model that makes the drafts: a built-in name or a config.json.", metavar="MODEL"
+    )
+    engine_version: str | None = option(
+        None,
+        ENGINE,
+        "vLLM version whose rules hold, e.g. 0.32. Before 0.21 no graph memory was reserved; from 0.33 on keys look "
+        "ahead with mtp and eagle, and no block of a hit is given back.",
     )
     draft_acceptance_rate: float | None = option(
         None, ENGINE, "Probability that a draft is accepted if the one before it was; needed with drafts."
@@ -187,9 +192,7 @@ class Scenario:
         None, TRAFFIC, "Unit of the trace's timestamps: s, ms, us or ns. Unless given: the format's."
     )
     tokenizer: str | None = option(
-        None,
-        TRAFFIC,
-        "Token counts for a trace of text: a Hugging Face tokenizer.json, or chars:4 for an estimate.",
+        None, TRAFFIC, "Token counts for a trace of text: a Hugging Face tokenizer.json, or chars:4 for an estimate."
     )
     request_rate: float | None = option(
         None, TRAFFIC, "Requests per second (Poisson) for a trace that records no arrival times."
@@ -204,11 +207,9 @@ class Scenario:
 
     # Memory of a deployment in more detail, and engines other than vLLM
     total_memory: int | None = option(
-        None, HARDWARE, "Total memory that the driver reports, e.g. 79.19GiB.", unit="bytes", metavar="BYTES"
+        None, HARDWARE, "Total memory that the driver reports, e.g. 79.19GiB.", unit="bytes"
     )
-    free_memory: int | None = option(
-        None, HARDWARE, "Free memory before start; all of it unless given.", unit="bytes", metavar="BYTES"
-    )
+    free_memory: int | None = option(None, HARDWARE, "Free memory before start; all of it unless given.", unit="bytes")
     mem_fraction_static: float | None = option(
         None, HARDWARE, "SGLang: fraction of total memory for weights and KV cache, without activations."
     )
@@ -239,32 +240,25 @@ class Scenario:
     reserve_graph_memory: bool | None = option(
         None, HARDWARE, "Reserve CUDA graph memory when the pool is sized. Unless given: as --engine-version does."
     )
-    engine_version: str | None = option(
-        None, ENGINE, "vLLM version, e.g. 0.15.1. Versions before 0.21 reserved no graph memory."
-    )
     weights_bytes: int | None = option(
-        None, HARDWARE, "Weights per GPU, instead of the estimate (14.96GiB).", unit="bytes", metavar="BYTES"
+        None, HARDWARE, "Weights per GPU, instead of the estimate (14.96GiB).", unit="bytes"
     )
     non_torch_bytes: int | None = option(
-        None, HARDWARE, "Non-torch memory per GPU, instead of the estimate.", unit="bytes", metavar="BYTES"
+        None, HARDWARE, "Non-torch memory per GPU, instead of the estimate.", unit="bytes"
     )
     workspace_bytes: int | None = option(
-        None, HARDWARE, "Sampler and other persistent workspaces per GPU.", unit="bytes", metavar="BYTES"
+        None, HARDWARE, "Sampler and other persistent workspaces per GPU.", unit="bytes"
     )
-    encoder_bytes: int | None = option(
-        None, HARDWARE, "Multimodal encoder per GPU; 0 for text only.", unit="bytes", metavar="BYTES"
-    )
+    encoder_bytes: int | None = option(None, HARDWARE, "Multimodal encoder per GPU; 0 for text only.", unit="bytes")
     activation_bytes: int | None = option(
-        None, HARDWARE, "Peak activation memory per GPU, instead of the estimate.", unit="bytes", metavar="BYTES"
+        None, HARDWARE, "Peak activation memory per GPU, instead of the estimate.", unit="bytes"
     )
-    graph_bytes: int | None = option(
-        None, HARDWARE, "CUDA graphs per GPU, instead of the estimate.", unit="bytes", metavar="BYTES"
-    )
+    graph_bytes: int | None = option(None, HARDWARE, "CUDA graphs per GPU, instead of the estimate.", unit="bytes")
     externally_held_bytes: int | None = option(
-        None, HARDWARE, "Weights that another process holds for this engine.", unit="bytes", metavar="BYTES"
+        None, HARDWARE, "Weights that another process holds for this engine.", unit="bytes"
     )
     frontend_reservation_bytes: int | None = option(
-        None, HARDWARE, "Memory reserved for multimodal inputs, taken off the pool.", unit="bytes", metavar="BYTES"
+        None, HARDWARE, "Memory reserved for multimodal inputs, taken off the pool.", unit="bytes"
     )
     startup_log: str | None = option(
         None, HARDWARE, "Start-up log of a real server (- for standard input); calibrates the plan.", metavar="FILE"
@@ -287,7 +281,8 @@ class Scenario:
 
     def to_dict(self) -> Document:
         """Every field that is not at its default, as plain JSON values; `from_dict` reads it."""
-        return {name: list(v) if isinstance(v, tuple) else _plain(v) for name, v in given_values(self).items()}
+        as_text = {name: str(value) for name, value in given_values(self).items() if isinstance(value, Amount)}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in given_values(self).items()} | as_text
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Scenario":
@@ -302,11 +297,9 @@ class Scenario:
         return plan_scenario(self)
 
     def curve(self, trace: "TraceLike" = None, **asked: Any) -> "CurveResult":
-        """The prefix-cache hit rate of this scenario's traffic, or of `trace`, at every capacity.
+        """The prefix-cache hit rate of this scenario's traffic, or of a trace (file or open), at every capacity.
 
-        Args:
-            trace: a file, an open trace, or None for this scenario's own.
-            asked: `capacities` (blocks) and `policy`, see `CurveOptions`.
+        `asked` are `capacities` (blocks) and `policy`, see `CurveOptions`.
         """
         from .curve import CurveOptions, curve_of_scenario
 
@@ -335,16 +328,9 @@ class Scenario:
         return self, trace
 
 
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, int) and type(value) not in (int, bool) else value
-
-
 def _check_names(values: Mapping[str, Any]) -> None:
     known = attrs.fields_dict(Scenario)
-    unknown = [name for name in values if name not in known]
-    if unknown:
-        import difflib
-
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise InputError(f"a scenario has no field {unknown[0]!r}{hint}")
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise InputError(f"a scenario has no field {name!r}{f'; did you mean {near[0]}?' if near else ''}")

@@ -1,9 +1,10 @@
 """The requests of a scenario: a trace file, a recorded run, a built-in workload, or a workload fitted to a trace."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...core.errors import InputError
-from ..traces import Trace, open_trace
+from ..traces import Trace, TraceInfo, TraceRequest, open_trace
 from ..traces.logged import open_logged_trace, the_event_log
 from .scenario import Scenario
 
@@ -12,14 +13,9 @@ OF_FILES = ("trace_format", "timestamp_unit", "trace_block_size", "tokenizer", "
 
 
 def open_traffic(scenario: Scenario, seed: int | None = None) -> Trace:
-    """Open exactly one of a trace, a workload by name, and a workload fitted to a trace.
+    """Open exactly one of trace, workload by name, and workload fitted to a trace; `seed` replaces the scenario's.
 
-    Args:
-        scenario: says which one, how it is read and which part of it is used.
-        seed: replaces the scenario's.
-
-    Raises:
-        InputError: none or several are given, an option has no effect on the one that is, or a file cannot be read.
+    Raises InputError: none or several are given, an option has no effect on the one that is, or a file cannot be read.
     """
     given = [source for source in (scenario.trace or None, scenario.workload, scenario.fit) if source is not None]
     if len(given) != 1:
@@ -49,6 +45,29 @@ def open_traffic(scenario: Scenario, seed: int | None = None) -> Trace:
 
     name = str(scenario.workload)
     return (open_mix if is_mix(name) else open_workload)(name, seed=seed or 0, **window)
+
+
+class ObservedTrace:
+    """A trace that calls `on_request` with the place and the request, from 0 on, before each request is taken."""
+
+    def __init__(self, trace: Trace, on_request: Callable[[int, TraceRequest], None]) -> None:
+        self._trace = trace
+        self._on_request = on_request
+
+    @property
+    def info(self) -> TraceInfo:
+        """The trace's own."""
+        return self._trace.info
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        for place, request in enumerate(self._trace):
+            self._on_request(place, request)
+            yield request
+
+
+def counted(trace: Trace, on_count: Callable[[int], None]) -> ObservedTrace:
+    """A trace that reports how many requests were read, every thousandth time."""
+    return ObservedTrace(trace, lambda place, _: None if place % 1_000 else on_count(place))
 
 
 def _open_files(scenario: Scenario, seed: int | None, of_files: dict[str, Any], window: dict[str, Any]) -> Trace:

@@ -6,12 +6,12 @@ import attrs
 
 from ...core.errors import InputError, KVLedgerError
 from ..figures import Document, at_path, millions, percent, seconds, shown
-from ..scenario.fleet import FleetOptions, replay_fleet_scenario
-from ..scenario.options import OptionSet, read_texts, texts_of
+from ..scenario.fleet import replay_fleet_scenario
+from ..scenario.options import read_texts, texts_of
 from ..scenario.replay import replay_scenario
 from ..scenario.results import Table
 from ..scenario.scenario import Scenario
-from .jobs import FLEET, REPLAY, reason
+from .jobs import option_sets, reason
 
 NOTICEABLE = 0.005  # relative difference below which two figures count as equal
 POOL_SIZE = ("num_blocks", "usable_blocks", "groups", "pool", "num_blocks_if_estimates_are_off")
@@ -162,13 +162,9 @@ ROW_COLUMNS = ("ttft_s", "queue_time_s")
 
 @attrs.frozen(kw_only=True)
 class AbQuestion:
-    """Two sets of changes to the same scenario.
+    """Two sets of changes to the same scenario, as text; the text `default` resets an option.
 
-    Attributes:
-        command: `replay` or `fleet`.
-        scenario: the options that both share.
-        a: options that A changes, as text; the text `default` resets one.
-        b: options that B changes.
+    `command` is `replay` or `fleet`.
     """
 
     command: str
@@ -188,15 +184,6 @@ class AbQuestion:
         return {name: text for name, text in merged.items() if text != "default"}
 
 
-def parse_change(text: str, option: str) -> tuple[str, str]:
-    """Parse `kv-cache-dtype=fp8` to name and value. Raises InputError for any other form."""
-    name, separator, value = text.partition("=")
-    name = name.strip().lstrip("-")
-    if not name or not separator or not value.strip():
-        raise InputError(f"{option} is {text!r}; it must look like kv-cache-dtype=fp8 (NAME=default resets an option)")
-    return name, value.strip()
-
-
 @attrs.frozen(kw_only=True)
 class Side:
     """One of the two runs: its options as text, its document, and its finished requests (none for a fleet)."""
@@ -204,10 +191,6 @@ class Side:
     options: dict[str, str]
     result: Document
     requests: Table
-
-    def as_dict(self) -> Document:
-        """Options and document."""
-        return {"options": self.options, "result": self.result}
 
 
 def ab_document(question: AbQuestion) -> Document:
@@ -225,8 +208,7 @@ def ab_document(question: AbQuestion) -> Document:
         "figures": [_figure(path, name, is_more_better, a.result, b.result) for path, name, is_more_better in FIGURES],
         "pairs": _pairs(a, b),
         "explanation": [],
-        "a": a.as_dict(),
-        "b": b.as_dict(),
+        **{name: {"options": side.options, "result": side.result} for name, side in (("a", a), ("b", b))},
     }
     document["explanation"] = explanation(document)
     return document
@@ -234,11 +216,8 @@ def ab_document(question: AbQuestion) -> Document:
 
 def _run(question: AbQuestion, name: str, changes: dict[str, str]) -> Side:
     options = question.options(changes)
-    sets = [OptionSet.of(Scenario, REPLAY)]
-    if question.command == "fleet":
-        sets = [OptionSet.of(Scenario, (*FLEET, "data_parallel_size")), OptionSet.of(FleetOptions)]
     try:
-        scenario, *fleet = read_texts(sets, options, question.command)
+        scenario, *fleet = read_texts(option_sets(question.command)[0], options, question.command)
         scenario = scenario.evolve(trace=question.scenario.trace)
         run = replay_fleet_scenario(scenario, *fleet) if fleet else replay_scenario(scenario, keep_requests=True)
     except KVLedgerError as error:
@@ -261,15 +240,8 @@ def _figure(path: str, name: str, is_more_better: bool | None, a: Document, b: D
         difference, ratio = other - one, other / one if one else None
         if is_more_better is not None and difference:
             better = "b" if (difference > 0) == is_more_better else "a"
-    return {
-        "figure": path,
-        "name": name,
-        "a": one,
-        "b": other,
-        "difference": difference,
-        "ratio": ratio,
-        "better": better,
-    }
+    figure = {"figure": path, "name": name, "a": one, "b": other}
+    return {**figure, "difference": difference, "ratio": ratio, "better": better}
 
 
 def _pairs(a: Side, b: Side) -> Document | None:

@@ -22,12 +22,7 @@ from .slo import Slo, SloTally, Verdict
 
 @attrs.frozen(kw_only=True)
 class IdleBound:
-    """The best that any fleet of an engine can do.
-
-    Attributes:
-        verdict: whether the idle engine keeps the SLO, and its figures there.
-        share_in_time: share of the requests that keep the SLO's limits there.
-    """
+    """The best that any fleet of an engine can do: its verdict, and the share of requests within the limits."""
 
     verdict: Verdict
     share_in_time: float

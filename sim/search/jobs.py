@@ -17,7 +17,7 @@ TRACE = (
 _NAMES = [field.name for field in attrs.fields(Scenario)]
 # One engine on a trace: the fields up to the seed; those after it describe a deployment's memory in more detail.
 REPLAY = tuple(_NAMES[: _NAMES.index("seed") + 1])
-FLEET = tuple(name for name in REPLAY if name != "n")
+FLEET = (*(name for name in REPLAY if name != "n"), "data_parallel_size")
 # A recorded run has its requests, so options that choose requests do not apply.
 RERUN = tuple(name for name in REPLAY if name == "seed" or name not in (*TRACE, "n"))
 SIZE = tuple(name for name in FLEET if name not in ("closed_loop", "tensor_parallel_size"))
@@ -41,64 +41,54 @@ DEPLOYMENT = (
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_dtype", "quantization"),
     *("tensor_parallel_size", "pipeline_parallel_size", "enable_prefix_caching", "enforce_eager", "startup_log"),
 )
-DRAFTS = ("num_speculative_tokens", "speculative_method", "num_draft_layers", "draft_model")
+DRAFTS = ("num_speculative_tokens", "speculative_method", "num_draft_layers", "draft_model", "engine_version")
 PLAN = (*DEPLOYMENT, *DRAFTS, "async_scheduling", *_NAMES[_NAMES.index("seed") + 1 :])
 STUDY = (*DEPLOYMENT, *(name for name in TRACE if name != "fit"))
 SAMPLING = (*(name for name in TRACE if name not in ("request_rate", "rate_scale")), "block_size")
 
 
-@attrs.frozen(kw_only=True)
-class Job:
-    """A command that can be swept.
+def option_sets(command: str) -> tuple[tuple[OptionSet, ...], Callable[..., Any]]:
+    """The options of a command that can be swept, and its job, which takes an instance of each set's class.
 
-    Attributes:
-        name: of the command.
-        options: the fields of the scenario that it takes, and its own option class, if any.
-        run: returns the result, given an instance of each option class.
+    Raises InputError: there is no such command.
     """
-
-    name: str
-    options: tuple[OptionSet, ...]
-    run: Callable[..., Any]
-
-    def document(self, texts: Mapping[str, str], files: tuple[str, ...] = ()) -> Document:
-        """Run the job with options as typed on a command line.
-
-        Raises:
-            InputError: an unknown option or a wrong value.
-            DoesNotFitError: the planner's answer is no.
-        """
-        scenario, *asked = read_texts(self.options, texts, self.name)
-        if files:
-            scenario = scenario.evolve(trace=files)
-        return self.run(scenario, *asked).to_dict()
-
-
-def _plan(scenario: Scenario, asked: Any) -> Any:
-    from ..scenario.plan import asks_for_explanation, explain_log, plan_scenario
-
-    return explain_log(scenario, asked) if asks_for_explanation(scenario, asked) else plan_scenario(scenario, asked)
-
-
-def job(name: str) -> Job:
-    """The job called `name`. Raises InputError if there is none."""
     from ..scenario import compare, curve, fleet, plan, replay
     from . import optimum, size_question, size_search
 
     jobs: dict[str, tuple[tuple[str, ...], type | None, Callable[..., Any]]] = {
         "replay": (REPLAY, None, replay.replay_scenario),
-        "fleet": ((*FLEET, "data_parallel_size"), fleet.FleetOptions, fleet.replay_fleet_scenario),
+        "fleet": (FLEET, fleet.FleetOptions, fleet.replay_fleet_scenario),
         "curve": (CURVE, curve.CurveOptions, curve.curve_of_scenario),
         "compare": (COMPARE, compare.CompareOptions, compare.compare_scenario),
-        "plan": (PLAN, plan.PlanOptions, _plan),
-        "size": ((*SIZE, "data_parallel_size"), size_question.SizeOptions, size_search.size_fleet),
+        "plan": (PLAN, plan.PlanOptions, plan.plan_or_explain),
+        "size": (SIZE, size_question.SizeOptions, size_search.size_fleet),
         "optimum": (OPTIMUM, optimum.OptimumOptions, optimum.optimum_worth),
     }
-    if name not in jobs:
-        raise InputError(f"--command is {name!r}; it is one of {', '.join(jobs)}")
-    names, own, run = jobs[name]
-    options = (OptionSet.of(Scenario, names), *(() if own is None else (OptionSet.of(own),)))
-    return Job(name=name, options=options, run=run)
+    if command not in jobs:
+        raise InputError(f"--command is {command!r}; it is one of {', '.join(jobs)}")
+    names, own, run = jobs[command]
+    return (OptionSet.of(Scenario, names), *(() if own is None else (OptionSet.of(own),))), run
+
+
+def run_job(command: str, texts: Mapping[str, str], files: tuple[str, ...]) -> Document:
+    """Run a command's job with options as typed; returns its document.
+
+    Raises:
+        InputError: an unknown option or a wrong value.
+        DoesNotFitError: the planner's answer is no.
+    """
+    options, run = option_sets(command)
+    scenario, *asked = read_texts(options, texts, command)
+    return run(scenario.evolve(trace=files) if files else scenario, *asked).to_dict()
+
+
+def parse_setting(text: str, option: str, example: str) -> tuple[str, str]:
+    """Parse `kv-cache-dtype=fp8` to name and value. Raises InputError for any other form."""
+    name, _, value = (part.strip() for part in text.partition("="))
+    name = name.lstrip("-")
+    if not name or not value:
+        raise InputError(f"{option} is {text!r}; it must look like {example}")
+    return name, value
 
 
 def reason(error: KVLedgerError) -> str:

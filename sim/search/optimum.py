@@ -38,15 +38,9 @@ class OptimumOptions:
 
 @attrs.frozen(kw_only=True)
 class Worth:
-    """Hit rates of every policy with one pool, and the cost of a prompt token.
+    """Hit rates of every policy with one pool of `capacity` blocks of the trace, and the cost of a prompt token.
 
-    Attributes:
-        curve: LRU at every size; every policy at `capacity`.
-        capacity: of the pool, in blocks of the trace.
-        seconds_per_token: time that the engine takes per prompt token.
-        num_gpus: of the engine; 1 without a model.
-        price_per_gpu_hour: in any currency, None if unknown.
-        assumptions: of all figures.
+    `seconds_per_token` is the time that the engine takes per prompt token, on `num_gpus` (1 without a model).
     """
 
     curve: CapacityCurve

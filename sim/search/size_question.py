@@ -9,12 +9,7 @@ from ...core.errors import InputError
 from ..scenario.engine import Engine
 from ..scenario.fleet import RoutingOptions
 from ..scenario.options import FLEET, SEARCH, option, options, whole_numbers
-from ..scenario.scenario import (
-    DEFAULT_MAX_NUM_BATCHED_TOKENS,
-    DEFAULT_MAX_NUM_SEQS,
-    DEFAULT_UTILIZATION,
-    Scenario,
-)
+from ..scenario.scenario import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, DEFAULT_UTILIZATION, Scenario
 from ..scenario.traffic import open_traffic
 from .jobs import SIZE
 from .kept import content_of
@@ -22,7 +17,9 @@ from .sizing import FleetSearch, RateSearch, Search, Setting
 from .slo import Slo
 
 SIZES_UNLESS_GIVEN = (1, 2, 4, 8)
-# Names of kept runs contain these values for options that are not given, as before those options could be None.
+
+
+# Names of kept runs contain these values for options that are not given, as in version 0.1.
 _NAMED_DEFAULTS = {
     "gpu_memory_utilization": DEFAULT_UTILIZATION,
     "max_num_seqs": DEFAULT_MAX_NUM_SEQS,
@@ -76,14 +73,9 @@ class SizeOptions(RoutingOptions):
 
 @attrs.frozen(kw_only=True)
 class SizeQuestion:
-    """A checked question.
+    """A checked question; `sizes` replace the scenario's tensor-parallel size.
 
-    Attributes:
-        scenario: traffic and engine; `sizes` replaces its tensor-parallel size.
-        asked: the options.
-
-    Raises:
-        InputError: an option has no effect on the scenario.
+    Raises InputError: an option has no effect on the scenario.
     """
 
     scenario: Scenario
@@ -103,11 +95,6 @@ class SizeQuestion:
             raise InputError(f"--price-per-gpu-hour is {price}; it must be above 0, and needs --model and --gpu")
 
     @property
-    def slo(self) -> Slo:
-        """The SLO to keep."""
-        return self.asked.slo
-
-    @property
     def sizes(self) -> tuple[int, ...]:
         """GPUs of a replica to try."""
         text = self.asked.tensor_parallel_sizes
@@ -123,10 +110,6 @@ class SizeQuestion:
         first = self.scenario.seed or 0
         return tuple(range(first, first + self.asked.seeds))
 
-    def gpus_per_replica(self, size: int) -> int:
-        """GPUs of a replica with a tensor-parallel size."""
-        return size * self.scenario.pipeline_parallel_size * self.scenario.data_parallel_size
-
     def search(self, most: int) -> Search:
         """The search for at most `most` replicas, or for the highest rate."""
         if self.asked.replicas is None:
@@ -139,7 +122,7 @@ class SizeQuestion:
         return Setting(
             open_trace=lambda: open_traffic(self.scenario, seed),
             parts=engine.parts,
-            slo=self.slo,
+            slo=asked.slo,
             routing=asked.routing,
             routing_load_weight=asked.routing_load_weight,
             data_parallel_size=self.scenario.data_parallel_size,
@@ -153,7 +136,8 @@ class SizeQuestion:
         scenario, asked = self.scenario, self.asked
         files = [*scenario.trace, scenario.fit, scenario.latency_table]
         files += [name for name in (scenario.model, scenario.gpu) if name is not None and Path(name).is_file()]
-        values = {name: getattr(scenario, name) for name in SIZE if name not in ("seed", "trace")}
+        apart = ("seed", "trace", "data_parallel_size")
+        values = {name: getattr(scenario, name) for name in SIZE if name not in apart}
         for name, default in _NAMED_DEFAULTS.items():
             values[name] = default if values[name] is None else values[name]
         if scenario.kv_cache_memory_bytes is not None:
@@ -163,7 +147,7 @@ class SizeQuestion:
             "content": content_of(name for name in files if name is not None),
             "seed": scenario.seed if seed is None else seed,
             "tensor_parallel_size": size,
-            "slo": self.slo.as_dict(),
+            "slo": asked.slo.as_dict(),
             "data_parallel_size": scenario.data_parallel_size,
             "routing": [asked.routing, asked.routing_load_weight, asked.event_delay_s],
         }

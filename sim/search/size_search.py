@@ -63,8 +63,8 @@ def misses(figures: Mapping[str, Mapping[str, Any]]) -> str:
     return ",".join(parts)
 
 
-def slo_of_feasible_requests(slo: Slo, shapes: Sequence[Mapping[str, Any]]) -> Slo | None:
-    """Relax the SLO to nearly as many requests as an idle engine serves in time.
+def options_of_feasible_requests(slo: Slo, shapes: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Options of the SLO relaxed to nearly as many requests as an idle engine serves in time.
 
     None unless every shape with a pool misses the SLO even on an idle engine.
     """
@@ -75,7 +75,8 @@ def slo_of_feasible_requests(slo: Slo, shapes: Sequence[Mapping[str, Any]]) -> S
     if not shares:
         return None
     share = math.floor(1000 * SHARE_OF_FEASIBLE * max(shares)) / 1000
-    return Slo(goodput_share=share, ttft_s=slo.ttft_p99_s, tpot_s=slo.tpot_p99_s) if share > 0 else None
+    each = {"slo_goodput": share, "slo_ttft": slo.ttft_p99_s, "slo_tpot": slo.tpot_p99_s}
+    return {**each, "slo_ttft_p99": None, "slo_tpot_p99": None} if share > 0 else None
 
 
 def assumptions_of_answer(best: Mapping[str, Any] | None, shapes: Sequence[Mapping[str, Any]], name: str) -> Document:
@@ -98,7 +99,7 @@ def answer_trial(best: Mapping[str, Any], name: str) -> Document:
 
 def _sentence(question: SizeQuestion, best: Mapping[str, Any], per_s: float | None) -> str:
     """What keeps the SLO: a fleet, or a fleet at a rate."""
-    gpu, replicas, promised = question.scenario.gpu, best["replicas"], promises(question.slo)
+    gpu, replicas, promised = question.scenario.gpu, best["replicas"], promises(question.asked.slo)
     engine = f"{best['gpus_per_replica']} x {find_device(gpu).name}" if gpu else "one engine"
     fleet = f"1 replica of {engine}" if replicas == 1 else f"{replicas:,} replicas of {engine}"
     if "rate_scale" in best:
@@ -148,16 +149,7 @@ class SizeStudy:
     """Searches every shape. `to_dict` may be called at any time and holds the results so far."""
 
     def __init__(self, scenario: Scenario, asked: SizeOptions, watch: SearchWatch | None = None) -> None:
-        """Check the question.
-
-        Args:
-            scenario: traffic and engine.
-            asked: the SLO and how to search.
-            watch: called as the search proceeds.
-
-        Raises:
-            InputError: an option is missing, wrong or has no effect.
-        """
+        """Check the question. Raises InputError: an option is missing, wrong or has no effect."""
         self._question = question = SizeQuestion(scenario=scenario, asked=asked)
         self._watch = watch or SearchWatch()
         self._shapes: list[Document] = []
@@ -181,7 +173,10 @@ class SizeStudy:
             InputError: an option or the trace is wrong.
             KeyboardInterrupt: passed on; `to_dict` has the results so far.
         """
-        self._trace = _read_trace(self._question)
+        source = open_traffic(self._question.scenario)
+        for _ in source:  # finds bad rows before the long runs
+            pass
+        self._trace = trace_as_dict(source.info)
         for size in self._question.sizes:
             self._search_shape(size)
         best = self._best()
@@ -197,8 +192,8 @@ class SizeStudy:
         self._note_what_goes_on()
         return {
             "trace": self._trace,
-            "slo": question.slo.as_dict(),
-            "promises": promises(question.slo),
+            "slo": question.asked.slo.as_dict(),
+            "promises": promises(question.asked.slo),
             "asked": self._name,
             "answer": None if best is None or self._trace is None else answer_of(question, best, self._trace),
             "assumptions": assumptions_of_answer(best, self._shapes, self._name),
@@ -224,7 +219,7 @@ class SizeStudy:
 
     def _search_shape(self, size: int) -> None:
         question = self._question
-        gpus = question.gpus_per_replica(size)
+        gpus = size * question.scenario.pipeline_parallel_size * question.scenario.data_parallel_size
         row = _empty_row(size, gpus, self._name, question.asked.replicas)
         most = self._most_replicas(gpus)
         if most < 1:
@@ -300,12 +295,10 @@ class SizeStudy:
 
     def _search_feasible_requests(self) -> None:
         """If some requests are too long for the SLO on any fleet, search the fleet that keeps it for the others."""
-        relaxed = slo_of_feasible_requests(self._question.slo, self._shapes)
+        question = self._question
+        relaxed = options_of_feasible_requests(question.asked.slo, self._shapes)
         if relaxed is not None:
-            question = self._question
-            changed = {"slo_ttft_p99": relaxed.ttft_p99_s, "slo_tpot_p99": relaxed.tpot_p99_s}
-            changed |= {"slo_goodput": relaxed.goodput_share, "slo_ttft": relaxed.ttft_s, "slo_tpot": relaxed.tpot_s}
-            asked = attrs.evolve(question.asked, tornado=False, jobs=1, **changed)
+            asked = attrs.evolve(question.asked, tornado=False, jobs=1, **relaxed)
             self._instead = SizeStudy(question.scenario, asked, self._watch)
             self._instead.run()
 
@@ -315,14 +308,6 @@ def size_fleet(scenario: Scenario, asked: SizeOptions) -> SizeStudy:
     study = SizeStudy(scenario, asked)
     study.run()
     return study
-
-
-def _read_trace(question: SizeQuestion) -> Document:
-    """Read the trace once: describes it, and finds bad rows before the long runs."""
-    source = open_traffic(question.scenario)
-    for _ in source:
-        pass
-    return trace_as_dict(source.info)
 
 
 def _empty_row(size: int, gpus: int, name: str, num_replicas: int | None) -> Document:

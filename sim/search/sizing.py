@@ -26,12 +26,7 @@ class Setting:
 
     Attributes:
         open_trace: opens the trace again; called once per run.
-        parts: of every engine.
-        slo: the SLO to keep.
-        routing: name of the router.
-        routing_load_weight: of prefix-aware routing.
-        data_parallel_size: data-parallel ranks per replica.
-        event_delay_s: see `FleetShape`.
+        parts, slo, routing, routing_load_weight, data_parallel_size, event_delay_s: of every fleet.
         named: plain values that identify this setting among kept trials.
         kept_in: folder of finished trials; None: they are not kept.
     """
@@ -92,13 +87,8 @@ def try_fleet(
 ) -> Trial:
     """Replay the trace on `num_replicas` replicas, or read the kept run.
 
-    Args:
-        setting: everything else.
-        num_replicas: replicas of the fleet.
-        num_requests: requests of the trace. If given, the run stops as soon as too many of them missed a limit; the
-            trial then only says at which request it stopped.
-        value: of the trial; `num_replicas` unless given.
-        watch: called as the run proceeds.
+    With `num_requests`, those of the trace, the run stops as soon as too many of them missed a limit; the trial then
+    only says at which request it stopped. `value` is the trial's, `num_replicas` unless given.
     """
     watch = watch or SearchWatch()
     may_end_early = num_requests is not None
@@ -132,9 +122,7 @@ def _replayed(setting: Setting, num_replicas: int, num_requests: int | None, wat
 
     router = make_router(setting.routing, setting.routing_load_weight)
     shape = FleetShape(
-        num_replicas=num_replicas,
-        data_parallel_size=setting.data_parallel_size,
-        event_delay_s=setting.event_delay_s,
+        num_replicas=num_replicas, data_parallel_size=setting.data_parallel_size, event_delay_s=setting.event_delay_s
     )
     try:
         report = replay_fleet(

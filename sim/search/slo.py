@@ -56,12 +56,9 @@ class Slo:
 
 @attrs.frozen(kw_only=True)
 class Verdict:
-    """Whether a run met an SLO.
+    """Whether a run met every part of an SLO, and for each part `limit`, `value` and `met`.
 
-    Attributes:
-        met: whether every part held.
-        figures: for each part of the SLO `limit`, `value` and `met`. `value` is None without a sample, and if so many
-            requests were rejected that the percentile is infinite.
+    A value is None without a sample, and if so many requests were rejected that the percentile is infinite.
     """
 
     met: bool
@@ -125,19 +122,18 @@ class SloTally:
         slo = self._slo
         num_lost = num_requests - len(self._ttft_s)
         figures: dict[str, Document] = {}
-        if slo.ttft_p99_s is not None:
-            figures["ttft_p99_s"] = _within(slo.ttft_p99_s, _percentile(self._ttft_s, num_lost))
-        if slo.tpot_p99_s is not None:
-            figures["tpot_p99_s"] = _within(slo.tpot_p99_s, _percentile(self._tpot_s, num_lost))
+        for name, limit, samples in (
+            ("ttft_p99_s", slo.ttft_p99_s, self._ttft_s),
+            ("tpot_p99_s", slo.tpot_p99_s, self._tpot_s),
+        ):
+            if limit is not None:
+                value = _percentile(samples, num_lost)
+                shown = value if value is not None and math.isfinite(value) else None
+                figures[name] = {"limit": limit, "value": shown, "met": value is None or value <= limit}
         if slo.goodput_share is not None:
             share = self._num_good / num_requests if num_requests else 1.0
             figures["goodput_share"] = {"limit": slo.goodput_share, "value": share, "met": share >= slo.goodput_share}
         return Verdict(met=all(figure["met"] for figure in figures.values()), figures=figures)
-
-
-def _within(limit: float, value: float | None) -> Document:
-    is_finite = value is not None and math.isfinite(value)
-    return {"limit": limit, "value": value if is_finite else None, "met": value is None or value <= limit}
 
 
 def _percentile(samples: list[float], num_lost: int) -> float | None:
@@ -226,13 +222,14 @@ def search_result(trials: Sequence[Trial], answer: float | None, *, more_is_bett
 
 Run = Callable[[Any], Trial]
 OnLeft = Callable[[int], None]
+Step = Callable[[Any, int], Any]
 
 
 class _Runs:
-    """Runs each value once."""
+    """Runs each value once, and closes in on the boundary between those that meet the SLO and those that miss it."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, probes: int, on_left: OnLeft) -> None:
+        self._run, self._num_probes, self._on_left = run, probes, on_left
         self.done: dict[float, Trial] = {}
 
     def met(self, value: float) -> bool:
@@ -243,6 +240,44 @@ class _Runs:
     def result(self, answer: float | None, more_is_better: bool) -> SearchResult:
         return search_result(list(self.done.values()), answer, more_is_better=more_is_better)
 
+    def bracket(self, start: Any, easier: Step, harder: Step) -> tuple[Any, Any]:
+        """A value that met the SLO and one that missed it, from `start` in steps that double; None out of bounds."""
+        met = missed = None
+        value, step = start, 1
+        while value is not None and (met is None or missed is None):
+            if self.met(value):
+                met, value = value, harder(value, step)
+            else:
+                missed, value = value, easier(value, step)
+            step *= 2
+        return met, missed
+
+    def close(self, met: Any, missed: Any, middle: Callable[[Any, Any], Any], left: Callable[[Any, Any], int]) -> Any:
+        """Bisect until no run is `left`; returns both values."""
+        while num_left := left(met, missed):
+            self._on_left(num_left + 2 * self._num_probes)
+            value = middle(met, missed)
+            met, missed = (value, missed) if self.met(value) else (met, value)
+        return met, missed
+
+    def probe(self, values: Sequence[float]) -> None:
+        for place, value in enumerate(values):
+            self._on_left(len(values) - place)
+            self.met(value)
+
+    def until_safe(self, values: Iterable[float], *, more_is_better: bool) -> None:
+        """If a run beyond the answer missed, run more until two in a row meet, which gives a safe value.
+
+        `values` go from the answer to more and more capacity (or less traffic).
+        """
+        sign = 1 if more_is_better else -1
+        in_order = [sign * value for value in values]
+        missed = [sign * value for value, trial in self.done.items() if not trial.met and sign * value > in_order[0]]
+        in_a_row = 0
+        for value in in_order if missed else ():
+            if value > max(missed) and in_a_row < IN_A_ROW:
+                in_a_row = in_a_row + 1 if self.met(sign * value) else 0
+
 
 def smallest_meeting(
     run: Run, *, start: int = 1, most: int = 64, probes: int = 1, on_left: OnLeft = lambda left: None
@@ -251,49 +286,31 @@ def smallest_meeting(
 
     Steps of 1, 2, 4, ... from `start` up or down bracket the answer; bisection closes the bracket. So the answer N ran
     and met the SLO, and N - 1 (unless N is 1) ran and missed it. `probes` more runs on either side, nearest first,
-    check that results are monotone; the result lists contradictions.
+    check that results are monotone; the result lists contradictions. Once the answer is bracketed, `on_left` is called
+    with the most runs that are left.
 
-    Args:
-        run: replays one value.
-        start: where the answer is expected.
-        most: largest number to try.
-        probes: more runs on either side of the answer.
-        on_left: called, once the answer is bracketed, with the most runs that are left.
-
-    Raises:
-        InputError: `start` is out of bounds.
+    Raises InputError: `start` is out of bounds.
     """
     if not 1 <= start <= most:
         raise InputError(f"the search starts at {start}; it must be at least 1 and at most {most}")
-    runs = _Runs(run)
-    missed, met = 0, most + 1  # no number below 1 exists, and `most` is not known to meet the SLO
-    value, step = start, 1
-    upwards = not runs.met(start)
-    while True:
-        if runs.met(value):
-            met = value
-            if upwards or value == 1:
-                break
-            value = max(value - step, 1)
-        else:
-            missed = value
-            if not upwards or value == most:
-                break
-            value = min(value + step, most)
-        step *= 2
-    while met - missed > 1:
-        on_left((met - missed - 1).bit_length() + 2 * probes)
-        middle = (met + missed) // 2
-        if runs.met(middle):
-            met = middle
-        else:
-            missed = middle
-    if met > most:
+    runs = _Runs(run, probes, on_left)
+    met, missed = runs.bracket(
+        start,
+        easier=lambda value, step: min(value + step, most) if value < most else None,
+        harder=lambda value, step: max(value - step, 1) if value > 1 else None,
+    )
+    if met is None:
         return runs.result(None, True)
+    met, _ = runs.close(
+        met,
+        missed or 0,
+        middle=lambda met, missed: (met + missed) // 2,
+        left=lambda met, missed: (met - missed - 1).bit_length(),
+    )
     above = [value for value in range(met + 1, most + 1) if value not in runs.done][:probes]
     below = [value for value in range(met - 1, 0, -1) if value not in runs.done][:probes]
-    _probe(runs, [*above, *below], on_left)
-    _until_safe(runs, range(met, min(most, met + MOST_UNTIL_SAFE) + 1), more_is_better=True)
+    runs.probe([*above, *below])
+    runs.until_safe(range(met, min(most, met + MOST_UNTIL_SAFE) + 1), more_is_better=True)
     return runs.result(met, True)
 
 
@@ -319,69 +336,28 @@ def highest_meeting(
         raise InputError(
             f"the search starts at {start}; it must be from {lowest} to {highest}, with a tolerance above 0"
         )
-    runs = _Runs(run)
-    met, missed = _bracket(runs, start, lowest, highest)
+
+    def left(met: float, missed: float) -> int:
+        if missed / met <= 1 + tolerance:
+            return 0
+        return math.ceil(math.log2(math.log(missed / met) / math.log(1 + tolerance)))
+
+    runs = _Runs(run, probes, on_left)
+    met, missed = runs.bracket(
+        start,
+        easier=lambda value, _: max(value / 2, lowest) if value > lowest else None,
+        harder=lambda value, _: min(value * 2, highest) if value < highest else None,
+    )
     if met is None or missed is None:
         return runs.result(met, False)
-    while missed / met > 1 + tolerance:
-        halvings = math.log(missed / met) / math.log(1 + tolerance)
-        on_left(math.ceil(math.log2(halvings)) + 2 * probes)
-        middle = (met * missed) ** 0.5
-        if runs.met(middle):
-            met = middle
-        else:
-            missed = middle
+    met, missed = runs.close(met, missed, middle=lambda met, missed: (met * missed) ** 0.5, left=left)
     # 1, 3, 7, ... tolerances away, so that a few probes look near and far.
     away = [(1 + tolerance) ** ((1 << number) - 1) for number in range(1, probes + 1)]
     values = [*(missed * factor for factor in away), *(met / factor for factor in away)]
-    _probe(runs, [value for value in values if lowest <= value <= highest], on_left)
+    runs.probe([value for value in values if lowest <= value <= highest])
     lower = (met / (1 + tolerance) ** steps for steps in range(MOST_UNTIL_SAFE))
-    _until_safe(runs, [value for value in lower if value >= lowest], more_is_better=False)
+    runs.until_safe([value for value in lower if value >= lowest], more_is_better=False)
     return runs.result(met, False)
-
-
-def _until_safe(runs: _Runs, values: Iterable[float], *, more_is_better: bool) -> None:
-    """If a run beyond the answer missed, run more until two in a row meet, which gives a safe value.
-
-    `values` go from the answer to more and more capacity (or less traffic).
-    """
-    sign = 1 if more_is_better else -1
-    in_order = list(values)
-    missed = [sign * value for value, trial in runs.done.items() if not trial.met and sign * value > sign * in_order[0]]
-    if not missed:
-        return
-    in_a_row = 0
-    for value in in_order:
-        if sign * value <= max(missed):
-            continue
-        in_a_row = in_a_row + 1 if runs.met(value) else 0
-        if in_a_row == IN_A_ROW:
-            return
-
-
-def _probe(runs: _Runs, values: Sequence[float], on_left: OnLeft) -> None:
-    for place, value in enumerate(values):
-        on_left(len(values) - place)
-        runs.met(value)
-
-
-def _bracket(runs: _Runs, start: float, lowest: float, highest: float) -> tuple[float | None, float | None]:
-    """A rate that met the SLO and one, at most twice as high, that missed it; None for one that is out of bounds."""
-    value = start
-    met: float | None = None
-    missed: float | None = None
-    while met is None or missed is None:
-        if runs.met(value):
-            met = value
-            if value == highest:
-                break
-            value = min(value * 2, highest)
-        else:
-            missed = value
-            if value == lowest:
-                break
-            value = max(value / 2, lowest)
-    return met, missed
 
 
 # Two-sided 95 % quantiles of Student's t distribution for 1, 2, ... degrees of freedom (any table of it).

@@ -10,7 +10,7 @@ import attrs
 from ...core.errors import InputError, KVLedgerError
 from ..figures import Document, at_path, figure_at
 from ..scenario.options import SEARCH, TRAFFIC, option, options
-from .jobs import job, reason
+from .jobs import option_sets, parse_setting, reason, run_job
 from .kept import content_of, digest, kept
 
 # Figures that depend on the machine are removed from a row.
@@ -72,7 +72,7 @@ def run_point(point: Point, kept_in: str | None) -> Document:
     """
 
     def run() -> Document:
-        result = job(point.command).document(dict(point.options), point.files)
+        result = run_job(point.command, dict(point.options), point.files)
         return {name: figure for name, figure in result.items() if name not in NOT_REPRODUCIBLE}
 
     try:
@@ -89,14 +89,10 @@ def run_sweep(
     cluster: bool = False,
     on_row: Callable[[Document], None] = lambda row: None,
 ) -> list[Document]:
-    """Run all points; returns their rows in the order of the points.
+    """Run all points in `num_workers` processes, or on Ray; returns their rows in the order of the points.
 
-    Args:
-        points: what to run.
-        num_workers: processes; with `cluster`, concurrent tasks.
-        kept_in: a folder of finished points, which do not run again; on a cluster it must be shared.
-        cluster: whether joblib runs on Ray (`ray.init` decides which cluster; a local one by default).
-        on_row: called with each finished row, in order.
+    `ray.init` decides which cluster it is, a local one by default; it must share the folder `kept_in`. `on_row` is
+    called with each finished row, in order.
 
     Raises:
         InputError: Ray is not installed.
@@ -123,14 +119,9 @@ def run_sweep(
 def best_row(rows: Sequence[Document], path: str, maximize: bool, required: Sequence[str]) -> int | None:
     """Index of the first row with the smallest (or largest) figure among those that meet all requirements.
 
-    Args:
-        rows: of a sweep.
-        path: of the figure in the result, such as `ttft_s.p99`.
-        maximize: whether the largest is best.
-        required: such as `ttft_s.p99<=2`.
+    `path` is that of the figure, such as `ttft_s.p99`; a requirement is such as `ttft_s.p99<=2`.
 
-    Raises:
-        InputError: a malformed requirement, or a path that a result does not have.
+    Raises InputError: a malformed requirement, or a path that a result does not have.
     """
     bounds = [_requirement(text) for text in required]
     results = {index: row["result"] for index, row in enumerate(rows) if "result" in row}
@@ -190,7 +181,7 @@ class SweepQuestion:
     cluster: bool = option(False, SEARCH, "Run on Ray instead of processes here.", "--cluster")
 
     def __attrs_post_init__(self) -> None:
-        job(self.command)  # refuses an unknown one
+        option_sets(self.command)  # refuses an unknown one
         if self.minimize is not None and self.maximize is not None:
             raise InputError("give --minimize or --maximize, not both")
         if self.require and self.minimize is None and self.maximize is None:
@@ -204,7 +195,7 @@ class SweepQuestion:
         if not self.axes:
             raise InputError("a sweep needs --grid NAME=V1,V2,... at least once")
         axes: dict[str, tuple[str, ...]] = {}
-        fixed = [self._fixed(text) for text in self.fixed]
+        fixed = [parse_setting(text, "--set", "block-size=64") for text in self.fixed]
         for name, values in map(parse_axis, self.axes):
             if name in axes or name in dict(fixed):
                 raise InputError(f"--grid {name} is given twice, or as --set as well")
@@ -214,12 +205,6 @@ class SweepQuestion:
             Point(command=self.command, files=self.files, options=(*fixed, *varied), content=content)
             for varied in grid(axes)
         ]
-
-    def _fixed(self, text: str) -> tuple[str, str]:
-        name, separator, value = text.partition("=")
-        if not name or not separator or not value:
-            raise InputError(f"--set is {text!r}; it must look like block-size=64")
-        return name.strip().lstrip("-"), value
 
 
 class Sweep:

@@ -55,16 +55,9 @@ def tornado(
 ) -> list[Document]:
     """Find the answer at both ends of each assumption, and the first SLO figure of the unchanged answer there.
 
-    Rows are sorted by the swing of the answer, then by the swing of the SLO figure, largest first. An end that does
-    not work with the setting has the reason instead.
-
-    Args:
-        setting: the unchanged setting.
-        search: the search that gave the answer.
-        answer: the full replay of the answer.
-        assumptions: to change, one at a time.
-        num_workers: processes; the rows are the same for any number.
-        on_row: called with each finished row, in the order of the assumptions.
+    Rows are sorted by the swing of the answer, then by the swing of the SLO figure, largest first; they are the same
+    for any number of workers. An end that does not work with the setting has the reason instead. `answer` is the full
+    replay of the answer that `search` gave. `on_row` is called with each finished row, in the order of the assumptions.
     """
     from joblib import Parallel, delayed
 

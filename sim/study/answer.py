@@ -1,10 +1,15 @@
-"""The answer of a study: a few sentences; each figure in them has its unit, its source and its main assumption.
+"""The answer of a study, what would change it, and what to try next.
 
-A figure comes from the study's JSON document, or from the formula of such figures that its `source` gives. The
-terminal, the JSON and the page show the same sentences.
+The answer is a few sentences; each figure in them has its unit, its source and its main assumption.
+
+The `source` of a figure names its place in the study's JSON document, or the formula by which it is computed from
+several such places. The terminal, the JSON and the page show the same sentences.
 """
 
+import shlex
 from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any
 
 import attrs
 
@@ -15,19 +20,17 @@ from ...core.models.weights import quantization_schemes
 from ...core.planner.report import capacity_mix
 from ..cache.capacity_curve import CapacityCurve
 from ..figures import Document
+from ..scenario.curve import CurveOptions
+from ..scenario.options import texts_of
+from ..scenario.scenario import Scenario
+from ..search.jobs import STUDY, TRACE
 
 
 @attrs.frozen(kw_only=True)
 class Figure:
-    """One figure of the answer.
+    """One figure of the answer: its value as in the JSON (None if there was nothing to measure) and as shown to people.
 
-    Attributes:
-        name: its key in the JSON.
-        value: as in the JSON; None if there was nothing to measure.
-        shown: the value formatted for people.
-        unit: of `value`.
-        source: a path into the document, or a formula of such paths.
-        assumption: what the value depends on most.
+    `source` is a path into the document, or a formula of such paths; `assumption` is what the value depends on most.
     """
 
     name: str
@@ -169,3 +172,67 @@ def _row(option: str, plan: DeploymentPlan, curve: CapacityCurve, mean_request_t
         "users_of_mean_length": users.users if plan.fits else 0,
         "lru_token_hit_rate": curve.token_hit_rate(point) if curve.info.claims_reuse else None,
     }
+
+
+NOT_OF_A_PLAN = (*TRACE, "fit")
+POLICIES = "lru,fifo,lfu,s3fifo,sieve,optimum"
+MAX_REMEDIES = 3
+
+
+def command_line(command: str, *asked: Any, **flags: bool) -> str:
+    """Writes the shell command (`kvledger study trace.jsonl --model ...`) with every option that is not at its default.
+
+    `asked` are a scenario, then the command's own options; `flags` are further switches, such as `explain=True`.
+    """
+    words = ["kvledger", command]
+    for options in asked:
+        words += getattr(options, "trace", ())
+        for name, text in texts_of(options).items():
+            words += {"yes": [f"--{name}"], "no": [f"--no-{name}"]}.get(text, [f"--{name}", text])
+    return shlex.join([*words, *(f"--{name}" for name, given in flags.items() if given)])
+
+
+def next_steps(scenario: Scenario, capacities: CurveOptions, document: Document) -> list[dict[str, str]]:
+    """What to try after a study: a list of `question` and the `command` that answers it."""
+    plan = document["plan"]
+    of_plan = _only(scenario, lambda name: name not in NOT_OF_A_PLAN)
+    explain = {"question": "Why this many blocks?", "command": command_line("plan", of_plan, explain=True)}
+    if plan is not None and not plan["fits"]:
+        return [*_remedies(scenario, capacities, plan), explain]
+    if document["derived"].get("falls_behind") is None:
+        return [
+            {"question": "How do I finish this study?", "command": command_line("study", scenario, capacities)},
+            explain,
+        ]
+    ranks = 2 * scenario.tensor_parallel_size
+    of_curve = _only(scenario, lambda name: name in (*TRACE, "model"))
+    twice = ("What happens with twice the traffic?", 2.0)
+    half = ("Does the engine keep up with half the traffic?", 0.5)
+    traffic, factor = half if document["derived"]["falls_behind"] else twice
+    questions = {
+        f"What do {ranks * scenario.pipeline_parallel_size} GPUs give?": command_line(
+            "study", scenario.evolve(tensor_parallel_size=ranks), capacities
+        ),
+        traffic: command_line("study", scenario.evolve(rate_scale=scenario.rate_scale * factor), capacities),
+        "Which eviction policy serves more?": command_line("curve", of_curve, CurveOptions(policy=POLICIES)),
+    }
+    return [*({"question": question, "command": command} for question, command in questions.items()), explain]
+
+
+def _only(scenario: Scenario, is_wanted: Callable[[str], bool]) -> Scenario:
+    return Scenario.from_dict({name: value for name, value in scenario.to_dict().items() if is_wanted(name)})
+
+
+def _remedies(scenario: Scenario, capacities: CurveOptions, plan: Document) -> list[dict[str, str]]:
+    """The same study with each option that makes the deployment fit."""
+    out: list[dict[str, str]] = []
+    for diagnosis in plan["diagnoses"]:
+        for remedy in diagnosis["remedies"]:
+            name = remedy["option"].removeprefix("--").replace("-", "_")
+            if name in STUDY:
+                changed = scenario.evolve(**{name: True if remedy["value"] is None else remedy["value"]})
+                command = command_line("study", changed, capacities)
+                out.append(
+                    {"question": f"What happens with {remedy['option']}? ({remedy['cost']})", "command": command}
+                )
+    return out[:MAX_REMEDIES]

@@ -4,108 +4,39 @@ The parts run one after another, the longest one last. If the run ends early (Ct
 keeps the finished parts and gives the reason why the others are missing.
 """
 
-import shlex
 import time
 from collections.abc import Callable
-from typing import Any
+from itertools import count
+
+import attrs
+import numpy as np
 
 from ...core.deployment.plan import DeploymentPlan
 from ...core.errors import DoesNotFitError, InputError
-from ..cache.capacity_curve import CapacityCurve
+from ..cache.capacity_curve import CapacityCurve, capacity_curve
+from ..engine.metrics import RequestRecord
 from ..figures import Document, millions
-from ..scenario.curve import CurveOptions
-from ..scenario.options import texts_of
+from ..latency.devices import find_device
+from ..scenario.compare import compare_on, compare_sentences, model_of, read_lengths
+from ..scenario.curve import CurveOptions, bytes_per_block
+from ..scenario.deployment import read_question
+from ..scenario.engine import Pool, allocator_of_plan, engine_of
+from ..scenario.plan import plan_scenario
+from ..scenario.replay import latency_distributions, replay_scenario
 from ..scenario.scenario import Scenario
-from ..search.jobs import STUDY, TRACE
-from .answer import answer_as_dict, derived_figures, what_if
-from .parts import Progress, StudyQuestion, compare_part, curve_part, plan_part, replay_part
+from ..scenario.traffic import counted, open_traffic
+from .answer import answer_as_dict, command_line, derived_figures, next_steps, what_if
 from .sentences import answer_sentences
 
-NOT_OF_A_PLAN = (*TRACE, "fit")
-POLICIES = "lru,fifo,lfu,s3fifo,sieve,optimum"
-MAX_REMEDIES = 3
+# Called with the current activity, how much of it is done, and the total if known.
+Progress = Callable[[str, int, int | None], None]
 
-
-def command_line(command: str, *asked: Any, **flags: bool) -> str:
-    """Writes the shell command (`kvledger study trace.jsonl --model ...`) with every option that is not at its default.
-
-    Args:
-        command: name of the command.
-        asked: a scenario, then the command's own options.
-        flags: further switches, such as `explain=True`.
-    """
-    words = ["kvledger", command]
-    for options in asked:
-        words += getattr(options, "trace", ())
-        for name, text in texts_of(options).items():
-            words += {"yes": [f"--{name}"], "no": [f"--no-{name}"]}.get(text, [f"--{name}", text])
-    return shlex.join([*words, *(f"--{name}" for name, given in flags.items() if given)])
-
-
-def next_steps(scenario: Scenario, capacities: CurveOptions, document: Document) -> list[dict[str, str]]:
-    """What to try after a study: a list of `question` and the `command` that answers it.
-
-    Args:
-        scenario: the study's scenario.
-        capacities: sizes of its curve, if given.
-        document: the study's document so far.
-    """
-    plan = document["plan"]
-    of_plan = _only(scenario, lambda name: name not in NOT_OF_A_PLAN)
-    explain = {"question": "Why this many blocks?", "command": command_line("plan", of_plan, explain=True)}
-    if plan is not None and not plan["fits"]:
-        return [*_remedies(scenario, capacities, plan), explain]
-    if document["derived"].get("falls_behind") is None:
-        return [
-            {"question": "How do I finish this study?", "command": command_line("study", scenario, capacities)},
-            explain,
-        ]
-    ranks = 2 * scenario.tensor_parallel_size
-    of_curve = _only(scenario, lambda name: name in (*TRACE, "model"))
-    return [
-        {
-            "question": f"What do {ranks * scenario.pipeline_parallel_size} GPUs give?",
-            "command": command_line("study", scenario.evolve(tensor_parallel_size=ranks), capacities),
-        },
-        _other_traffic(scenario, capacities, document),
-        {
-            "question": "Which eviction policy serves more?",
-            "command": command_line("curve", of_curve, CurveOptions(policy=POLICIES)),
-        },
-        explain,
-    ]
-
-
-def _only(scenario: Scenario, is_wanted: Callable[[str], bool]) -> Scenario:
-    return Scenario.from_dict({name: value for name, value in scenario.to_dict().items() if is_wanted(name)})
-
-
-def _other_traffic(scenario: Scenario, capacities: CurveOptions, document: Document) -> dict[str, str]:
-    falls_behind = document["derived"]["falls_behind"]
-    question, factor = (
-        ("Does the engine keep up with half the traffic?", 0.5)
-        if falls_behind
-        else ("What happens with twice the traffic?", 2.0)
-    )
-    changed = scenario.evolve(rate_scale=scenario.rate_scale * factor)
-    return {"question": question, "command": command_line("study", changed, capacities)}
-
-
-def _remedies(scenario: Scenario, capacities: CurveOptions, plan: Document) -> list[dict[str, str]]:
-    """The same study with each option that makes the deployment fit."""
-    out: list[dict[str, str]] = []
-    for diagnosis in plan["diagnoses"]:
-        for remedy in diagnosis["remedies"]:
-            name = remedy["option"].removeprefix("--").replace("-", "_")
-            if name in STUDY:
-                changed = scenario.evolve(**{name: True if remedy["value"] is None else remedy["value"]})
-                command = command_line("study", changed, capacities)
-                out.append(
-                    {"question": f"What happens with {remedy['option']}? ({remedy['cost']})", "command": command}
-                )
-    return out[:MAX_REMEDIES]
-
-
+EXAMPLE = {"model": "llama-3.1-8b", "gpu": "H100"}
+POLICIES = ("lru", "optimum")
+# Sizes of the curve, as multiples of the deployment's pool.
+POOLS = (0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
+PAGED_WATERMARK = 0.01  # share of blocks that vLLM kept free at admission, in the PagedAttention paper
+LINE_POINTS = 64
 PARTS = ("plan", "curve", "compare", "replay")
 INTERRUPTED = "interrupted before it finished"
 
@@ -114,17 +45,31 @@ class Study:
     """Runs all parts. `to_dict` may be called at any time and holds the parts finished so far."""
 
     def __init__(self, scenario: Scenario, curve: CurveOptions | None = None, progress: Progress | None = None) -> None:
-        """Check the options.
+        """Check the options; without model and GPU, an example deployment is used.
 
-        Args:
-            scenario: traffic, model, hardware and engine.
-            curve: sizes of the curve.
-            progress: called while a part runs.
+        Sizes of the curve default to multiples of the pool.
 
-        Raises:
-            InputError: something is missing, unknown or contradictory.
+        Raises InputError: something is missing, unknown or contradictory.
         """
-        self._question = StudyQuestion.of(scenario, curve or CurveOptions())
+        self._trace = open_traffic(scenario)  # each part reads it again
+        note: tuple[str, ...] = ()
+        missing = [name for name in EXAMPLE if getattr(scenario, name) is None]
+        if missing and len(missing) < len(EXAMPLE):
+            there = next(name for name in EXAMPLE if name not in missing)
+            raise InputError(
+                f"--{there} {getattr(scenario, there)} is given and --{missing[0]} is not: a study needs both, such as "
+                f"--model {EXAMPLE['model']} --gpu {EXAMPLE['gpu']}"
+            )
+        if missing:
+            scenario = scenario.evolve(**EXAMPLE)
+            note = (
+                f"EXAMPLE: no deployment was given, so this study uses {EXAMPLE['model']} on one {EXAMPLE['gpu']}; "
+                "choose yours with --model and --gpu",
+            )
+        question = read_question(scenario)
+        self._scenario, self._curve_options = scenario, curve or CurveOptions()
+        self._plan_question = attrs.evolve(question, assumptions=(*note, *question.assumptions))
+        _ = self._curve_options.sizes  # refuses what is no number, before a part has run
         self._progress: Progress = progress or (lambda text, completed, total: None)
         self._plan: DeploymentPlan | None = None
         self._curve: CapacityCurve | None = None
@@ -143,10 +88,7 @@ class Study:
         return self._plan is None or self._plan.fits
 
     def run(self, on_part: Callable[[str, str | None], None] = lambda part, reason: None) -> None:
-        """Run every part.
-
-        Args:
-            on_part: called when a part ends, with its name and the reason why it was skipped (None: it finished).
+        """Run every part; `on_part` is called when one ends, with its name and why it was skipped (None: it finished).
 
         Raises:
             KeyboardInterrupt: passed on; `to_dict` has the parts finished by then.
@@ -164,60 +106,164 @@ class Study:
 
     def to_dict(self) -> Document:
         """The JSON document; two runs differ only in `timing`."""
-        question, plan, curve = self._question, self._plan, self._curve
+        scenario, options, plan, curve = self._scenario, self._curve_options, self._plan, self._curve
         derived = derived_figures(self._parts, plan)
         document: Document = {
-            "title": question.title | _window(self._parts.get("curve")),
-            "command": command_line("study", question.scenario, question.curve),
+            "title": self._title(),
+            "command": command_line("study", scenario, options),
             "answer": None,
             "derived": derived,
-            "plan": self._parts.get("plan"),
-            "curve": self._parts.get("curve"),
-            "replay": self._parts.get("replay"),
-            "compare": self._parts.get("compare"),
+            **{part: self._parts.get(part) for part in ("plan", "curve", "replay", "compare")},
             "what_if": [] if plan is None or curve is None else what_if(plan, curve, derived["mean_request_tokens"]),
             "next": [],
             "not_done": dict(self.not_done),
             "timing": {**self._timing, "total_seconds": sum(part["wall_seconds"] for part in self._timing.values())},
         }
-        document["next"] = next_steps(question.scenario, question.curve, document)
+        document["next"] = next_steps(scenario, options, document)
         document["answer"] = answer_as_dict(answer_sentences(document))
         return document
 
+    def _title(self) -> dict[str, str]:
+        """`heading` and `subtitle` of the report, and the measured `window` of the trace once it is read."""
+        info, deployment = self._trace.info, self._plan_question.deployment
+        source = f"the {info.name} workload" if info.workload else info.name
+        parallel = {
+            "tensor-parallel": deployment.tensor_parallel_size,
+            "pipeline-parallel": deployment.pipeline_parallel_size,
+        }
+        sizes = [f"{size} {name}" for name, size in parallel.items() if size > 1]
+        gpus = f"{deployment.num_gpus} x {self._plan_question.device_name}"
+        layout = f" ({', '.join(sizes)})" if sizes else ""
+        origin = f", seed {info.workload['seed']}, resembles {info.workload['resembles']}" if info.workload else ""
+        out = {
+            "heading": f"{deployment.geometry.name} on {gpus}{layout}, serving {source}",
+            "subtitle": f"KV-cache study of {info.name} ({info.format}{origin})",
+        }
+        if "curve" in self._parts:
+            trace, window = self._parts["curve"]["trace"], self._parts["curve"]["window"]
+            out["window"] = (
+                f"{window['num_requests']:,} requests ({window['first_place']:,} to {window['last_place']:,} of the "
+                f"trace) over {window['duration_s']:,.0f} s; {millions(trace['input_tokens'])} prompt and "
+                f"{millions(trace['output_tokens'])} output tokens"
+            )
+        return out
+
     def _run_part(self, part: str) -> str | None:
         """Run and keep one part; returns the reason if it was skipped."""
-        question = self._question
         if part == "plan":
-            self._plan, self._parts[part] = plan_part(question)
-        elif part == "curve":
-            self._curve, payload = curve_part(question, self._plan, self._progress)
-            self._keep(part, payload)
+            found = attrs.evolve(plan_scenario(self._scenario), question=self._plan_question)
+            self._plan, self._parts[part] = found.plan, found.to_dict()
+            return None
+        if part == "curve":
+            payload = self._curve_part()
         elif self._plan is None or not self._plan.fits:
             return "the deployment does not fit, so it has no pool to run on"
         else:
-            num_requests = None if self._curve is None else self._curve.info.num_requests
             try:
-                if part == "compare":
-                    self._keep(part, compare_part(question, self._plan, self._progress))
-                else:
-                    self._keep(part, replay_part(question, self._plan, num_requests, self._progress))
+                payload = self._compare_part(self._plan) if part == "compare" else self._replay_part(self._plan)
             except (DoesNotFitError, InputError) as error:  # about the model: the trace was read before
                 return str(error)
-        return None
-
-    def _keep(self, part: str, payload: Document) -> None:
-        """Move the measured times to `timing`, so that all else is the same in every run."""
+        # Measured times are kept apart, so that all else is the same in every run.
         self._timing[part] = payload.pop("timing", {})
         self._parts[part] = payload
+        return None
+
+    def _curve_part(self) -> Document:
+        """The JSON of `kvledger curve` with three more keys.
+
+        `at_pool`: a point per policy at the plan's capacity, None without a pool. `at_90_percent`: the smallest LRU
+        size that serves 90 % of what an unlimited cache serves. `lru_line`: LRU at many sizes, up to that ceiling.
+        """
+        trace, plan, scenario, progress = self._trace, self._plan, self._scenario, self._progress
+        block_size = trace.info.trace_block_size or self._plan_question.deployment.resolved_block_size()[0]
+        pool_blocks = usable_tokens(plan) // block_size if plan is not None and plan.fits else 0
+        capacities = self._capacities(pool_blocks)
+        replays = count(1)
+        progress("curve: reading the trace", 0, None)
+        curve = self._curve = capacity_curve(
+            counted(trace, lambda num_requests: progress("curve: reading the trace", num_requests, None)),
+            capacities=capacities,
+            policies=POLICIES,
+            block_size=block_size,
+            on_point=lambda name, _: progress(
+                f"curve: {name} replayed", next(replays), None if capacities is None else len(capacities)
+            ),
+        )
+        try:
+            size_bytes = bytes_per_block(str(scenario.model), scenario.kv_cache_dtype, block_size)
+        except InputError:  # windowed or state layers: a block has no fixed size in bytes
+            size_bytes = None
+        at_pool: Document = {}
+        for policy in POLICIES if pool_blocks else ():
+            point = next(each for each in curve.policies[policy] if each.num_blocks == pool_blocks)
+            at_pool[policy] = curve.point_as_dict(point, size_bytes)
+        return {
+            **curve.as_dict(size_bytes),
+            "at_pool": at_pool or None,
+            "at_90_percent": curve.point_as_dict(curve.lru.at(curve.lru.smallest_for(0.9)), size_bytes),
+            "lru_line": [curve.point_as_dict(curve.lru.at(size), size_bytes) for size in _line_sizes(curve)],
+        }
+
+    def _capacities(self, pool_blocks: int) -> list[int] | None:
+        given = self._curve_options.sizes
+        if given is None and not pool_blocks:
+            return None
+        sizes = {int(pool_blocks * pools) for pools in POOLS} if given is None else {*given, pool_blocks}
+        return sorted(sizes - {0})
+
+    def _compare_part(self, plan: DeploymentPlan) -> Document:
+        """The JSON of `kvledger compare` with `sentences`: five allocators on the pool's memory."""
+        result = compare_on(
+            self._trace,
+            read_lengths(self._trace, lambda count: self._progress("compare: reading the trace", count, None)),
+            slots=(plan.pool.kv_cache_size_tokens, "the plan's kv_cache_tokens"),
+            longest=(plan.pool.max_model_len, "the plan's"),
+            model=model_of(self._scenario),
+            block_size=plan.deployment.resolved_block_size()[0],
+            max_num_seqs=plan.deployment.max_num_seqs,
+            watermark=PAGED_WATERMARK,
+        )
+        return {**result.to_dict(), "sentences": compare_sentences(result.usages, result.setup)}
+
+    def _replay_part(self, plan: DeploymentPlan) -> Document:
+        """The JSON of `kvledger replay` with two more keys.
+
+        `last_arrival_s`: the last arrival among finished requests, in simulated time. `distributions`: see
+        `latency_distributions`.
+        """
+        scenario, last_arrival_s = self._scenario, 0.0
+        num_requests = None if self._curve is None else self._curve.info.num_requests
+
+        def on_finished(record: RequestRecord) -> None:
+            nonlocal last_arrival_s
+            last_arrival_s = max(last_arrival_s, record.arrival_s)
+
+        pool = Pool(
+            allocator=allocator_of_plan(plan, scenario),
+            plan=plan,
+            device=find_device(str(scenario.gpu)),
+            facts={"pool": "as planned (plan)", "engines": 1},
+        )
+        result = replay_scenario(
+            scenario,
+            engine=engine_of(scenario, pool),
+            trace=self._trace,
+            on_finished=on_finished,
+            on_progress=lambda count: self._progress("replay: requests submitted", count, num_requests),
+        )
+        distributions = latency_distributions(result.report.snapshot or {})
+        return {**result.to_dict(), "last_arrival_s": last_arrival_s, "distributions": distributions}
 
 
-def _window(curve: Document | None) -> dict[str, str]:
-    """Describes the measured part of the trace, on which every figure depends."""
-    if curve is None:
-        return {}
-    trace, window = curve["trace"], curve["window"]
-    return {
-        "window": f"{window['num_requests']:,} requests ({window['first_place']:,} to {window['last_place']:,} of the "
-        f"trace) over {window['duration_s']:,.0f} s; {millions(trace['input_tokens'])} prompt and "
-        f"{millions(trace['output_tokens'])} output tokens"
-    }
+def usable_tokens(plan: DeploymentPlan) -> int:
+    """Tokens that requests can hold at once, without the null block's."""
+    pool = plan.pool
+    return max(pool.kv_cache_size_tokens, 0) * max(pool.num_usable_blocks, 0) // max(pool.num_blocks, 1)
+
+
+def _line_sizes(curve: CapacityCurve) -> list[int]:
+    """Sizes spaced evenly on a log scale, from the smallest point to just beyond where LRU stops improving."""
+    smallest = min(point.num_blocks or 1 for point in curve.policies["lru"])
+    ceiling = max(curve.lru.smallest_for(1.0), 2 * smallest)
+    sizes = np.geomspace(smallest, ceiling * 1.5, LINE_POINTS)
+    return sorted(set(sizes.astype(int).tolist()))

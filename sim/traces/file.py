@@ -48,16 +48,11 @@ class OpenOptions:
 
     def check_against(self, trace_format: TraceFormat, path: Path) -> None:
         """Raise `InputError` for an option without effect on this format, and for one that it needs."""
-        title = trace_format.title
+        title, unit = trace_format.title, trace_format.timestamp_unit
         rate = None if self.request_rate is None else f"{self.request_rate:g}"
         for option, value, has_effect, reason in (
             ("trace-block-size", self.trace_block_size, trace_format.block_size_is_settable, "carries no hash ids"),
-            (
-                "timestamp-unit",
-                self.timestamp_unit,
-                trace_format.unit_is_settable,
-                f"has {trace_format.timestamp_unit}",
-            ),
+            ("timestamp-unit", self.timestamp_unit, trace_format.unit_is_settable, f"times are {unit}"),
             ("tokenizer", self.tokenizer, trace_format.text_block_size is not None, "carries token counts"),
             ("request-rate", rate, trace_format.arrivals_unless_given, "records arrivals (--rate-scale scales them)"),
         ):
@@ -72,12 +67,6 @@ class OpenOptions:
                 + "; leave it out"
             )
 
-    def units_per_second(self, trace_format: TraceFormat) -> int:
-        """Timestamp units of the rows in a second."""
-        if self.timestamp_unit is None or trace_format.converts_units:
-            return trace_format.units_per_second
-        return UNITS_PER_SECOND[self.timestamp_unit]
-
     def block_size(self, trace_format: TraceFormat, first_lines: Sequence[bytes]) -> tuple[int | None, str | None]:
         """Tokens that one hash id represents, and who chose that number."""
         if self.trace_block_size is not None:
@@ -90,15 +79,6 @@ class OpenOptions:
         if trace_format.text_block_size is not None and self.tokenizer is not None:
             return trace_format.text_block_size, "chosen for text"
         return None, None
-
-    def arrivals(self, trace_format: TraceFormat) -> str | None:
-        """A note about arrivals that the file does not record; None where it does."""
-        if trace_format.arrivals_unless_given is None or self.request_rate is None:
-            return trace_format.arrivals_unless_given
-        return (
-            f"the file records no arrivals: {self.request_rate:g} a second come by a Poisson process, seed "
-            f"{self.seed or 0}"
-        )
 
 
 def files_of(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
@@ -172,6 +152,11 @@ def open_trace(
     options.check_against(trace_format, files[0])
     block_size, source = options.block_size(trace_format, first_lines)
     reader = None if tokenizer is None else open_tokenizer(tokenizer)
+    arrivals = trace_format.arrivals_unless_given
+    if request_rate is not None:
+        arrivals = (
+            f"the file records no arrivals: {request_rate:g} a second come by a Poisson process, seed {seed or 0}"
+        )
     known = TraceInfo(
         name=given[0].name if len(given) == 1 else f"{len(given):,} files",
         path=str(given[0]) if len(given) == 1 else f"{given[0]} and {len(given) - 1:,} more",
@@ -184,7 +169,7 @@ def open_trace(
         full_blocks_only=trace_format.full_blocks_only,
         links_turns=trace_format.links_turns(first_lines),
         records_think_times=trace_format.records_think_times(first_lines),
-        arrivals=options.arrivals(trace_format),
+        arrivals=arrivals,
         tokenizer=None if reader is None else reader.name,
     )
     if left_out:
@@ -203,7 +188,10 @@ class TraceFile(RowTrace):
         options: OpenOptions,
         tokenizer: Tokenizer | None,
     ) -> None:
-        super().__init__(known, self._usable_rows, options.units_per_second(trace_format))
+        units = trace_format.units_per_second
+        if options.timestamp_unit is not None and not trace_format.converts_units:
+            units = UNITS_PER_SECOND[options.timestamp_unit]
+        super().__init__(known, self._usable_rows, units)
         self._files = tuple(files)
         self._format = trace_format
         self._options = options

@@ -1,19 +1,7 @@
 """Trace formats: how a file is recognised, which units it uses, and who reads its rows. See formats/.
 
-A format is a subclass of `TraceFormat` in the registry. `open_trace` finds it by its name or by the file's content:
-
-    @trace_formats.register("plain")
-    class Plain(TraceFormat):
-        title, timestamp_unit, units_per_second = "three numbers a line", "s", 1
-        first_line = "0.5 512 64"
-
-        def matches(self, lines):
-            return lines[0].count(b" ") == 2
-
-        def read_rows(self, source):
-            for place, line in read_lines(source.path):
-                when, num_input, num_output = line.split()
-                yield place, float(when), int(num_input), int(num_output), None, None, 0
+A format is a subclass of `TraceFormat` in the registry. `open_trace` finds it by its name or by the file's content.
+docs/extending.md shows one.
 """
 
 from collections.abc import Iterator, Sequence

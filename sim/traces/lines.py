@@ -1,13 +1,11 @@
-"""Read a trace file, plain or gz: lines, JSON values of any size, JSON objects per line, CSV cells."""
+"""Read a trace file, plain or gz: lines, JSON values of any size, JSON objects per line."""
 
 import codecs
-import csv
 import gzip
 import json
-import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import DEFAULT_BUFFER_SIZE, BufferedIOBase
 from itertools import islice
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from ...core.errors import InputError
-from .rows import BadRow, Row, RowError, as_object, num_tokens, shown
+from .rows import BadRow, Row, RowError, as_object
 
 if TYPE_CHECKING:
     from .format import TraceSource
@@ -243,68 +241,3 @@ def read_objects(
                 yield row_of(place, value)
             except RowError as error:
                 yield error.at(place)
-
-
-# Comma-separated files with a header.
-
-WHOLE = re.compile(r"\s*[+-]?\d{1,30}\s*")
-
-
-def _cells(line: bytes) -> list[str]:
-    """The cells of one line; a quoted cell may hold commas."""
-    text = line.decode("utf-8", "replace")
-    split = text.split(",")
-    if '"' in text:
-        # A cell may be longer than the parser accepts; then the line is cut at every comma.
-        with suppress(csv.Error):
-            split = next(csv.reader([text]))
-    return [cell.strip() for cell in split]
-
-
-def has_columns(lines: Sequence[bytes], columns: Sequence[str]) -> bool:
-    """Whether the first line is a header with these columns, in any order; other columns are allowed."""
-    return bool(lines) and set(columns) <= set(_cells(lines[0]))
-
-
-def read_cells(
-    source: "TraceSource",
-    required: Sequence[str],
-    optional: Sequence[str],
-    parse: Callable[[int, list[str | None]], Row],
-) -> Iterator[Row | BadRow]:
-    """Yield `parse(place, cells)` for every line after the header; other columns are noted as not read.
-
-    `cells` are those of the required columns in order, then of the optional ones; None where a column is missing.
-    """
-    header: list[str] = []
-    at: list[int | None] = []
-    for place, line in read_lines(source.path):
-        values = _cells(line)
-        if not header:
-            header = values
-            at = [header.index(name) if name in header else None for name in (*required, *optional)]
-            source.info.unused_fields.update(set(header) - {*required, *optional})
-            continue
-        try:
-            if line.count(b'"') % 2:
-                raise RowError("broken_quote", "opens a quote that it does not close")
-            if len(values) != len(header):
-                raise RowError("missing_field", f"has {len(values)} cells under a header of {len(header)}")
-            yield parse(place, [None if i is None else values[i] for i in at])
-        except RowError as error:
-            yield error.at(place)
-
-
-def number(cell: str | None, field: str) -> int | float:
-    """The number in a cell; whole ones stay exact."""
-    if not cell:
-        raise RowError("missing_field", "is empty", field)
-    try:
-        return int(cell) if WHOLE.fullmatch(cell) else float(cell)
-    except ValueError:
-        raise RowError("not_a_number", f"{shown(cell)} is not a number", field) from None
-
-
-def tokens_in(cell: str | None, field: str) -> int:
-    """The number of tokens in a cell."""
-    return num_tokens(number(cell, field), field)

@@ -3,6 +3,7 @@
 An event log is recognised here without pyarrow, which only reading it needs.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,15 +94,17 @@ class LoggedTrace:
         self.info: TraceInfo = restored_info(self._recorded_info)
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        from ...backends.sinks.log.rows import RequestArrived
-
         self.info = info = restored_info(self._recorded_info)
-        for logged in self._reader.notes():
-            if isinstance(logged.note, RequestArrived):
-                row = row_of(logged.note)
-                if not self._has_ended:
-                    _count(info, row)
-                yield row
+        for row in map(row_of, _arrived(self._reader)):
+            if not self._has_ended:
+                _count(info, row)
+            yield row
+
+
+def _arrived(reader: "LogReader") -> Iterator["RequestArrived"]:
+    from ...backends.sinks.log.rows import RequestArrived
+
+    return (logged.note for logged in reader.notes() if isinstance(logged.note, RequestArrived))
 
 
 def row_of(note: "RequestArrived") -> TraceRequest:
@@ -156,18 +159,15 @@ class LiveTrace:
 
     def __iter__(self) -> Iterator[TraceRequest]:
         """The requests, one at a time; all notes are read first."""
-        from ...backends.sinks.log.rows import RequestArrived
-
         self.info = info = self._new_info()
         outputs = self._outputs()
         numbers: dict[bytes, int] = {}
         first_s = 0.0
-        arrived = [logged.note for logged in self._reader.notes() if isinstance(logged.note, RequestArrived)]
         # The samples of a prompt reach the scheduler later than they arrived.
-        for place, note in enumerate(sorted(arrived, key=lambda note: note.arrival_s), start=1):
+        for place, note in enumerate(sorted(_arrived(self._reader), key=lambda note: note.arrival_s), start=1):
             if place == 1:
                 first_s = info.window.start_s = note.arrival_s
-            num_outputs, reason = next(outputs[note.request_id], (0, "none"))
+            num_outputs, reason = next(outputs.get(note.request_id, iter(())), (0, "none"))
             if reason in ("abort", "error"):
                 info.remark(ABORTED)
             elif reason == "none":
@@ -186,15 +186,12 @@ class LiveTrace:
 
     def _outputs(self) -> dict[str, Iterator[tuple[int, str]]]:
         """By request id, the output tokens and the reason of each end: a later request may reuse the id."""
-        from ...backends.sinks.log.rows import RequestArrived, RequestEnded
+        from ...backends.sinks.log.rows import RequestEnded
 
-        ends: dict[str, list[tuple[int, str]]] = {}
+        ends: defaultdict[str, list[tuple[int, str]]] = defaultdict(list)
         for logged in self._reader.notes():
-            note = logged.note
-            if isinstance(note, RequestArrived):
-                ends.setdefault(note.request_id, [])
-            elif isinstance(note, RequestEnded):
-                ends.setdefault(note.request_id, []).append((note.num_output_tokens, note.reason))
+            if isinstance(logged.note, RequestEnded):
+                ends[logged.note.request_id].append((logged.note.num_output_tokens, logged.note.reason))
         return {request_id: iter(each) for request_id, each in ends.items()}
 
     def _block_ids(self, note: "RequestArrived", numbers: dict[bytes, int]) -> tuple[int, ...] | None:

@@ -3,7 +3,8 @@
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Any
+from heapq import heappop, heappush
+from typing import Any, TypeVar
 
 import attrs
 
@@ -37,6 +38,9 @@ class TurnRecord:
     answered_s: float | None = None  # recorded seconds from this turn to its answer
     num_waiting: int | None = None  # how many later turns wait for this one; None where that is not known yet
 
+
+# A request of a session, and other figures after it; its time in seconds comes first.
+AnyTimed = TypeVar("AnyTimed", bound=tuple[Any, ...])
 
 # (place, timestamp in the format's unit, input_length, output_length, hash_ids or None, session or None, priority)
 Row = tuple[int, int | float, int, int, tuple[int, ...] | None, TurnRecord | None, int]
@@ -145,6 +149,17 @@ def timestamp(value: Any, field: str, units_per_second: int) -> int | float:
     return number
 
 
+def timed_lengths(row: Mapping[str, object], units_per_second: int) -> tuple[int | float, int, int]:
+    """The fields `timestamp`, `input_length` and `output_length` of a row."""
+    when, num_input, num_output = (
+        required(row, "timestamp"),
+        required(row, "input_length"),
+        required(row, "output_length"),
+    )
+    when = timestamp(when, "timestamp", units_per_second)
+    return when, num_tokens(num_input, "input_length"), num_tokens(num_output, "output_length")
+
+
 def hash_ids(value: Any, field: str = "hash_ids") -> tuple[int, ...]:
     """A list of block ids, each a whole number in [0, 2**63)."""
     value = as_list(value, field, "block ids")
@@ -231,6 +246,34 @@ class OpenSessions:
         oldest = when - LONGEST_PAUSE_S * self._units_per_second
         while self._sent and next(iter(self._sent.values())).when < oldest:
             self._sent.popitem(last=False)
+
+
+def merge_sessions(
+    starts: Iterator[float], open_session: Callable[[int, float], Iterator[AnyTimed]]
+) -> Iterator[AnyTimed]:
+    """Merge the requests of many sessions in order of arrival. Memory holds the open sessions.
+
+    `starts` says when sessions open, in seconds, not decreasing; `open_session` makes the generator of one session's
+    requests from its number (from 0) and its start.
+    """
+    waiting: list[tuple[float, int, AnyTimed, Iterator[AnyTimed]]] = []
+
+    def push_next(number: int, session: Iterator[AnyTimed]) -> None:
+        request = next(session, None)
+        if request is not None:
+            heappush(waiting, (request[0], number, request, session))
+
+    def pop_first() -> AnyTimed:
+        _, number, request, session = heappop(waiting)
+        push_next(number, session)
+        return request
+
+    for number, start in enumerate(starts):
+        while waiting and waiting[0][0] <= start:
+            yield pop_first()
+        push_next(number, open_session(number, start))
+    while waiting:
+        yield pop_first()
 
 
 def check_window(skip_first: int, limit: int | None, rate_scale: float) -> None:

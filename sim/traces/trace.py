@@ -10,50 +10,39 @@ import attrs
 class Turn:
     """The position of a request in its session, for a closed loop: which answers it waits for, and how long after them.
 
-    `number` counts the session's turns from 1; `is_last` is set if no turn is known to follow. `waits_for` are the
-    places of earlier requests (none for a turn that opens a session). The turn is sent `think_s` after all of them were
-    answered; if the trace does not record that time, it is sent `gap_s` after the last of them was sent, but never
-    before the answers. `answered_s` is the recorded time from this request to the answer that the next turn waits for,
-    None if unknown. Times are in seconds, already divided by the rate scale.
+    The turn is sent `think_s` after all of them; if the trace does not record that time, it is sent `gap_s` after the
+    last of the requests before it was sent, but never before the answers. Seconds, already divided by the rate scale.
     """
 
     session: str
-    number: int
-    waits_for: tuple[int, ...] = ()
+    number: int  # among the session's turns, from 1
+    waits_for: tuple[int, ...] = ()  # the places of earlier requests; none for a turn that opens a session
     think_s: float | None = None
     gap_s: float | None = None
-    answered_s: float | None = None
-    is_last: bool = False
+    answered_s: float | None = None  # recorded time from this request to the answer that the next turn waits for
+    is_last: bool = False  # whether no turn is known to follow
 
     def at_rate(self, rate_scale: float) -> "Turn":
         """The same turn with every time divided by `rate_scale`."""
-
-        def scaled(seconds: float | None) -> float | None:
-            return None if seconds is None else seconds / rate_scale
-
-        return attrs.evolve(
-            self, think_s=scaled(self.think_s), gap_s=scaled(self.gap_s), answered_s=scaled(self.answered_s)
-        )
+        times = {"think_s": self.think_s, "gap_s": self.gap_s, "answered_s": self.answered_s}
+        return attrs.evolve(self, **{name: each / rate_scale for name, each in times.items() if each is not None})
 
 
 @attrs.frozen
 class TraceRequest:
-    """One request. `arrival_s` counts from the first request of the window, already divided by the rate scale.
+    """One request. `hash_ids` are the ids of the prompt's blocks, or None if the prompt shares nothing.
 
-    `hash_ids` are the ids of the prompt's blocks, or None if the prompt shares nothing: one for every block,
-    `ceil(input_length / trace_block_size)` of them (the last may be a partial block), or, if the trace's info says
-    `full_blocks_only`, one for every full block. `output_length` may be 0 (a prompt alone). `place` is the line in the
-    file, or the number of the request where lines mean nothing, from 1. `turn` links it to earlier requests, None if
-    the trace records no sessions; `priority` is the scheduler's (lower is served first).
+    There is one for every block, `ceil(input_length / trace_block_size)` of them (the last may be a partial block), or,
+    if the trace's info says `full_blocks_only`, one for every full block.
     """
 
-    arrival_s: float
+    arrival_s: float  # from the first request of the window, already divided by the rate scale
     input_length: int
-    output_length: int
+    output_length: int  # may be 0: a prompt alone
     hash_ids: tuple[int, ...] | None
-    place: int
-    turn: Turn | None = attrs.field(default=None, repr=False)
-    priority: int = attrs.field(default=0, repr=False)
+    place: int  # the line in the file, or the number of the request where lines mean nothing, from 1
+    turn: Turn | None = attrs.field(default=None, repr=False)  # links it to earlier requests, if sessions are recorded
+    priority: int = attrs.field(default=0, repr=False)  # the scheduler's: lower is served first
 
 
 @attrs.define
@@ -153,10 +142,7 @@ class TraceInfo:
                 f"the first: {rows.first_message}"
             )
         out.extend(f"{count:,} {text}" for text, count in self.remarks.items())
-        if self.about is not None:
-            out.append(self.about)
-        if self.arrivals is not None:
-            out.append(self.arrivals)
+        out.extend(note for note in (self.about, self.arrivals) if note is not None)
         if self.tokenizer is not None:
             out.append(f"tokens counted by {self.tokenizer}")
         if self.unused_fields:

@@ -11,9 +11,9 @@ import attrs
 
 from ...core.registry import Registry
 from ..random_draws import Draws
-from ..traces.rows import RowTrace, TurnRecord
+from ..traces.rows import RowTrace, TurnRecord, merge_sessions
 from .multi_turn import MultiTurnParameters, multi_turn_requests
-from .stream import BlockIds, SessionRequest, TurnRequest, WorkloadModel, merge_sessions, open_stream
+from .stream import BlockIds, SessionRequest, TurnRequest, WorkloadModel, open_stream
 
 workloads: Registry[Callable[[], WorkloadModel]] = Registry("workload", "kvledger.workloads")
 

@@ -1,9 +1,8 @@
 """A generated stream of requests as a `Trace`; built-in, fitted and mixed workloads use it."""
 
 from collections.abc import Callable, Iterator
-from heapq import heappop, heappush
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 
@@ -16,35 +15,6 @@ from ..traces.trace import UNITS_PER_SECOND
 SessionRequest = tuple[float, int, int, tuple[int, ...] | None]
 # The same, and the request's place in its session.
 TurnRequest = tuple[float, int, int, tuple[int, ...] | None, TurnRecord | None]
-AnyRequest = TypeVar("AnyRequest", SessionRequest, TurnRequest)
-
-
-def merge_sessions(
-    starts: Iterator[float], open_session: Callable[[int, float], Iterator[AnyRequest]]
-) -> Iterator[AnyRequest]:
-    """Merge the requests of many sessions in order of arrival. Memory holds the open sessions.
-
-    `starts` says when sessions open, in seconds, not decreasing; `open_session` makes the generator of one session's
-    requests from its number (from 0) and its start.
-    """
-    waiting: list[tuple[float, int, AnyRequest, Iterator[AnyRequest]]] = []
-
-    def push_next(number: int, session: Iterator[AnyRequest]) -> None:
-        request = next(session, None)
-        if request is not None:
-            heappush(waiting, (request[0], number, request, session))
-
-    def pop_first() -> AnyRequest:
-        _, number, request, session = heappop(waiting)
-        push_next(number, session)
-        return request
-
-    for number, start in enumerate(starts):
-        while waiting and waiting[0][0] <= start:
-            yield pop_first()
-        push_next(number, open_session(number, start))
-    while waiting:
-        yield pop_first()
 
 
 class BlockIds:

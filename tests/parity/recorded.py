@@ -25,13 +25,15 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 class PrefixKeys:
     """A key source without hashing: a block's key is all tokens up to its end, which no two contents share."""
 
-    def __init__(self, tokens: list[int], hash_block_size: int) -> None:
+    def __init__(self, tokens: list[int], hash_block_size: int, num_lookahead_tokens: int = 0) -> None:
         self.tokens = tokens
         self.hash_block_size = hash_block_size
+        self.ahead = num_lookahead_tokens
 
     def keys(self, start: int, stop: int) -> list[tuple[int, ...]]:
-        size = self.hash_block_size
-        return [tuple(self.tokens[: (i + 1) * size]) for i in range(start, min(stop, len(self.tokens) // size))]
+        size, ahead = self.hash_block_size, self.ahead
+        stop = min(stop, (len(self.tokens) - ahead) // size)
+        return [tuple(self.tokens[: (i + 1) * size + ahead]) for i in range(start, stop)]
 
 
 def kind_of(group: dict[str, Any]) -> CacheKind:
@@ -61,6 +63,7 @@ class Recorded:
                 max_in_flight_tokens=header["max_in_flight_tokens"],
                 watermark_blocks=header["watermark_blocks"],
                 use_eagle=header["use_eagle"],
+                num_lookahead_tokens=header.get("num_lookahead_tokens", 0),
                 hash_block_size=header["hash_block_size"],
                 scheduler_block_size=header["scheduler_block_size"],
             ),
@@ -81,7 +84,7 @@ class Recorded:
 
     def new(self, op: dict[str, Any]) -> None:
         tokens = [s * STREAM + j for s, start, length in op["prompt"] for j in range(start, start + length)]
-        keys = PrefixKeys(tokens, self.header["hash_block_size"])
+        keys = PrefixKeys(tokens, self.header["hash_block_size"], self.header.get("num_lookahead_tokens", 0))
         self.requests[op["r"]] = Request(str(op["r"]), len(tokens), max_tokens=STREAM, keys=keys)
         self.outputs[op["r"]] = op["out"]
 
@@ -152,6 +155,7 @@ class Recorded:
         pool = self.allocator.pool
         assert pool.free_queue.order() == op["free_queue"], op["i"]
         assert [[block, count] for block, count in enumerate(pool.ref_cnts()) if count] == op["refs"], op["i"]
-        assert [[block, len(key)] for block, key in pool.keyed_blocks()] == op["cached"], op["i"]
+        ahead = self.header.get("num_lookahead_tokens", 0)
+        assert [[block, len(key) - ahead] for block, key in pool.keyed_blocks()] == op["cached"], op["i"]
         distinct = {(pool.group_of(block), key) for block, key in pool.keyed_blocks()}
         assert len(distinct) == op["distinct_hashes"], op["i"]

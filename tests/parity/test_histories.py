@@ -1,4 +1,4 @@
-"""Random histories of vLLM 0.32's KV-cache manager, block for block (recorded by record_histories.py).
+"""Random histories of the KV-cache managers of vLLM 0.32 and 0.33, block for block (made by record_histories.py).
 
 Field reports B12, B13 and D08: EAGLE with windows and states, sparse retention, drafts, small pools.
 """
@@ -10,13 +10,15 @@ import pytest
 
 from tests.parity.recorded import Recorded, read_jsonl
 
-HISTORIES = Path(__file__).parents[1] / "golden" / "histories.jsonl.gz"
+GOLDEN = Path(__file__).parents[1] / "golden"
+# The second file has keys that look ahead, as vLLM 0.33 makes them for EAGLE and MTP.
+FILES = (GOLDEN / "histories.jsonl.gz", GOLDEN / "histories_0_33.jsonl.gz")
 
 
 def histories() -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Each recorded history: its header and its operations."""
     found: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
-    for line in read_jsonl(HISTORIES):
+    for line in (line for path in FILES for line in read_jsonl(path)):
         if line.get("type") == "header":
             found.append((line, []))
         else:
@@ -27,7 +29,8 @@ def histories() -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
 def name_of(history: tuple[dict[str, Any], list[dict[str, Any]]]) -> str:
     header, _ = history
     kinds = "+".join(f"{group['kind']}{group['block_size']}" for group in header["groups"])
-    return f"{header['seed']}-{kinds}{'-eagle' * header['use_eagle']}-retention{header['retention_interval']}"
+    drafts = "-eagle" * header["use_eagle"] + "-lookahead" * (header.get("num_lookahead_tokens", 0) > 0)
+    return f"{header['seed']}-{kinds}{drafts}-retention{header['retention_interval']}"
 
 
 @pytest.mark.parametrize("history", histories(), ids=name_of)

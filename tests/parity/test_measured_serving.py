@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from kvledger.core.errors import InputError
 from kvledger.sim.latency.calibration import FITTED_FACTORS, fit_factors, leave_one_out, mean_absolute_percentage_error
-from kvledger.sim.latency.devices import device_factors, expected_factors, find_device
+from kvledger.sim.latency.devices import DeviceFactors, device_factors, find_device
 
 from bench.fidelity.measured_serving import MeasuredServer, read_measured_serving
 from bench.fidelity.served_run import (
@@ -61,7 +61,7 @@ def _calibration_steps():
 
 @pytest.mark.skipif(not CALIBRATED_ON.exists(), reason="the servers that the factors were fitted to are not here")
 def test_refitting_the_measured_servers_gives_the_h100_preset():
-    fitted = fit_factors(_calibration_steps(), start=expected_factors())
+    fitted = fit_factors(_calibration_steps(), start=DeviceFactors())
     preset = device_factors(find_device("H100"))
     for name in FITTED_FACTORS:
         assert getattr(fitted.factors, name) == pytest.approx(getattr(preset, name), rel=0.02), name
@@ -71,7 +71,7 @@ def test_refitting_the_measured_servers_gives_the_h100_preset():
 @pytest.mark.skipif(not CALIBRATED_ON.exists(), reason="the servers that the factors were fitted to are not here")
 def test_factors_fitted_without_a_measured_server_predict_its_mean_decode_steps():
     steps = _calibration_steps()
-    left_out = list(leave_one_out(steps, lambda rest: fit_factors(rest, start=expected_factors())))
+    left_out = list(leave_one_out(steps, lambda rest: fit_factors(rest, start=DeviceFactors())))
     errors = [error for _, _, errors in left_out for error in errors]
     assert len(errors) == len(steps)
     assert mean_absolute_percentage_error(errors) < 6

@@ -37,7 +37,7 @@ def _check(geometry: ModelGeometry, row: dict[str, Any]) -> None:
     for key, expected in row["kv_bytes"].items():
         precision, tokens, *with_state = key.split("/")
         found = geometry.sequence_bytes(int(tokens), DTYPE_OF_PRECISION[precision])
-        total = found.total_with_state if with_state else found.total
+        total = found.total + found.state if with_state else found.total
         if row["kind"] in ("dsa_mla", "deepseek_v4_hybrid"):
             indexer = _keys(row, int(tokens)) * INDEXER_KEY_BYTES
             expected = {**expected, "indexer": indexer, "total": expected["kv"] + indexer}

@@ -134,8 +134,8 @@ FIELD_MUTANTS = (
     Mutant(
         "keys depend on the process",
         "core/keys/block_hash.py",
-        "EncodedBlockHasher(algorithm, sha256(_ROOT_LABEL).digest(), sha256)",
-        "EncodedBlockHasher(algorithm, sha256(str(hash(_ROOT_LABEL)).encode()).digest(), sha256)",
+        "BlockHasher(algorithm, sha256(_ROOT_LABEL).digest(), sha256)",
+        "BlockHasher(algorithm, sha256(str(hash(_ROOT_LABEL)).encode()).digest(), sha256)",
         ("B05",),
     ),
     Mutant(

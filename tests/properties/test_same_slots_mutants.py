@@ -77,7 +77,7 @@ def a_copy_goes_the_wrong_way(patch: Patch) -> None:
     patch.setattr(
         TorchKernels,
         "copy_blocks",
-        staticmethod(lambda *, caches, sources, targets: copy(caches=caches, sources=targets, targets=sources)),
+        lambda self, *, caches, sources, targets: copy(self, caches=caches, sources=targets, targets=sources),
     )
 
 
@@ -195,12 +195,12 @@ def positions_are_off_by_one(patch: Patch) -> None:
 def the_tail_of_a_padded_batch_gets_slot_0(patch: Patch) -> None:
     compute = TorchKernels.compute_slot_mapping
 
-    def pads_with_zero(**arguments: Any) -> None:
-        compute(**arguments)
+    def pads_with_zero(self: TorchKernels, **arguments: Any) -> None:
+        compute(self, **arguments)
         num_tokens = int(arguments["query_start_loc"][-1])
         arguments["slot_mapping"][:, num_tokens:] = 0
 
-    patch.setattr(TorchKernels, "compute_slot_mapping", staticmethod(pads_with_zero))
+    patch.setattr(TorchKernels, "compute_slot_mapping", pads_with_zero)
 
 
 @fault
@@ -219,7 +219,7 @@ def keys_and_values_change_places(patch: Patch) -> None:
     patch.setattr(
         TorchKernels,
         "reshape_and_cache",
-        staticmethod(lambda *, key, value, **where: write(key=value, value=key, **where)),
+        lambda self, *, key, value, **where: write(self, key=value, value=key, **where),
     )
 
 

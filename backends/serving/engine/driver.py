@@ -278,7 +278,7 @@ class EngineDriver:
         generation.keys.take_over(lead.keys)
         generation.request.num_output_tokens = 1
         if self._recorder is not None:
-            self._recorder.forked(generation, lead, has_ended)
+            self._recorder.arrived(generation, sample_of=lead.request.request_id, has_ended=has_ended)
         self._scheduler.fork(lead.request.request_id, generation.request, has_ended)
 
     def _deliver(self, output: Output) -> None:

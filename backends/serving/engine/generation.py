@@ -128,7 +128,7 @@ class Output:
     """One output token of a step."""
 
     generation: Generation  # the request that it belongs to
-    delta: TokenDelta  # the token
+    delta: TokenDelta
     samples: "tuple[Output, ...]" = ()  # the first tokens of the generation's samples, chosen from the same logits
 
 

@@ -30,7 +30,7 @@ from ....core.scheduler.engine import EngineObserver
 from ....core.scheduler.scheduler import Scheduler
 from ....core.scheduler.stats import SchedulerStats
 from ....core.types import EventSink, Request
-from ..model.runner import TokenRunner
+from ..model.runner import ModelRunner
 from ..sampling.detokenizer import Tokenizer
 from ..sampling.sampling import seed_of_request
 from ..sampling.settings import SamplingSettings, TokenRules
@@ -77,7 +77,7 @@ class LiveEngine:
 
     def __init__(
         self,
-        runner: TokenRunner,
+        runner: ModelRunner,
         *,
         allocator: AllocatorConfig,
         scheduler: SchedulerConfig,
@@ -337,7 +337,7 @@ class LiveEngine:
         self.shutdown(drain=error is None)
 
 
-def _check_settings(runner: TokenRunner, allocator: AllocatorConfig, scheduler: SchedulerConfig) -> None:
+def _check_settings(runner: ModelRunner, allocator: AllocatorConfig, scheduler: SchedulerConfig) -> None:
     if scheduler.num_speculative_tokens:
         raise InputError(
             f"num_speculative_tokens is {scheduler.num_speculative_tokens}, and a live engine has no draft model; set 0"

@@ -30,14 +30,7 @@ if TYPE_CHECKING:
 COMMAND: Final = "serve"
 
 # Allocator options that decisions depend on and the pool's first commit does not hold.
-_RULES: Final = (
-    "retention_interval",
-    "max_in_flight_tokens",
-    "watermark_blocks",
-    "use_eagle",
-    "release",
-    "orphans",
-)
+_RULES: Final = ("retention_interval", "max_in_flight_tokens", "watermark_blocks", "use_eagle", "release", "orphans")
 
 
 def live_header(allocator: AllocatorConfig, scheduler: SchedulerConfig, facts: dict[str, Any]) -> dict[str, Any]:
@@ -136,15 +129,8 @@ class LiveRecording:
         """Log one commit."""
         self.log.apply(commit)
 
-    def arrived(self, generation: "Generation") -> None:
-        """Note a request before it is handed to the scheduler."""
-        self._note_arrival(generation, {})
-
-    def forked(self, generation: "Generation", lead: "Generation", has_ended: bool) -> None:
-        """Note a sample before it is handed to the scheduler with its first token, which may be its last one."""
-        self._note_arrival(generation, {"sample_of": lead.request.request_id, "has_ended": has_ended})
-
-    def _note_arrival(self, generation: "Generation", facts: dict[str, Any]) -> None:
+    def arrived(self, generation: "Generation", **facts: Any) -> None:
+        """Note a request before it is handed to the scheduler; `facts` tell a sample, which comes with a token."""
         request, keys = generation.request, generation.keys
         self._num_requests += 1
         self.log.note(

@@ -22,7 +22,7 @@ class RequestChecks:
     vocab_size: int  # all token ids are below it
     eos_token_ids: frozenset[int]  # tokens that end an output unless a request ignores them
     has_tokenizer: bool  # whether outputs have text
-    policy: str  # the scheduling policy
+    policy: str
     _recent: tuple[SamplingSettings, TokenRules] | None = attrs.field(init=False, default=None, repr=False)
 
     def prompt(self, prompt_token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.int64]:

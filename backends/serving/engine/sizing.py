@@ -334,10 +334,5 @@ def _weights_row(model: Any) -> LedgerRow:
     """Count the bytes of a model's tensors. Tied weights are one tensor and count once."""
     tensors = {each.data_ptr(): each for each in (*model.parameters(), *model.buffers())}
     num_bytes = sum(each.numel() * each.element_size() for each in tensors.values())
-    return LedgerRow(
-        name="weights",
-        num_bytes=num_bytes,
-        source=RowSource.MEASURED,
-        role=RowRole.RESIDENT,
-        formula=f"bytes of the model's {len(tensors)} tensors",
-    )
+    formula = f"bytes of the model's {len(tensors)} tensors"
+    return LedgerRow("weights", num_bytes, RowSource.MEASURED, RowRole.RESIDENT, formula)

@@ -15,6 +15,7 @@ from ..engine.request_checks import RequestLengths
 from ..errors import EngineFailedError, EngineStoppedError, QueueFullError, SettingError
 from ..sampling.settings import NUM_SEEDS, SamplingSettings
 from .errors import ApiError, engine_failed, invalid_request, queue_full, shutting_down
+from .requests import GenerationRequest, TokenIds
 from .responses import Piece
 
 
@@ -29,25 +30,23 @@ class Choice:
 
 def submit_choices(
     engine: LiveEngine,
-    *,
+    body: GenerationRequest,
     answer_id: str,
     prompts: Sequence[Sequence[int]],
     settings: Sequence[SamplingSettings],
-    n: int,
-    priority: int,
     cache_salt: str | None,
-    prompt_param: str,
     retry_after_s: Callable[[], int],
 ) -> list[Choice]:
     """Submit all choices of an HTTP request, or none.
 
     The engine's requests are named `ID-0`, `ID-1`, ... after `answer_id`. The first choice of a prompt gets the seed of
-    its settings, each further choice the next one. Priority and salt are those of `LiveEngine.submit`.
+    its settings, each further choice the next one. The salt is that of `LiveEngine.submit`.
 
     Raises:
         ApiError: the engine's error, as it is sent to the client.
     """
     choices: list[Choice] = []
+    n = body.n or 1
     try:
         for prompt, (token_ids, of_prompt) in enumerate(zip(prompts, settings, strict=True)):
             places = range(len(choices), len(choices) + n)
@@ -55,14 +54,14 @@ def submit_choices(
             lives = engine.submit_samples(
                 token_ids,
                 [of_prompt if seed is None else of_prompt.with_seed((seed + i) % NUM_SEEDS) for i in range(n)],
-                priority=priority,
+                priority=body.priority or 0,
                 cache_salt=cache_salt,
                 request_ids=[f"{answer_id}-{place}" for place in places],
             )
             choices += [Choice(place, prompt, live) for place, live in zip(places, lives, strict=True)]
     except Exception as error:
         cancel_all(choices)
-        raise _as_api_error(error, prompt_param, retry_after_s) from error
+        raise _as_api_error(error, body.prompt_param, retry_after_s) from error
     return choices
 
 
@@ -185,43 +184,31 @@ def name_of_prompt(param: str, place: int, num_prompts: int) -> str:
 
 
 def check_lengths(
-    lengths: RequestLengths,
-    num_prompt_tokens: Sequence[int],
-    max_tokens: Sequence[int],
-    prompt_param: str,
-    max_tokens_param: str | None,
+    lengths: RequestLengths, body: GenerationRequest, prompts: Sequence[TokenIds], max_tokens: Sequence[int]
 ) -> None:
     """Refuse all prompts of a request if one of them is too long, and count it as rejected.
 
-    `prompt_param` is the field that the prompts came from, `max_tokens_param` the one that limits the output (None: the
-    client gave none).
-
     Raises:
-        ApiError: 400 that names the field to change: the prompt if it is too long alone, else `max_tokens_param`.
+        ApiError: 400 that names the field to change: the prompt if it is too long alone, else that of `max_tokens`.
     """
-    for place, (num_tokens, most_wanted) in enumerate(zip(num_prompt_tokens, max_tokens, strict=True)):
+    for place, (prompt, most_wanted) in enumerate(zip(prompts, max_tokens, strict=True)):
         try:
-            lengths.check(Request("", num_tokens, most_wanted))
+            lengths.check(Request("", len(prompt), most_wanted))
         except DoesNotFitError as error:
-            prompt = name_of_prompt(prompt_param, place, len(num_prompt_tokens))
-            raise _too_long(lengths, num_tokens, most_wanted, prompt, prompt_param, max_tokens_param) from error
+            name = name_of_prompt(body.prompt_param, place, len(prompts))
+            raise _too_long(lengths, body, len(prompt), most_wanted, name) from error
 
 
 def _too_long(
-    lengths: RequestLengths,
-    num_prompt_tokens: int,
-    max_tokens: int,
-    prompt: str,
-    prompt_param: str,
-    max_tokens_param: str | None,
+    lengths: RequestLengths, body: GenerationRequest, num_prompt_tokens: int, max_tokens: int, prompt: str
 ) -> ApiError:
-    output = max_tokens_param or "the least"
+    output = body.max_tokens_param or "the least"
     most = lengths.most_output_tokens(num_prompt_tokens)
     if most:
-        param = max_tokens_param
+        param = body.max_tokens_param
         way_out = f"{most:,} fit behind this prompt; set {output} to {most:,} at most, or shorten {prompt}"
     else:
-        param = prompt_param
+        param = body.prompt_param
         way_out = f"a prompt may have {lengths.num_prompt_tokens:,}; shorten it"
         if max_tokens > 1:
             way_out += f", and set {output} to what is left"

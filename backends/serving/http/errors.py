@@ -17,7 +17,7 @@ ErrorType = Literal[
 class ApiError(KVLedgerError):
     """An error answer to a client."""
 
-    status: int  # the HTTP status
+    status: int
     message: str  # what was given, what was expected, what to do
     type: ErrorType = "invalid_request_error"  # OpenAI's type of the error
     param: str | None = None  # the parameter of the request that is wrong

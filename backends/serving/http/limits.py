@@ -46,11 +46,7 @@ class RequestGate:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        limits: RequestLimits,
-        retry_after_s: Callable[[], int],
-        on_status: Callable[[int], None],
+        self, app: ASGIApp, limits: RequestLimits, retry_after_s: Callable[[], int], on_status: Callable[[int], None]
     ) -> None:
         """Guard an application.
 

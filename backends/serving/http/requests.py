@@ -24,8 +24,6 @@ from pydantic import (
 
 from .errors import ApiError, invalid_request, unsupported_parameter
 
-# OpenAI's default for completions.
-DEFAULT_MAX_TOKENS_OF_COMPLETIONS = 16
 MAX_LOGPROBS = 20
 # Beyond every model's length and vocabulary, and within the range of counters; the engine checks what fits.
 MAX_TOKENS = 1 << 31
@@ -197,8 +195,9 @@ class GenerationRequest(StrictModel):
     """The fields of both endpoints."""
 
     unsupported: ClassVar[dict[str, Unsupported]] = {}
-    # The field with the prompt.
-    prompt_param: ClassVar[str]
+    prompt_param: ClassVar[str]  # the field with the prompt
+    # Most tokens of a choice if none are given; None: as many as fit after the prompt.
+    default_max_tokens: ClassVar[int | None] = None
 
     model: Text | None = None
     n: Annotated[int, _between(1, None)] | None = None
@@ -260,11 +259,6 @@ class GenerationRequest(StrictModel):
         return None if self.max_tokens is None else "max_tokens"
 
     @property
-    def default_max_tokens(self) -> int | None:
-        """Most tokens of a choice if none are given; None: as many as fit after the prompt."""
-        return None
-
-    @property
     def num_logprobs(self) -> int | None:
         """Likeliest tokens reported with each token and its log probability; None: report neither."""
         return None
@@ -280,6 +274,7 @@ class CompletionRequest(GenerationRequest):
 
     unsupported: ClassVar[dict[str, Unsupported]] = dict(OF_COMPLETIONS)
     prompt_param: ClassVar[str] = "prompt"
+    default_max_tokens: ClassVar[int | None] = 16  # OpenAI's
 
     best_of: Annotated[int, _between(1, None)] | None = None
     logprobs: NumLogprobs | None = None
@@ -311,11 +306,6 @@ class CompletionRequest(GenerationRequest):
                 f"(leave it out, or give {n})",
             )
         return self
-
-    @property
-    def default_max_tokens(self) -> int | None:
-        """OpenAI's default, 16."""
-        return DEFAULT_MAX_TOKENS_OF_COMPLETIONS
 
     @property
     def num_logprobs(self) -> int | None:

@@ -20,7 +20,7 @@ LEAST_LOGPROB = -9999.0
 class Piece:
     """A piece of one choice's output: the text completed since the last piece."""
 
-    text: str  # text to show
+    text: str
     deltas: tuple[TokenDelta, ...] = ()  # its tokens, if log probabilities were requested
     finish_reason: str | None = None  # the finish reason, in the last piece
     num_characters_before: int = 0  # characters of the choice's text before this piece
@@ -107,13 +107,7 @@ def model_list(names: Iterable[str], created: int, max_model_len: int) -> dict[s
 
 def model_card(name: str, created: int, max_model_len: int) -> dict[str, Any]:
     """Return the answer of `/v1/models/{name}`."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "kvledger",
-        "max_model_len": max_model_len,
-    }
+    return {"id": name, "object": "model", "created": created, "owned_by": "kvledger", "max_model_len": max_model_len}
 
 
 def _completion_logprobs(piece: Piece, spell: Speller) -> dict[str, Any]:

@@ -103,12 +103,7 @@ async def metrics(request: Request) -> Response:
 
 _ENDPOINTS = {
     "POST": {"/v1/completions": create_completion, "/v1/chat/completions": create_chat_completion},
-    "GET": {
-        "/v1/models": list_models,
-        "/v1/models/{name:path}": get_model,
-        "/health": health,
-        "/metrics": metrics,
-    },
+    "GET": {"/v1/models": list_models, "/v1/models/{name:path}": get_model, "/health": health, "/metrics": metrics},
 }
 
 

@@ -103,26 +103,18 @@ class OpenAIServer:
         self, body: GenerationRequest, prompts: Sequence[TokenIds], shape: AnswerShape, request: Request
     ) -> Response:
         max_tokens = [self._max_tokens(body, len(prompt)) for prompt in prompts]
-        check_lengths(
-            self.engine.lengths,
-            [len(prompt) for prompt in prompts],
-            max_tokens,
-            body.prompt_param,
-            body.max_tokens_param,
-        )
+        check_lengths(self.engine.lengths, body, prompts, max_tokens)
         # Few prompts differ in it, so the settings' token lists are checked only once for each value.
         sampling = {each: self._sampling(body, each) for each in dict.fromkeys(max_tokens)}
         answer = Answer.new(shape.id_prefix, self.settings.model_names[0] if body.model is None else body.model)
         choices = submit_choices(
             self.engine,
-            answer_id=answer.id,
-            prompts=prompts,
-            settings=[sampling[each] for each in max_tokens],
-            n=body.n or 1,
-            priority=body.priority or 0,
-            cache_salt=self._salt(body.cache_salt, request.scope),
-            prompt_param=body.prompt_param,
-            retry_after_s=self.metrics.retry_after_s,
+            body,
+            answer.id,
+            prompts,
+            [sampling[each] for each in max_tokens],
+            self._salt(body.cache_salt, request.scope),
+            self.metrics.retry_after_s,
         )
         headers = {"X-Request-Id": answer.id}
         if body.stream:

@@ -39,12 +39,12 @@ class ProfiledModel:
     """A model to profile."""
 
     model: Any  # a transformers causal language model
-    geometry: ModelGeometry  # its geometry
+    geometry: ModelGeometry
     limits: StepLimits  # the largest step
     max_model_len: int | None  # tokens of the longest request; None: no limit
     block_size: int  # tokens per block
     kv_cache_dtype: str  # dtype of the cache
-    device: str | torch.device  # device of the model
+    device: str | torch.device
 
     def largest_step(self) -> ProfilingStep:
         """Return the step that takes the most memory, including sampling."""
@@ -69,9 +69,7 @@ class ProfiledModel:
             kv_cache_dtype=self.kv_cache_dtype,
         )
         backend = CudaBackend(
-            device=self.device,
-            max_num_batched_tokens=self.limits.max_num_batched_tokens,
-            model_dtype=self.model.dtype,
+            device=self.device, max_num_batched_tokens=self.limits.max_num_batched_tokens, model_dtype=self.model.dtype
         )
         backend.initialize(config)
         tables = AllocatorConfig(

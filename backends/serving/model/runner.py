@@ -265,26 +265,3 @@ class ModelRunner:
 
     def _to_device(self, values: NDArray[np.int64]) -> torch.Tensor:
         return on_device(np.asarray(values, dtype=np.int64), self.backend.device)
-
-
-class TokenRunner(Protocol):
-    """The model as a live engine uses it: it asks for tokens and returns logits. `ModelRunner` is one.
-
-    Attributes:
-        backend: the model writes and reads its pool.
-        length_limit: the longest request.
-        tokens: set by the engine.
-    """
-
-    backend: CudaBackend
-    length_limit: LengthLimit
-    tokens: RequestTokens | None
-
-    @property
-    def vocab_size(self) -> int:
-        """Columns of the logits."""
-        ...
-
-    def launch(self, step: ScheduledStep) -> FinishStep:
-        """See `StepRunner`."""
-        ...

@@ -16,7 +16,7 @@ from ....core.models.config_fields import ConfigFields
 from ....core.models.geometry import ModelGeometry, geometry_from_config
 from ....core.models.layer_cache import AttentionCache
 from ....core.planner.groups import group_layers
-from ....core.planner.layout import KVCacheConfig, KVCacheGroup, KVCacheLayout, lay_out
+from ....core.planner.layout import KVCacheConfig, KVCacheLayout, lay_out
 
 # Config fields with which a layer does not simply store one key and value of its own per token.
 _REFUSED_FIELDS = {
@@ -89,30 +89,6 @@ def served_layers(geometry: ModelGeometry) -> tuple[ServedLayer, ...]:
     return tuple(layers)
 
 
-def kv_cache_groups(
-    geometry: ModelGeometry,
-    *,
-    block_size: int,
-    kv_cache_dtype: str = "auto",
-    layout: KVCacheLayout = KVCacheLayout.LBNHC,
-    disable_hybrid_kv_cache_manager: bool = False,
-) -> tuple[KVCacheGroup, ...]:
-    """Return the model's block-table groups on one rank: full attention layers, and windowed ones if there are any.
-
-    Args:
-        geometry: from `transformers_geometry`.
-        block_size: tokens per block.
-        kv_cache_dtype: `auto` is the dtype of the model's weights.
-        layout: physical order of the axes; the default suits every `CacheArrangement` that keeps tokens outside heads.
-        disable_hybrid_kv_cache_manager: size windowed layers like full ones, in one group.
-
-    Raises:
-        InputError: an unknown dtype, or layers that cannot share one pool.
-    """
-    specs = geometry.layer_specs(block_size, kv_cache_dtype)
-    return group_layers(specs, layout, disable_hybrid_kv_cache_manager)
-
-
 def kv_cache_config(
     geometry: ModelGeometry,
     *,
@@ -122,19 +98,21 @@ def kv_cache_config(
     layout: KVCacheLayout = KVCacheLayout.LBNHC,
     disable_hybrid_kv_cache_manager: bool = False,
 ) -> KVCacheConfig:
-    """Lay out `kv_cache_groups` for `num_blocks` blocks; `CudaBackend.initialize` takes the result.
+    """Plan the pool of one rank for `CudaBackend.initialize`: a group of full attention layers, one of windowed ones.
+
+    Args:
+        geometry: from `transformers_geometry`.
+        num_blocks: blocks of the pool.
+        block_size: tokens per block.
+        kv_cache_dtype: `auto` is the dtype of the model's weights.
+        layout: physical order of the axes; the default suits every `CacheArrangement` that keeps tokens outside heads.
+        disable_hybrid_kv_cache_manager: size windowed layers like full ones, in one group.
 
     Raises:
-        InputError: as in `kv_cache_groups`, or the layout cannot hold the pages.
+        InputError: an unknown dtype, layers that cannot share one pool, or a layout that cannot hold the pages.
     """
-    groups = kv_cache_groups(
-        geometry,
-        block_size=block_size,
-        kv_cache_dtype=kv_cache_dtype,
-        layout=layout,
-        disable_hybrid_kv_cache_manager=disable_hybrid_kv_cache_manager,
-    )
-    return lay_out(groups, num_blocks, layout)
+    specs = geometry.layer_specs(block_size, kv_cache_dtype)
+    return lay_out(group_layers(specs, layout, disable_hybrid_kv_cache_manager), num_blocks, layout)
 
 
 @attrs.frozen

@@ -23,7 +23,7 @@ _DRAW_BITS = 52
 class ChosenToken:
     """One output token."""
 
-    token_id: int  # the token
+    token_id: int
     logprob: float | None = None  # its log probability, if requested
     # (token, log probability) of the likeliest tokens, in descending order, if requested.
     top_logprobs: tuple[tuple[int, float], ...] = ()

@@ -4,24 +4,10 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from ....core import events
 from ....core.cache_kinds import CacheKind, ChunkedLocal, CompressedState, FullAttention, SequenceState, SlidingWindow
 from ....core.errors import InputError, MisuseError
-from ....core.events import (
-    POOL,
-    BlockCopied,
-    BlocksAllocated,
-    BlocksCached,
-    BlocksUncached,
-    CacheReset,
-    Commit,
-    Key,
-    PoolCreated,
-    RowsAssigned,
-    RowsReleased,
-    TierCommit,
-    TiersCreated,
-    as_ints,
-)
+from ....core.events import POOL, Commit, Key, TierCommit, TiersCreated, as_ints
 from ....core.keys.block_hash import key_low64
 from ..log.keys import encode_key
 from .content import ContentRegistry, RequestContent
@@ -97,22 +83,22 @@ class KVEventEncoder:
         out: list[KVCacheEvent] = []
         for event in commit.events:
             match event:
-                case BlocksCached():
+                case events.BlocksCached():
                     self._stored(event, out)
-                case BlocksAllocated() if event.lost_keys:
+                case events.BlocksAllocated() if event.lost_keys:
                     self._removed(event.lost_keys, event.lost_groups, out)
-                case BlockCopied() if event.lost_key is not None:
+                case events.BlockCopied() if event.lost_key is not None:
                     self._removed((event.lost_key,), (event.lost_group,), out)
-                case BlocksUncached():
+                case events.BlocksUncached():
                     self._removed(event.keys, as_ints(event.groups), out)
-                case CacheReset():
+                case events.CacheReset():
                     out.append(AllBlocksCleared())
-                case RowsAssigned():
+                case events.RowsAssigned():
                     self._request_in.update(zip(as_ints(event.rows), event.requests, strict=True))
-                case RowsReleased():
+                case events.RowsReleased():
                     for row in as_ints(event.rows):
                         self._request_in.pop(row, None)
-                case PoolCreated():
+                case events.PoolCreated():
                     self._groups, self._hash_block_size = event.groups, event.hash_block_size
                 case _:
                     pass
@@ -129,7 +115,7 @@ class KVEventEncoder:
             by_group.setdefault(group, []).append(hashed)
         out += [BlockRemoved(hashes, self._medium, group) for group, hashes in by_group.items()]
 
-    def _stored(self, event: BlocksCached, out: list[KVCacheEvent]) -> None:
+    def _stored(self, event: events.BlocksCached, out: list[KVCacheEvent]) -> None:
         indices = as_ints(event.indices)
         begin = 0
         ranges = zip(
@@ -147,12 +133,7 @@ class KVEventEncoder:
                 self._stored_runs(content, event.group, own, keys, out)
 
     def _stored_runs(
-        self,
-        content: RequestContent,
-        group: int,
-        indices: Sequence[int],
-        keys: Sequence[Key],
-        out: list[KVCacheEvent],
+        self, content: RequestContent, group: int, indices: Sequence[int], keys: Sequence[Key], out: list[KVCacheEvent]
     ) -> None:
         """Add one event for each run of consecutive blocks; its parent is the block just before, registered or not."""
         begin = 0

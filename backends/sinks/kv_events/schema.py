@@ -5,6 +5,7 @@ default. Hashes are bytes, or unsigned 64-bit integers if a server is configured
 """
 
 import json
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
@@ -91,14 +92,15 @@ def encode_batch(batch: KVEventBatch) -> bytes:
     return msgspec.msgpack.encode(batch)
 
 
-def _is_text(_: object, attribute: "attrs.Attribute[str]", value: object) -> None:
-    if not isinstance(value, str):
-        raise InputError(f"{attribute.name} must be a text, not {value!r}")
+def _is_a(kind: type, words: str) -> Callable[[object, "attrs.Attribute[Any]", object], None]:
+    def check(_: object, attribute: "attrs.Attribute[Any]", value: object) -> None:
+        if not isinstance(value, kind):
+            raise InputError(f"{attribute.name} must be {words}, not {value!r}")
+
+    return check
 
 
-def _is_flag(_: object, attribute: "attrs.Attribute[bool]", value: object) -> None:
-    if not isinstance(value, bool):
-        raise InputError(f"{attribute.name} must be true or false, not {value!r}")
+_is_text, _is_flag = _is_a(str, "a text"), _is_a(bool, "true or false")
 
 
 def _at_least_one(_: object, attribute: "attrs.Attribute[int]", value: int) -> None:

@@ -20,7 +20,7 @@ from .parquet import read_batches
 from .recovery import check_files, check_order, open_stream
 from .row_codec import records
 from .rows import NOTE_NAMES, LoggedCommit, LoggedNote, Record, StoredBatch
-from .stream import StreamReader, TornTail
+from .stream import TornTail
 
 
 class LogReader:
@@ -78,7 +78,11 @@ class LogReader:
             return
         path = self.directory / stream_name(self.manifest.open_segment)
         if path.exists():
-            yield from self._open_batches(open_stream(path, self.manifest), following)
+            reader = open_stream(path, self.manifest)
+            for stored in reader.batches():
+                following = _check_follows(stored, following)
+                yield stored
+            self.torn = reader.torn
             return
         # The writer has closed the open segment since, so a closed segment holds it now.
         later = LogReader(self.directory)
@@ -87,12 +91,6 @@ class LogReader:
         self.manifest = later.manifest
         yield from later.batches(first_commit if following is None else following)
         self.torn = later.torn
-
-    def _open_batches(self, reader: StreamReader, following: int | None) -> Iterator[StoredBatch]:
-        for stored in reader.batches():
-            following = _check_follows(stored, following)
-            yield stored
-        self.torn = reader.torn
 
     def records(self, first_commit: int = 0, stop: int | None = None) -> Iterator[Record]:
         """Yield commits `first_commit .. stop - 1` (to the end unless given) and the notes among them, in order."""

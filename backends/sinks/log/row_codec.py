@@ -12,57 +12,28 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ....core import events
 from ....core.errors import CorruptLedgerError, InputError
-from ....core.events import (
-    BlockCopied,
-    BlocksAllocated,
-    BlocksCached,
-    BlocksFreed,
-    BlocksShared,
-    BlocksUncached,
-    CacheReset,
-    Commit,
-    Event,
-    FreeReason,
-    PoolCreated,
-    PrefixAdopted,
-    RowsAssigned,
-    RowsReleased,
-    TokensPlaced,
-    columns_of,
-    named_tuple,
-)
+from ....core.events import Commit, Event, FreeReason, columns_of, named_tuple
 from ....core.types import StepLoad
+from . import rows
 from .keys import decode_keys, encode_keys
-from .rows import (
-    LIST_COLUMNS,
-    ROW_SCHEMA,
-    LoggedCommit,
-    LoggedNote,
-    Note,
-    Record,
-    RequestArrived,
-    RequestEnded,
-    RunEnded,
-    StepComputed,
-    pool_as_json,
-    pool_from_json,
-)
+from .rows import LIST_COLUMNS, ROW_SCHEMA, LoggedCommit, LoggedNote, Note, Record
 
 # The column that each field of an event goes into, in the order of the fields. "*rows" is one entry of `rows`.
 _FIELDS: dict[type, tuple[str, ...]] = {
-    PoolCreated: ("detail",),
-    RowsAssigned: ("requests", "rows"),
-    RowsReleased: ("requests", "rows"),
-    PrefixAdopted: ("group", "*rows", "blocks"),
-    BlocksAllocated: ("group", "rows", "counts", "blocks", "keys", "groups"),
-    BlocksCached: ("group", "rows", "starts", "stops", "counts", "indices", "blocks", "keys", "parents"),
-    TokensPlaced: ("rows", "first_positions", "counts"),
-    BlocksShared: ("group", "*rows", "*rows", "blocks"),
-    BlockCopied: ("group", "*rows", "*indices", "*blocks", "*blocks", "*keys", "*groups"),
-    BlocksFreed: ("reason", "groups", "rows", "counts", "blocks", "indices"),
-    BlocksUncached: ("blocks", "keys", "groups"),
-    CacheReset: (),
+    events.PoolCreated: ("detail",),
+    events.RowsAssigned: ("requests", "rows"),
+    events.RowsReleased: ("requests", "rows"),
+    events.PrefixAdopted: ("group", "*rows", "blocks"),
+    events.BlocksAllocated: ("group", "rows", "counts", "blocks", "keys", "groups"),
+    events.BlocksCached: ("group", "rows", "starts", "stops", "counts", "indices", "blocks", "keys", "parents"),
+    events.TokensPlaced: ("rows", "first_positions", "counts"),
+    events.BlocksShared: ("group", "*rows", "*rows", "blocks"),
+    events.BlockCopied: ("group", "*rows", "*indices", "*blocks", "*blocks", "*keys", "*groups"),
+    events.BlocksFreed: ("reason", "groups", "rows", "counts", "blocks", "indices"),
+    events.BlocksUncached: ("blocks", "keys", "groups"),
+    events.CacheReset: (),
 }
 _NAMES = {event: event.__name__.encode() for event in _FIELDS}
 _Array = np.ndarray
@@ -203,19 +174,19 @@ class RowEncoder:
         try:
             self._begin_row()
             match note:
-                case RequestArrived():
+                case rows.RequestArrived():
                     self._detail[-1] = json.dumps(note.facts).encode() if note.facts else None
                     self._arrival_s[-1] = note.arrival_s
                     outputs = () if note.num_output_tokens is None else (note.num_output_tokens,)
                     self._add_request(note.request_id, (note.num_prompt_tokens, *outputs), note.prompt_keys)
-                case RequestEnded():
+                case rows.RequestEnded():
                     self._reason[-1] = note.reason.encode()
                     self._add_request(note.request_id, (note.num_output_tokens,), note.output_keys)
-                case StepComputed():
+                case rows.StepComputed():
                     checksum = () if note.slots_crc32 is None else (note.slots_crc32,)
                     self._lists["counts"].extend((note.nanoseconds, *note.load, *checksum))
                     self._lists["rows"].extend(note.stopped)
-                case RunEnded():
+                case rows.RunEnded():
                     self._detail[-1] = json.dumps(note.facts).encode()
             self._end_row(next_commit, time_ns, type(note).__name__.encode())
         except BaseException:
@@ -267,8 +238,8 @@ class RowEncoder:
             del column[num_rows:]
 
 
-def _values_of(event: PoolCreated | BlockCopied | CacheReset) -> Iterable[Any]:
-    return (pool_as_json(event).encode(),) if isinstance(event, PoolCreated) else columns_of(event).values()
+def _values_of(event: events.PoolCreated | events.BlockCopied | events.CacheReset) -> Iterable[Any]:
+    return (rows.pool_as_json(event).encode(),) if isinstance(event, events.PoolCreated) else columns_of(event).values()
 
 
 # Looks up the value of the current row by the name of a column.
@@ -283,7 +254,7 @@ def _decoder_of(event: Any, columns: tuple[str, ...]) -> Callable[[_Row], Any]:
     if issubclass(event, tuple) and not any(name.startswith("*") for name in columns):
         # `tuple.__new__`, which `named_tuple` is, takes any iterable.
         return lambda row: named_tuple(event, cast("Any", [row(name) for name in columns]))
-    make = pool_from_json if event is PoolCreated else event
+    make = rows.pool_from_json if event is events.PoolCreated else event
     # For each column: how many single fields its entries are; None if the whole column is one field.
     parts = {name.removeprefix("*"): columns.count(name) if name.startswith("*") else None for name in columns}
 
@@ -303,27 +274,27 @@ def _decoder_of(event: Any, columns: tuple[str, ...]) -> Callable[[_Row], Any]:
 
 
 def _blocks_freed(row: _Row) -> Event:
-    _, *columns = _FIELDS[BlocksFreed]
-    return BlocksFreed(_REASONS[row("reason")], *[row(name) for name in columns])
+    _, *columns = _FIELDS[events.BlocksFreed]
+    return events.BlocksFreed(_REASONS[row("reason")], *[row(name) for name in columns])
 
 
 def _request_arrived(row: _Row) -> Note:
     (num_prompt_tokens, *outputs), (request_id,) = row("counts"), row("requests")
     facts = json.loads(row("detail") or "{}")
     num_output_tokens = outputs[0] if outputs else None
-    return RequestArrived(request_id, row("arrival_s"), num_prompt_tokens, num_output_tokens, row("keys"), facts)
+    return rows.RequestArrived(request_id, row("arrival_s"), num_prompt_tokens, num_output_tokens, row("keys"), facts)
 
 
 def _request_ended(row: _Row) -> Note:
     (request_id,), (num_output_tokens,) = row("requests"), row("counts")
-    return RequestEnded(request_id, row("reason"), num_output_tokens, row("keys"))
+    return rows.RequestEnded(request_id, row("reason"), num_output_tokens, row("keys"))
 
 
 def _step_computed(row: _Row) -> Note:
     nanoseconds, *counts = row("counts")
     num_figures = len(StepLoad._fields)
-    checksum = counts[num_figures:]
-    return StepComputed(nanoseconds, StepLoad(*counts[:num_figures]), row("rows"), checksum[0] if checksum else None)
+    load, checksum = StepLoad(*counts[:num_figures]), counts[num_figures:]
+    return rows.StepComputed(nanoseconds, load, row("rows"), checksum[0] if checksum else None)
 
 
 _REASONS = {reason.value: reason for reason in FreeReason}
@@ -333,7 +304,7 @@ _DECODERS: dict[str, Callable[[_Row], Event | Note]] = {
     "RequestArrived": _request_arrived,
     "RequestEnded": _request_ended,
     "StepComputed": _step_computed,
-    "RunEnded": lambda row: RunEnded(json.loads(row("detail"))),
+    "RunEnded": lambda row: rows.RunEnded(json.loads(row("detail"))),
 }
 
 
@@ -369,17 +340,17 @@ def records(batches: Iterable[pa.RecordBatch]) -> Iterator[Record]:
     """Yield commits and notes from batches, in order. No commit spans two batches."""
     for batch in batches:
         sequence, when = -1, None
-        events: list[Event] = []
+        own: list[Event] = []
         for commit, time_ns, decoded in _decoded_rows(batch):
             if commit != sequence or isinstance(decoded, Note):
                 if sequence >= 0:
-                    yield LoggedCommit(Commit(sequence, tuple(events)), when)
-                sequence, when, events = -1, None, []
+                    yield LoggedCommit(Commit(sequence, tuple(own)), when)
+                sequence, when, own = -1, None, []
             if isinstance(decoded, Note):
                 yield LoggedNote(decoded, time_ns, commit)
                 continue
             sequence, when = commit, time_ns
             if decoded is not None:
-                events.append(decoded)
+                own.append(decoded)
         if sequence >= 0:
-            yield LoggedCommit(Commit(sequence, tuple(events)), when)
+            yield LoggedCommit(Commit(sequence, tuple(own)), when)

@@ -2,20 +2,8 @@
 
 from collections.abc import Iterator
 
-from ....core.events import (
-    BlockCopied,
-    BlocksAllocated,
-    BlocksCached,
-    BlocksFreed,
-    BlocksUncached,
-    Commit,
-    FreeReason,
-    PoolCreated,
-    PrefixAdopted,
-    RowsAssigned,
-    RowsReleased,
-    as_ints,
-)
+from ....core import events
+from ....core.events import Commit, FreeReason, as_ints
 from ....core.ledger.state import LedgerState
 from .endpoint import Figure
 
@@ -43,31 +31,31 @@ class LedgerMetrics:
         """Count one commit."""
         for event in commit.events:
             match event:
-                case PrefixAdopted(group=0):
+                case events.PrefixAdopted(group=0):
                     self._hit_tokens += len(event.blocks) * self._block_size
-                case BlocksAllocated():
+                case events.BlocksAllocated():
                     self._taken += sum(block > 0 for block in as_ints(event.blocks))
                     self._evicted += len(event.lost_keys) - event.lost_keys.count(None)
-                case BlockCopied():
+                case events.BlockCopied():
                     self._taken += 1
                     self._evicted += event.lost_key is not None
-                case BlocksCached():
+                case events.BlocksCached():
                     self._cached += len(event.keys)
-                case BlocksUncached():
+                case events.BlocksUncached():
                     self._evicted += len(as_ints(event.blocks))
-                case RowsAssigned():
+                case events.RowsAssigned():
                     self._running += len(event.requests)
-                case RowsReleased():
+                case events.RowsReleased():
                     self._running -= len(event.requests)
                     self._released(commit, len(event.requests))
-                case PoolCreated():
+                case events.PoolCreated():
                     self._block_size = event.groups[0].block_size
                     self._num_gpu_blocks = event.num_blocks
                 case _:
                     pass
 
     def _released(self, commit: Commit, count: int) -> None:
-        reasons = [event.reason for event in commit.events if isinstance(event, BlocksFreed)]
+        reasons = [event.reason for event in commit.events if isinstance(event, events.BlocksFreed)]
         reason = reasons[-1] if reasons else FreeReason.FINISHED
         if reason is FreeReason.PREEMPTED:
             self._preemptions += count

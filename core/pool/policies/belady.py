@@ -1,4 +1,4 @@
-"""Belady's MIN: the block that is used again latest goes first. It needs to know the future."""
+"""Belady's MIN: the block that is used again latest is evicted first. It needs to know the requests to come."""
 
 import math
 from collections import OrderedDict
@@ -25,7 +25,8 @@ class Belady(EvictionPolicy):
         self._ask = next_use
         self._next_use = [math.inf] * num_blocks
         self._key_of: list[Hashable] = [None] * num_blocks
-        self._blocks_of: dict[Hashable, list[int]] = {}
+        self._block_of: dict[Hashable, int] = {}
+        self._copies: dict[Hashable, list[int]] = {}  # all blocks of each key that several have
         self._never: OrderedDict[int, None] = OrderedDict()
         self._entry_of: list[tuple[float, int, int] | None] = [None] * num_blocks
         self._heap: list[tuple[float, int, int]] = []
@@ -33,25 +34,29 @@ class Belady(EvictionPolicy):
         self._num_releases = 0
 
     def admit(self, group: int, blocks: Sequence[int], indices: Sequence[int], keys: Sequence[Hashable]) -> None:
-        blocks_of = self._blocks_of
+        block_of, key_of, next_uses, ask = self._block_of, self._key_of, self._next_use, self._ask
         for block, key in zip(blocks, keys, strict=True):
-            self._key_of[block] = key
-            others = blocks_of.get(key)
-            if others is None:
-                self._next_use[block] = self._ask(key)
-                blocks_of[key] = [block]
+            key_of[block] = key
+            first = block_of.setdefault(key, block)
+            if first == block:
+                next_uses[block] = ask(key)
             else:
                 self._learn(key)
-                self._next_use[block] = self._next_use[others[0]]
-                others.append(block)
+                next_uses[block] = next_uses[first]
+                self._copies.setdefault(key, [first]).append(block)
 
     def use(self, blocks: Sequence[int]) -> None:
+        if self._copies:
+            for block in blocks:
+                self._learn(self._key_of[block])
+            return
+        next_uses, key_of, ask = self._next_use, self._key_of, self._ask
         for block in blocks:
-            self._learn(self._key_of[block])
+            next_uses[block] = ask(key_of[block])
 
     def _learn(self, key: Hashable) -> None:
         next_use = self._ask(key)
-        for block in self._blocks_of[key]:
+        for block in self._copies.get(key) or (self._block_of[key],):
             if self.is_held[block]:
                 self._next_use[block] = next_use
             else:
@@ -99,14 +104,20 @@ class Belady(EvictionPolicy):
         self.hold([*self.free_among(blocks)])
         for block in blocks:
             key = self._key_of[block]
-            others = self._blocks_of[key]
+            others = self._copies.get(key)
+            if others is None:
+                del self._block_of[key]
+                continue
             others.remove(block)
-            if not others:
-                del self._blocks_of[key]
+            self._block_of[key] = others[0]
+            if len(others) == 1:
+                del self._copies[key]
 
 
 class BeladyOrder(PolicyOrder):
-    """Next used latest, or never, first; ties by LRU. An upper bound for studies: no server knows the future.
+    """Evicts the block whose next use is farthest away, or never comes; among equals the least recently used one.
+
+    An upper bound for studies: no server knows which requests will come.
 
         future = FutureUses(keys_of_requests)
         allocator = KVCacheAllocator(config, sinks=[log], eviction=BeladyOrder(config.num_blocks, future))

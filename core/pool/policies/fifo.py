@@ -36,6 +36,11 @@ class Fifo(EvictionPolicy):
         return found
 
     def forget(self, blocks: Sequence[int]) -> None:
+        num_gone = len(blocks)
+        if self._line[self._head : self._head + num_gone] == [*blocks]:  # the usual case: the oldest, in order
+            self._head += num_gone
+            self._shorten()
+            return
         gone = set(blocks)
         num_seen = len(blocks)
         while True:
@@ -47,6 +52,9 @@ class Fifo(EvictionPolicy):
         end = self._head + len(seen)
         self._head = end - len(kept)
         self._line[self._head : end] = kept
+        self._shorten()
+
+    def _shorten(self) -> None:
         if 2 * self._head > len(self._line):
             del self._line[: self._head]
             self._head = 0

@@ -1,6 +1,6 @@
 """What LFU and length-aware eviction share: the lightest block goes first, ties by LRU."""
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import islice
@@ -11,8 +11,9 @@ from .policy import EvictionPolicy
 class LeastWeight(EvictionPolicy):
     """Evicts the block of least `weight`; among equals the one released longest ago, which is vLLM's LRU.
 
-    Free blocks are queued by weight, one queue for each weight there is. All calls are O(1) per block, and O(weights)
-    where the first block of a weight comes or the last one goes. A subclass changes the weight of held blocks only.
+    Free blocks are queued by weight, one queue for each weight there is; a search drops the empty queues that it meets.
+    All calls are O(1) per block, amortized, and O(weights) where the first block of a weight comes. A subclass changes
+    the weight of held blocks only.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -24,11 +25,7 @@ class LeastWeight(EvictionPolicy):
     def hold(self, blocks: Sequence[int]) -> None:
         weight, queues = self.weight, self._queues
         for block in blocks:
-            queue = queues[weight[block]]
-            del queue[block]
-            if not queue:
-                del queues[weight[block]]
-                del self._weights[bisect_left(self._weights, weight[block])]
+            del queues[weight[block]][block]
 
     def release(self, blocks: Sequence[int]) -> None:
         weight, queues = self.weight, self._queues
@@ -41,10 +38,19 @@ class LeastWeight(EvictionPolicy):
 
     def victims(self, count: int) -> list[int]:
         found: list[int] = []
+        empty: list[int] = []
         for weight in self._weights:
-            found += islice(self._queues[weight], count - len(found))
+            queue = self._queues[weight]
+            if not queue:
+                empty.append(weight)
+                continue
+            found += islice(queue, count - len(found))
             if len(found) == count:
                 break
+        for weight in empty:
+            del self._queues[weight]
+        if empty:
+            self._weights = [weight for weight in self._weights if weight in self._queues]
         return found
 
     def forget(self, blocks: Sequence[int]) -> None:

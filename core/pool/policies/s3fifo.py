@@ -92,8 +92,11 @@ class S3Fifo(EvictionPolicy):
                 self._uses[block] = walk.uses[block]
         else:
             demoted = [block for block in blocks if block in small]
-        names = [small[block] for block in demoted]
-        self.forget(blocks)  # a victim that moved on the way is still in the queue that it came from
+        if len(demoted) == len(blocks):  # the usual case: all of them leave the small queue
+            names = list(map(small.pop, demoted))
+        else:
+            names = [small[block] for block in demoted]
+            self.forget(blocks)  # a victim that moved on the way is still in the queue that it came from
         new_ghosts = dict.fromkeys(names)
         if len(new_ghosts) == len(names) and ghosts.keys().isdisjoint(new_ghosts):
             ghosts.update(new_ghosts)

@@ -11,11 +11,10 @@ is any number of documents: one file with one document or with one a line, sever
 * No document says when its conversation began. They begin together, or at a rate that the user gives.
 """
 
-import math
 import re
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
@@ -43,7 +42,6 @@ ROUNDING_S = 1.0
 class ConversationRequest:
     """One request. Times are seconds on the conversation's clock; `when` is `t`, or later if the request waited."""
 
-    where: str
     order: int
     t: float
     input_length: int
@@ -102,7 +100,7 @@ class ConversationReader:
                 if entry.get("type") == SUB_CONVERSATION:
                     items.append(self._sub_conversation(entry, where, clock))
                     continue
-                request = self._request(entry, where, clock)
+                request = self._request(entry, clock)
                 if request.t < latest:
                     raise RowError("out_of_order", f"is {request.t}, earlier than the request before it", "t")
                 self._check(request)
@@ -112,7 +110,7 @@ class ConversationReader:
                 self.bad_rows.append(error.at(0, f"{self._where}: {where}"))
         return items
 
-    def _request(self, entry: dict[str, object], where: str, clock: float) -> ConversationRequest:
+    def _request(self, entry: dict[str, object], clock: float) -> ConversationRequest:
         if entry.get("type", REQUEST_TYPES[0]) not in REQUEST_TYPES:
             known = f"requests ({', '.join(REQUEST_TYPES)}) or {SUB_CONVERSATION}"
             raise RowError("unknown_type", f"is {rows.shown(entry['type'])}; entries are {known}", "type")
@@ -120,7 +118,6 @@ class ConversationReader:
         ids = entry.get("hash_ids")
         self._order += 1
         return ConversationRequest(
-            where=f"{self._where}: {where}",
             order=self._order,
             t=clock + rows.timestamp(rows.required(entry, "t"), "t", 1),
             input_length=rows.num_tokens(rows.required(entry, "in"), "in"),
@@ -271,28 +268,25 @@ class Agentic(TraceFormat):
 
 def _merged(conversations: "_Conversations", source: TraceSource) -> Iterator[Row | BadRow]:
     """Rows of all conversations in order of time, not numbered yet."""
-    under_way: list[tuple[float, int, Row, Iterator[Row]]] = []
+    read: deque[ReadConversation] = deque()
+    begun = 0
 
-    def push_next(number: int, rows: Iterator[Row]) -> None:
-        row = next(rows, None)
-        if row is not None:
-            heappush(under_way, (row[1], number, row, rows))
+    def starts() -> Iterator[float]:
+        """Conversations begin all at 0, or by a Poisson process."""
+        nonlocal begun
+        draws, now = Draws(source.seed), 0.0
+        for conversation in conversations:
+            begun += 1
+            read.append(conversation)
+            yield now
+            if source.request_rate is not None:
+                now += draws.exponential(1 / source.request_rate)
 
-    def rows_before(end: float) -> Iterator[Row]:
-        while under_way and under_way[0][0] < end:
-            _, number, row, rest = heappop(under_way)
-            push_next(number, rest)
-            yield row
+    def open_conversation(number: int, start: float) -> Iterator[tuple[float, Row | BadRow]]:
+        return conversations.rows(read.popleft(), number + 1, start)
 
-    draws, start, begun = Draws(source.seed), 0.0, 0
-    for begun, conversation in enumerate(conversations, start=1):
-        yield from conversation.bad_rows
-        yield from rows_before(start)
-        push_next(begun, conversations.rows(conversation, begun, start))
-        # Conversations begin all at 0, or by a Poisson process.
-        if source.request_rate is not None:
-            start += draws.exponential(1 / source.request_rate)
-    yield from rows_before(math.inf)
+    for _, row in rows.merge_sessions(starts(), open_conversation):
+        yield row
     source.info.remark("conversations", begun)
 
 
@@ -326,8 +320,9 @@ class _Conversations:
                 except RowError as error:
                     yield ReadConversation([error.at(line, where)])
 
-    def rows(self, read: ReadConversation, conversation: int, start: float) -> Iterator[Row]:
-        """Rows of one conversation, not numbered yet; each request is dropped from memory once it was yielded."""
+    def rows(self, read: ReadConversation, conversation: int, start: float) -> Iterator[tuple[float, Row | BadRow]]:
+        """(time, row) of one conversation, not numbered; each request is dropped from memory once it was yielded."""
+        yield from ((start, row) for row in read.bad_rows)
         requests, name = read.requests, read.name or str(conversation)
         requests.reverse()
         ids: list[int] = []
@@ -349,7 +344,7 @@ class _Conversations:
                 ids[num_kept:] = new_ids
                 hash_ids = tuple(ids)
             when = start + request.when
-            yield 0, when, request.input_length, request.output_length, hash_ids, record, 0
+            yield when, (0, when, request.input_length, request.output_length, hash_ids, record, 0)
 
     def _read(self, document: Any, where: str) -> ReadConversation:
         info = self._source.info

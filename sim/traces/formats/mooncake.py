@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from ..format import TraceFormat, TraceSource, trace_formats
 from ..lines import read_objects
-from ..rows import BadRow, Row, hash_ids, num_tokens, required, timestamp
+from ..rows import BadRow, Row, hash_ids, timed_lengths
 
 FIELDS = frozenset(("timestamp", "input_length", "output_length", "hash_ids"))
 
@@ -32,21 +32,8 @@ class Mooncake(TraceFormat):
         return any(b'"%s"' % field.encode() in line for line in lines for field in FIELDS - {"timestamp"})
 
     def read_rows(self, source: TraceSource) -> Iterator[Row | BadRow]:
-        units_per_second = source.units_per_second
-
         def parse(place: int, row: dict[str, object]) -> Row:
-            when = required(row, "timestamp")
-            num_input = required(row, "input_length")
-            num_output = required(row, "output_length")
-            ids = row.get("hash_ids")
-            return (
-                place,
-                timestamp(when, "timestamp", units_per_second),
-                num_tokens(num_input, "input_length"),
-                num_tokens(num_output, "output_length"),
-                None if ids is None else hash_ids(ids),
-                None,
-                0,
-            )
+            lengths, ids = timed_lengths(row, source.units_per_second), row.get("hash_ids")
+            return place, *lengths, None if ids is None else hash_ids(ids), None, 0
 
         return read_objects(source, FIELDS, parse)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from ..checks import NO_PARENT, UNSEEN, make_room
 from ..format import TraceFormat, TraceSource, trace_formats
 from ..lines import read_objects
-from ..rows import BadRow, Row, RowError, TurnRecord, hash_ids, num_tokens, required, shown, timestamp, whole_number
+from ..rows import BadRow, Row, RowError, TurnRecord, hash_ids, required, shown, timed_lengths, whole_number
 from ..trace import TraceInfo
 
 FIRST_NEW_NAME = 1 << 62
@@ -101,19 +101,8 @@ class QwenBailian(TraceFormat):
         names = PrefixNames(source.info)
 
         def parse(place: int, row: dict[str, object]) -> Row:
-            when = required(row, "timestamp")
-            num_input = required(row, "input_length")
-            num_output = required(row, "output_length")
-            ids = row.get("hash_ids")
-            return (
-                place,
-                timestamp(when, "timestamp", source.units_per_second),
-                num_tokens(num_input, "input_length"),
-                num_tokens(num_output, "output_length"),
-                None if ids is None else names.renamed(hash_ids(ids)),
-                _turn(row),
-                0,
-            )
+            lengths, ids = timed_lengths(row, source.units_per_second), row.get("hash_ids")
+            return place, *lengths, None if ids is None else names.renamed(hash_ids(ids)), _turn(row), 0
 
         return read_objects(source, FIELDS, parse)
 

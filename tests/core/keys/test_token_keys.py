@@ -181,3 +181,49 @@ def test_an_item_cut_by_truncation_is_not_the_whole_item() -> None:
     cut.truncate(3)
     cut.append([IMAGE])
     assert all_keys(cut) != all_keys(whole)
+
+
+def ahead(tokens, num_lookahead_tokens=1, **how):
+    return TokenKeySource(tokens, block_hasher("sha256"), 4, num_lookahead_tokens=num_lookahead_tokens, **how)
+
+
+def test_a_key_that_looks_ahead_covers_the_next_token() -> None:
+    """As vLLM 0.33 makes them for EAGLE and MTP: equal blocks have one key only where equal tokens follow."""
+    one, same, other = ahead([*range(8), 9]), ahead([*range(8), 9, 7]), ahead([*range(8), 8])
+    assert one.keys(0, 2) == same.keys(0, 2)
+    assert (one.keys(0, 1), one.keys(1, 2)) != (other.keys(0, 1), other.keys(1, 2))
+    assert one.keys(0, 1) == other.keys(0, 1)
+    assert one.keys(0, 2) != TokenKeySource([*range(8), 9], block_hasher("sha256"), 4).keys(0, 2)
+
+
+def test_a_block_has_its_key_once_the_tokens_behind_it_are_known() -> None:
+    source = ahead(list(range(8)), num_lookahead_tokens=2)
+    assert (source.num_blocks, source.keys(0, 2)) == (1, ahead(list(range(6)), num_lookahead_tokens=2).keys(0, 1))
+    source.append([8])
+    assert source.num_blocks == 1
+    source.append([9])
+    assert source.keys(0, 2) == ahead(list(range(10)), num_lookahead_tokens=2).keys(0, 2)
+    source.truncate(9)
+    assert source.num_blocks == 1
+
+
+def test_an_image_behind_a_block_enters_the_key_that_looks_ahead() -> None:
+    tokens = [*range(4), 32_000, 32_000, 5, 6]
+    pictures = [ExtraKeys(multimodal=[MultimodalItem(name, 4, 2)]) for name in "ab"]
+    first, second = (ahead(tokens, extra_keys=picture).keys(0, 1) for picture in pictures)
+    assert first != second
+
+
+def test_keys_that_look_ahead_are_taken_over_as_far_as_the_next_tokens_agree() -> None:
+    other = ahead(list(range(13)))
+    other.keys(0, 3)
+    for tokens, expected in (
+        (range(13), 3),
+        ([*range(12), 99], 2),
+        ([*range(9), *[99] * 4], 2),
+        ([*range(8), *[99] * 5], 1),
+    ):
+        source = ahead(list(tokens))
+        source.take_over(other)
+        assert len(source._chain) == expected
+        assert source.keys(0, 3) == ahead(list(tokens)).keys(0, 3)

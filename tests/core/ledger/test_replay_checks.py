@@ -187,8 +187,8 @@ def test_an_event_that_could_not_follow_is_refused(
         forgery.verify()
 
 
-def test_a_cache_is_not_reset_while_a_block_is_held(log: EventLog) -> None:
+def test_a_row_that_was_held_during_a_reset_registers_nothing(log: EventLog) -> None:
     commits = list(log)
     commits[1] = commits[1]._replace(events=(*commits[1].events, CacheReset()))
-    with pytest.raises(CorruptLedgerError, match="commit 1 cannot be applied: cannot drop every key"):
+    with pytest.raises(CorruptLedgerError, match="register blocks; one was held when every key was dropped"):
         EventLog(commits).verify()

@@ -72,7 +72,7 @@ def test_a_snapshot_that_contradicts_itself_is_refused(log: EventLog, field: str
 
 def test_a_snapshot_that_lacks_something_is_refused(log: EventLog) -> None:
     snapshot = take_snapshot(log.replay())
-    for field in snapshot:
+    for field in snapshot.keys() - {"outdated"}:  # older logs have no such rows
         with pytest.raises(CorruptLedgerError, match=field):
             restore_snapshot(log.created, {name: value for name, value in snapshot.items() if name != field})
 

@@ -119,7 +119,7 @@ def test_a_size_that_does_not_work_is_a_row_with_its_reason() -> None:
     ("arguments", "message"),
     [
         (("--block-sizes", "16"), "give two or more to compare"),
-        (("--block-sizes", "16,large"), "must be whole numbers of tokens"),
+        (("--block-sizes", "16,large"), "is not a whole number of tokens"),
         (("--tolerance", "1"), "--tolerance is 1.0"),
         (("--max-num-seqs", "0"), "no block size has a result; 16: InputError"),
     ],

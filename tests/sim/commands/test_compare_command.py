@@ -72,7 +72,7 @@ def test_two_runs_print_identical_bytes(run, trace: str) -> None:
 def test_the_table_fits_the_terminal(columns: int) -> None:
     usages = compare_allocators([(50, 40)] * 300, num_slots=2_000, max_model_len=512, block_size=16)
     screen = io.StringIO()
-    Console(file=screen, width=columns).print(compare_table(usages))
+    Console(file=screen, width=columns).print(compare_table(usage.as_dict() for usage in usages))
     lines = screen.getvalue().splitlines()
     assert max(map(len, lines)) <= columns
     header = next(line for line in lines if "Allocator" in line)

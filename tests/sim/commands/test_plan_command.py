@@ -108,7 +108,7 @@ def test_a_plan_that_does_not_fit_exits_with_1_and_says_why_in_both_forms(run: R
         ((*LLAMA, "--engine-version", "0.15.1", "--reserve-graph-memory"), "contradict each other"),
         ((*LLAMA, "--enforce-eager", "--graph-bytes", "1GiB"), "give one of them"),
         ((*LLAMA, "--assume", "luck=7"), "known are hidden_copies"),
-        ((*LLAMA, "--context-lengths", "many"), "token counts separated by commas"),
+        ((*LLAMA, "--context-lengths", "many"), "is not a whole number of tokens"),
         ((*LLAMA, "--context-mix", "2048:0.5"), "add up to 1"),
         ((*LLAMA, "--context-mix", "9000:1"), "longer than --max-model-len"),
         ((*LLAMA, "--logged-memory", "41.73"), "belong together"),

@@ -232,7 +232,7 @@ def test_the_answer_comes_first_on_the_terminal() -> None:
     [
         ((), "there is no SLO"),
         (("--slo-goodput", "0.9"), "go together"),
-        (("--slo-ttft-p99", "1", "--tensor-parallel-sizes", "two"), "it must be whole numbers of GPUs"),
+        (("--slo-ttft-p99", "1", "--tensor-parallel-sizes", "two"), "is not a whole number of GPUs"),
         (("--slo-ttft-p99", "1", "--seeds", "0"), "--seeds 0 has no effect"),
         (("--slo-ttft-p99", "1", "--max-replicas", "0"), "--max-replicas is 0"),
         (("--slo-ttft-p99", "1", "--probes", "-1"), "--probes is -1; it must be at least 0"),

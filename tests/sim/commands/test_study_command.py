@@ -13,7 +13,7 @@ import pytest
 from kvledger.sim.commands.cli import main
 from kvledger.sim.figures import at_path
 from kvledger.sim.report import study_tables
-from kvledger.sim.study import parts as study_parts
+from kvledger.sim.study import study as study_parts
 from rich.console import Console
 
 Run = Callable[..., tuple[int, str, str]]
@@ -253,7 +253,7 @@ def test_the_tables_fit_eighty_columns(study: dict[str, Any], monkeypatch: pytes
         (row,) = [line.split() for line in lines if line.strip().startswith(name)]
         assert row.count("%") == 4, "a row was folded"
     latencies = [line for line in lines if line.strip().startswith(("TTFT", "ITL", "TPOT", "E2E"))]
-    assert [len(line.split()) for line in latencies] == [11] * 4
+    assert [len(line.split()) for line in latencies] == [12] * 4
 
 
 def test_where_no_deployment_is_named_the_first_assumption_and_the_command_name_the_example(run: Run) -> None:

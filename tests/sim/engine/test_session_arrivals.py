@@ -44,7 +44,8 @@ def make_request(row: TraceRequest, ordinal: int, now: float) -> Request:
 def served(rows, seconds: float, looks_ahead: bool = False, longest: int = 1 << 30):
     env = simpy.Environment()
     server = Server(env, seconds, longest)
-    arrivals = SessionArrivals(env, server, rows, make_request, looks_ahead)
+    arrivals = SessionArrivals(env, lambda request, _: server.submit(request), rows, make_request, looks_ahead)
+    server.on_ended = arrivals.ended
     arrivals.start()
     env.run()
     return server.came, arrivals
@@ -153,7 +154,8 @@ def served_counting(rows):
 
     env = simpy.Environment()
     server = Counter(env, 0.03)
-    arrivals = SessionArrivals(env, server, rows, make_request)
+    arrivals = SessionArrivals(env, lambda request, _: server.submit(request), rows, make_request)
+    server.on_ended = arrivals.ended
     arrivals.start()
     env.run()
     return server.count, arrivals

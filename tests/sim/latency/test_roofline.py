@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvledger.core.errors import InputError
 from kvledger.core.models.geometry import builtin_geometry
 from kvledger.core.types import StepLoad
-from kvledger.sim.latency.devices import DeviceFactors, device_factors, devices, expected_factors, find_device
+from kvledger.sim.latency.devices import DeviceFactors, device_factors, devices, find_device
 from kvledger.sim.latency.roofline import RooflineLatency
 from kvledger.sim.latency.step_work import expert_visit_probabilities, step_work
 
@@ -322,7 +322,7 @@ def test_what_cannot_be_modelled_is_refused_with_the_reason(name: str, options: 
 )
 def test_a_factor_out_of_range_is_refused_by_name(name: str, value: float):
     with pytest.raises(InputError, match=name):
-        attrs.evolve(expected_factors(), **{name: value})
+        attrs.evolve(DeviceFactors(), **{name: value})
 
 
 def test_a_model_travels_to_other_processes():

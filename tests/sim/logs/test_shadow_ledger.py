@@ -45,7 +45,7 @@ def test_blocks_right_behind_a_sequence_belong_to_it_while_it_is_fresh() -> None
     report = stream.ledger.report()
     assert (report["requests"], report["hit_blocks"]) == (2, 3), "a later turn of the same session"
     stream.ledger.requests.forget()
-    assert [(each.arrival_s, each.chain) for each in stream.ended] == [(0.0, (1, 2, 3)), (60.0, (1, 2, 3, 4))]
+    assert [(each.arrival_s, each.chain) for each in stream.ended] == [(0.0, [1, 2, 3]), (60.0, [1, 2, 3, 4])]
 
 
 def test_two_requests_that_share_a_tip_are_two() -> None:

@@ -14,7 +14,9 @@ from kvledger.sim.scenario.engine import engine_of
 from kvledger.sim.scenario.scenario import Scenario
 from kvledger.sim.scenario.traffic import open_traffic
 from kvledger.sim.search.idle_engine import idle_bound, idle_records
-from kvledger.sim.search.sizing import FleetSearch, RateSearch, SearchWatch, Setting, try_fleet
+from kvledger.sim.search.kept import digest
+from kvledger.sim.search.size_question import SizeOptions, SizeQuestion
+from kvledger.sim.search.sizing import TRIAL_FORMAT, FleetSearch, RateSearch, SearchWatch, Setting, try_fleet
 from kvledger.sim.search.slo import TOLERANCE, Slo, SloTally
 
 CODE = {"workload": "code", "limit": 150, "rate_scale": 15.0}
@@ -177,3 +179,11 @@ def test_a_kept_file_that_is_no_run_is_named(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(InputError, match="is not a kept run"):
         try_fleet(asked, 1, num_requests=150)
+
+
+def test_a_kept_run_has_the_name_that_earlier_versions_gave_it() -> None:
+    scenario = Scenario(workload="code", model="llama-3.1-8b", gpu="H100", kv_cache_memory_bytes="12GiB")
+    asked = SizeOptions(slo_ttft_p99=2, keep="somewhere")
+    named = SizeQuestion(scenario=scenario, asked=asked).setting(engine_of(Scenario(**POOL)), 2, None).named
+    name = digest(TRIAL_FORMAT, {**named, "replicas": 1, "may_end_early": False})
+    assert name == "d308a8bd2a196bfa057164f231e4835c"

@@ -199,7 +199,7 @@ def test_a_format_that_is_added_is_found_by_its_content_before_formats_that_acce
         (
             "TIMESTAMP,ContextTokens,GeneratedTokens\n",
             {"timestamp_unit": "s"},
-            "--timestamp-unit s has no effect: Azure LLM inference CSV has wall-clock dates",
+            "--timestamp-unit s has no effect: Azure LLM inference CSV times are wall-clock dates",
         ),
     ],
 )

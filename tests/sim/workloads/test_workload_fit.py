@@ -11,8 +11,7 @@ from kvledger.sim.cache.prompt_blocks import read_prompt_blocks
 from kvledger.sim.random_draws import Draws
 from kvledger.sim.traces import Trace, open_trace
 from kvledger.sim.workloads.builtin import open_workload
-from kvledger.sim.workloads.fit import KINDS, fit_arrivals
-from kvledger.sim.workloads.fitted import closeness_sentence, fit_workload, open_fitted
+from kvledger.sim.workloads.fitted import KINDS, closeness_sentence, fit_arrivals, fit_workload, open_fitted
 
 TRACES = os.environ.get("KVLEDGER_TRACES")
 

@@ -9,7 +9,6 @@ from kvledger.backends import CacheArrangement, CudaBackend  # noqa: E402
 from kvledger.backends.serving import (  # noqa: E402
     ModelRunner,
     kv_cache_config,
-    kv_cache_groups,
     register_paged_attention,
     served_layers,
     transformers_geometry,
@@ -32,7 +31,10 @@ pytestmark = pytest.mark.torch
 
 def groups_of(family, **settings):
     geometry = transformers_geometry(tiny_model(family))
-    return [(group.kind, len(group.layer_names)) for group in kv_cache_groups(geometry, block_size=4, **settings)]
+    return [
+        (group.kind, len(group.layer_names))
+        for group in kv_cache_config(geometry, block_size=4, **settings, num_blocks=2).groups
+    ]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def test_a_page_holds_what_the_model_caches(family):
     model = tiny_model(family)
     reference = Alone(model)
     reference.forward(prompt(6))
-    group = kv_cache_groups(transformers_geometry(model), block_size=BLOCK_SIZE)[0]
+    group = kv_cache_config(transformers_geometry(model), block_size=BLOCK_SIZE, num_blocks=2).groups[0]
     layer = reference.cache.layers[0]
     _, num_kv_heads, _, head_size = layer.keys.shape
     assert (group.spec.num_kv_heads, group.spec.head_size) == (num_kv_heads, head_size)
@@ -72,8 +74,10 @@ def test_a_page_holds_what_the_model_caches(family):
 
 def test_the_cache_is_of_the_weights_dtype_unless_another_is_asked_for():
     geometry = transformers_geometry(tiny_model("llama").to(torch.bfloat16))
-    assert kv_cache_groups(geometry, block_size=4)[0].spec.dtype == "bf16"
-    assert kv_cache_groups(geometry, block_size=4, kv_cache_dtype="fp8")[0].spec.dtype == "fp8_e4m3"
+    assert kv_cache_config(geometry, block_size=4, num_blocks=2).groups[0].spec.dtype == "bf16"
+    assert (
+        kv_cache_config(geometry, block_size=4, kv_cache_dtype="fp8", num_blocks=2).groups[0].spec.dtype == "fp8_e4m3"
+    )
 
 
 @pytest.mark.parametrize(
