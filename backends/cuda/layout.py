@@ -216,8 +216,7 @@ def layer_caches(
             if not tensor.layers or tensor.layers[0] not in group.layer_names:
                 continue
             spec = group.layer_specs[group.layer_names.index(tensor.layers[0])]
-            is_scaled = isinstance(spec, AttentionSpec | MLASpec | CompressedStateSpec) and spec.scales is not None
-            if is_scaled or (isinstance(spec, AttentionSpec) and spec.packed is not None):
+            if isinstance(spec, AttentionSpec | MLASpec | CompressedStateSpec) and _has_no_typed_view(spec):
                 raise InputError(
                     f"layers {', '.join(tensor.layers)}: {spec.dtype} with scales stored beside the elements has no "
                     "typed view; use a dtype with one scale a layer (fp8_e4m3, fp8_e5m2)"
@@ -261,6 +260,11 @@ def bind_layers(
         )
     by_name = {name: by_owner[owner] for name, owner in owners.items()}
     return [by_name[name] for name in layer_names], by_name
+
+
+def _has_no_typed_view(spec: AttentionSpec | MLASpec | CompressedStateSpec) -> bool:
+    """Whether something else lies beside the elements: scales, or keys and values in one packed slot."""
+    return spec.scales is not None or (isinstance(spec, AttentionSpec) and spec.packed is not None)
 
 
 def _check_arrangement(config: KVCacheConfig, arrangement: CacheArrangement) -> None:

@@ -157,9 +157,12 @@ class Deployment:
 
     @property
     def cache_dtype(self) -> str:
-        """`kv_cache_dtype` with the layout that a server takes; `auto` becomes `dtype` if that is given."""
-        dtype = self.dtype if self.kv_cache_dtype == "auto" and self.dtype is not None else self.kv_cache_dtype
-        return served_cache_dtype(self.geometry, dtype, self.cuda_capability)
+        """`kv_cache_dtype` with the layout that a server takes.
+
+        `auto` becomes what the checkpoint's quantization asks for, else `dtype` if that is given.
+        """
+        dtype = served_cache_dtype(self.geometry, self.kv_cache_dtype, self.cuda_capability)
+        return self.dtype if dtype == "auto" and self.dtype is not None else dtype
 
     @property
     def cache_notes(self) -> tuple[str, ...]:

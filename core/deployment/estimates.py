@@ -20,8 +20,7 @@ class EstimateConstants:
     """Sizes that no configuration gives. A range is the smallest and the largest plausible multiple of an estimate."""
 
     hidden_copies: int = 3  # vectors of the hidden size that a step keeps per token: residual, normed input, output
-    # Vectors of the hidden size that stand for the widest block of a model whose matrices are not known.
-    unknown_block_copies: int = 8
+    unknown_block_copies: int = 8  # the same for the widest block of a model whose matrices are not known
     # Bytes of a full sampling step with top-k and top-p per request and vocabulary entry: logits in 16 bits and in
     # fp32, sorted values and indices (4 + 8) with the sort's own copies of both, probabilities and their cumulative
     # sum (4 + 4).

@@ -94,33 +94,22 @@ class GibFigure:
 
 @attrs.frozen(kw_only=True)
 class StartupLog:
-    """The figures of one start-up; None where the log has no such line.
-
-    Attributes:
-        weights, non_torch, activation, graphs, available: GiB figures; `available` is the memory of the KV cache.
-        kv_cache_tokens: `GPU KV cache size`.
-        num_gpu_blocks: `# GPU blocks` (or CUDA blocks).
-        max_concurrency, concurrency_tokens: `Maximum concurrency for N tokens per request`.
-        total, utilization: memory of the device, and the share that the instance may use.
-        free_after: memory that is free once the pool is allocated (SGLang).
-        engine: whose lines these are.
-        warnings: what the reader should know of the log.
-    """
+    """The figures of one start-up; None where the log has no such line."""
 
     weights: GibFigure | None = None
     non_torch: GibFigure | None = None
     activation: GibFigure | None = None
     graphs: GibFigure | None = None
     available: GibFigure | None = None
-    kv_cache_tokens: int | None = None
-    num_gpu_blocks: int | None = None
-    max_concurrency: float | None = None
-    concurrency_tokens: int | None = None
-    total: GibFigure | None = None
-    utilization: float | None = None
-    free_after: GibFigure | None = None
-    engine: str = "vLLM"
-    warnings: tuple[str, ...] = ()
+    kv_cache_tokens: int | None = None  # `GPU KV cache size`
+    num_gpu_blocks: int | None = None  # `# GPU blocks` (or CUDA blocks)
+    max_concurrency: float | None = None  # `Maximum concurrency for N tokens per request`
+    concurrency_tokens: int | None = None  # the N of that line
+    total: GibFigure | None = None  # memory of the device
+    utilization: float | None = None  # the share of it that the instance may use
+    free_after: GibFigure | None = None  # memory that is free once the pool is allocated (SGLang)
+    engine: str = "vLLM"  # whose lines these are
+    warnings: tuple[str, ...] = ()  # what the reader should know of the log
 
 
 # SGLang divides by 2^30 and prints GB.
@@ -175,7 +164,7 @@ _PHASES = (
 class _Start:
     """The lines of one start, and how far it has come."""
 
-    lines: list[str] = attrs.field(factory=list)
+    lines: list[str] = attrs.Factory(list[str])
     phase: int = _LOADING
 
 
@@ -343,11 +332,11 @@ def calibrated_rows(
     is_resident = only_resident or log.activation is not None
     rows.append(
         LedgerRow(
-            name="other" if is_resident else "peak activation and other",
-            num_bytes=rest,
-            source=RowSource.MEASURED,
-            role=RowRole.RESIDENT if is_resident else RowRole.TRANSIENT,
-            formula=f"requested {requested_bytes:,} - rows above - logged {log.available.text} GiB for the cache",
+            "other" if is_resident else "peak activation and other",
+            rest,
+            RowSource.MEASURED,
+            RowRole.RESIDENT if is_resident else RowRole.TRANSIENT,
+            f"requested {requested_bytes:,} - rows above - logged {log.available.text} GiB for the cache",
             low_bytes=max(rest - spread, 0),
             high_bytes=rest + (log.available.num_bytes - low),
         )
@@ -356,13 +345,6 @@ def calibrated_rows(
 
 
 def _calibrated(name: str, figure: GibFigure, role: RowRole) -> LedgerRow:
-    low, high = figure.range_bytes
-    return LedgerRow(
-        name=name,
-        num_bytes=figure.num_bytes,
-        source=RowSource.MEASURED,
-        role=role,
-        formula=f"start-up log: {figure.text} GiB",
-        low_bytes=min(low, figure.num_bytes),
-        high_bytes=max(high, figure.num_bytes),
-    )
+    (low, high), num_bytes = figure.range_bytes, figure.num_bytes
+    formula = f"start-up log: {figure.text} GiB"
+    return LedgerRow(name, num_bytes, RowSource.MEASURED, role, formula, min(low, num_bytes), max(high, num_bytes))

@@ -27,7 +27,7 @@ class ConfigFields:
 
     values: Mapping[str, Any]
     place: str
-    asked: set[str] = attrs.field(factory=set, eq=False, repr=False)
+    asked: set[str] = attrs.field(factory=set[str], eq=False, repr=False)
 
     def get(self, name: str) -> Any:
         """The value as it is; None where the field is absent."""

@@ -11,17 +11,7 @@ from . import weights
 from .architecture import Architecture, architectures
 from .config_fields import ConfigFields
 from .layer_cache import AttentionCache, LayerCaches
-from .weights import (
-    Groups,
-    Heads,
-    WeightGroup,
-    WeightKind,
-    attention_projections,
-    gated_mlp,
-    rounded_up,
-    vector,
-    whole,
-)
+from .weights import Groups, Heads, WeightGroup, WeightKind
 
 
 @architectures.register("LlamaForCausalLM")
@@ -327,17 +317,17 @@ class DeciLM(Architecture):
         groups: list[WeightGroup] = []
         if _is_left_out(attention):
             if attention.flag("replace_with_linear"):
-                groups.append(whole("linear_attn", WeightKind.ATTENTION, hidden_size, hidden_size))
+                groups.append(weights.whole("linear_attn", WeightKind.ATTENTION, hidden_size, hidden_size))
         else:
             heads: Heads = attrs.evolve(self.heads, num_kv_heads=self._kv_heads(attention))
-            groups += attention_projections(hidden_size, heads)
+            groups += weights.attention_projections(hidden_size, heads)
         if not ffn.flag("no_op"):
             if ffn.flag("replace_with_linear"):
-                groups.append(whole("linear_mlp", WeightKind.MLP, hidden_size, hidden_size))
+                groups.append(weights.whole("linear_mlp", WeightKind.MLP, hidden_size, hidden_size))
             else:
-                groups += gated_mlp(hidden_size, self._inner_size(ffn))
+                groups += weights.gated_mlp(hidden_size, self._inner_size(ffn))
         norms = (not attention.flag("no_op")) + (not ffn.flag("no_op"))
-        return (*groups, vector("norms", norms * hidden_size))
+        return (*groups, weights.vector("norms", norms * hidden_size))
 
     def _inner_size(self, ffn: ConfigFields) -> int:
         factor: Any = ffn.get("ffn_mult")
@@ -345,7 +335,7 @@ class DeciLM(Architecture):
             return ffn.integer("intermediate_size")
         if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
             raise InputError(f"{ffn.place}: ffn_mult is {factor!r}; expected a number above 0")
-        return rounded_up(int(2 * factor * self.hidden_size / 3), 256)
+        return weights.rounded_up(int(2 * factor * self.hidden_size / 3), 256)
 
 
 def _is_left_out(attention: ConfigFields) -> bool:

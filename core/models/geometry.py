@@ -154,6 +154,37 @@ class ModelGeometry:
         return storage
 
     @property
+    def checkpoint_cache_dtype(self) -> str | None:
+        """The cache dtype that the checkpoint's quantization asks for where none is given; None if it asks for none.
+
+        Rules of vLLM 0.32: `kv_cache_scheme` of 8-bit floats (compressed-tensors, modelopt) means fp8, of 4-bit floats
+        (modelopt) nvfp4; `kv_cache_quant_algo` (modelopt) names one of the two.
+
+        Raises:
+            InputError: it asks for a cache that is not known here.
+        """
+        if self.quantization_config is None:
+            return None
+        config = ConfigFields(self.quantization_config, f"{self.name}: quantization_config")
+        parts = [part for part in (config.section("quantization"), config) if part is not None]
+        asked = (part.get(name) for name in ("kv_cache_scheme", "kv_cache_quant_algo") for part in parts)
+        scheme: Any = next((value for value in asked if value), None)
+        if scheme is None:
+            return None
+        if isinstance(scheme, str):
+            dtype = {"FP8": "fp8", "NVFP4": "nvfp4"}.get(scheme.upper())
+        else:
+            described = ConfigFields(scheme, f"{config.place}: kv_cache_scheme")
+            floats = {8: "fp8", 4: "nvfp4"} if described.get("type") == "float" else {}
+            dtype = floats.get(described.integer("num_bits"))
+        if dtype is None:
+            raise InputError(
+                f"{self.name}: quantization_config asks for a cache of {scheme!r}, which is not known here; give"
+                " kv_cache_dtype"
+            )
+        return dtype
+
+    @property
     def has_sparse_latents(self) -> bool:
         """Whether layers store latents of which an indexer chooses what is read (DeepSeek V3.2, GLM-5)."""
         caches = list(self.caches())
@@ -344,6 +375,8 @@ def served_cache_dtype(geometry: ModelGeometry, kv_cache_dtype: str, cuda_capabi
         kv_cache_dtype: as it was given.
         cuda_capability: ten times the compute capability of the GPU (90: Hopper); 0: no CUDA; None: not known.
     """
+    if kv_cache_dtype == "auto":
+        kv_cache_dtype = geometry.checkpoint_cache_dtype or "auto"
     if geometry.has_records and kv_cache_dtype in ("auto", "fp8"):
         return _PACKED
     if not geometry.has_sparse_latents:
@@ -367,7 +400,10 @@ def cache_notes(geometry: ModelGeometry, given: str, served: str) -> tuple[str, 
         given: the `kv_cache_dtype` as it was given.
         served: the one with its layout (`served_cache_dtype`).
     """
-    return (*_layout_notes(geometry, given, served), *_rounding_notes(geometry, served))
+    notes = (*_layout_notes(geometry, given, served), *_rounding_notes(geometry, served))
+    if given != "auto" or geometry.checkpoint_cache_dtype is None:
+        return notes
+    return (f"kv_cache_dtype {served}, from the checkpoint's quantization_config", *notes)
 
 
 def boundary_warning(geometry: ModelGeometry, served: str) -> str | None:
@@ -393,11 +429,8 @@ def boundary_warning(geometry: ModelGeometry, served: str) -> str | None:
 
 
 def _latent_size(geometry: ModelGeometry) -> int | None:
-    return next((cache.head_size for cache in geometry.caches() if _is_latent(cache)), None)
-
-
-def _is_latent(cache: object) -> bool:
-    return isinstance(cache, LatentCache) and cache.fixed_dtype is None
+    latents = (cache for cache in geometry.caches() if isinstance(cache, LatentCache) and cache.fixed_dtype is None)
+    return next((cache.head_size for cache in latents), None)
 
 
 def _layout_notes(geometry: ModelGeometry, given: str, served: str) -> tuple[str, ...]:

@@ -13,19 +13,10 @@ from typing import Any, ClassVar
 import attrs
 
 from ..errors import InputError
+from ..planner import specs
 from ..planner.cache_dtype import BITS_PER_ELEMENT, PACKED_LATENT_SIZES, CacheFormat, PackedLatent, ScaleStorage
 from ..planner.parallel import tensor_parallel_spec
-from ..planner.specs import (
-    ChunkedLocalSpec,
-    CompressedStateSpec,
-    FullAttentionSpec,
-    KVCacheSpec,
-    MambaLikeSpec,
-    MLASpec,
-    OpaqueSpec,
-    SlidingWindowSpec,
-    StateArray,
-)
+from ..planner.specs import KVCacheSpec, StateArray
 
 
 class CachePart(StrEnum):
@@ -90,7 +81,6 @@ class AttentionCache(LayerCache):
     attention_chunk_size: int | None = None
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
-        """A full, sliding-window or chunked-local spec."""
         shape: dict[str, Any] = {
             **self._shape(block_size, cache_format),
             "num_kv_heads": self.num_kv_heads,
@@ -101,10 +91,10 @@ class AttentionCache(LayerCache):
         if packed is not None:
             shape["packed"] = packed
         if self.sliding_window is not None:
-            return SlidingWindowSpec(**shape, sliding_window=self.sliding_window)
+            return specs.SlidingWindowSpec(**shape, sliding_window=self.sliding_window)
         if self.attention_chunk_size is not None:
-            return ChunkedLocalSpec(**shape, attention_chunk_size=self.attention_chunk_size)
-        return FullAttentionSpec(**shape)
+            return specs.ChunkedLocalSpec(**shape, attention_chunk_size=self.attention_chunk_size)
+        return specs.FullAttentionSpec(**shape)
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
         """Heads x (K + V) x element bytes."""
@@ -137,14 +127,16 @@ class LatentCache(LayerCache):
         """
         record = self.format(cache_format).latent
         if record is None:
-            return MLASpec(**self._shape(block_size, cache_format), head_size=self.head_size)
+            return specs.MLASpec(**self._shape(block_size, cache_format), head_size=self.head_size)
         if self.head_size not in PACKED_LATENT_SIZES:
             sizes = " or ".join(map(str, PACKED_LATENT_SIZES))
             raise InputError(
                 f"kv_cache_dtype {record.name!r} packs latents of {sizes} elements; this model's have {self.head_size}."
                 " Use fp8_e4m3"
             )
-        return OpaqueSpec(block_size=block_size, opaque_bytes_per_token=record.bytes_per_token, parts=record.formula)
+        return specs.OpaqueSpec(
+            block_size=block_size, opaque_bytes_per_token=record.bytes_per_token, parts=record.formula
+        )
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
         """One vector x element bytes, or the parts of a packed record."""
@@ -162,7 +154,7 @@ class RecordCache(LayerCache):
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
         """An opaque spec."""
-        return OpaqueSpec(block_size=block_size, opaque_bytes_per_token=self.bytes_per_token)
+        return specs.OpaqueSpec(block_size=block_size, opaque_bytes_per_token=self.bytes_per_token)
 
     def token_bytes_formula(self, cache_format: CacheFormat) -> str:
         """The bytes."""
@@ -227,7 +219,7 @@ class CompressedCache(VectorCache):
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
         """A compressed-state spec; its block size must be a multiple of `tokens_per_state`."""
-        return CompressedStateSpec(
+        return specs.CompressedStateSpec(
             **self._vector(block_size, cache_format, self.tokens_per_state), tokens_per_state=self.tokens_per_state
         )
 
@@ -256,7 +248,7 @@ class WindowBufferCache(VectorCache):
         """A sliding window of one head that stores no separate value, in smaller blocks than the states beside it."""
         if block_size % self.block_tokens == 0:
             block_size = self.block_tokens
-        return SlidingWindowSpec(
+        return specs.SlidingWindowSpec(
             **self._vector(block_size, cache_format),
             num_kv_heads=1,
             head_size_v=0,
@@ -293,7 +285,7 @@ class CompressorCache(LayerCache):
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
         """A sliding window of one vector a token, in its own small blocks."""
-        spec = SlidingWindowSpec(
+        spec = specs.SlidingWindowSpec(
             block_size=self.block_tokens,
             num_kv_heads=1,
             head_size=self.state_size,
@@ -332,7 +324,9 @@ class SequenceStateCache(LayerCache):
 
     def spec(self, block_size: int, cache_format: CacheFormat) -> KVCacheSpec:
         """One page is one state, whatever the cache dtype."""
-        return MambaLikeSpec(block_size=block_size, states=self.states, num_speculative_blocks=self.num_draft_tokens)
+        return specs.MambaLikeSpec(
+            block_size=block_size, states=self.states, num_speculative_blocks=self.num_draft_tokens
+        )
 
     def floor_bytes(self, num_tokens: int, cache_format: CacheFormat) -> int:
         """All arrays, whatever the number of tokens."""
@@ -447,11 +441,6 @@ class SequenceBytes:
     def total(self) -> int:
         """Everything that grows with the sequence."""
         return self.kv + self.indexer
-
-    @property
-    def total_with_state(self) -> int:
-        """The same with the fixed state."""
-        return self.total + self.state
 
 
 LayerCaches = Sequence[Sequence[LayerCache]]

@@ -173,6 +173,7 @@ class Lfm2(Architecture):
     """Short gated convolutions, which keep their last inputs, and full attention on the layers that are listed."""
 
     tied_by_default = True
+    understands: ClassVar[frozenset[str]] = frozenset({"full_attn_idxs", "conv_dim_out"})
     qk_norm: ClassVar[Literal["head"]] = "head"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @functools.cached_property
@@ -234,7 +235,9 @@ class NemotronH(Architecture):
     """Layers of one part each, by a pattern of letters: Mamba 2, attention, an MLP or experts."""
 
     norms_per_layer = 1
-    understands: ClassVar[frozenset[str]] = frozenset({"mamba_head_dim", "mamba_num_heads", "layers_block_type"})
+    understands: ClassVar[frozenset[str]] = frozenset(
+        {"mamba_head_dim", "mamba_num_heads", "layers_block_type", "chunk_size"}
+    )
 
     @functools.cached_property
     def pattern(self) -> str:

@@ -91,7 +91,9 @@ class GptOss(Architecture):
 class MiMo(Architecture):
     """Full and sliding layers that may differ in heads and in both head sizes; dense and sparse layers as listed."""
 
-    understands: ClassVar[frozenset[str]] = frozenset({"swa_num_attention_heads", "hybrid_layer_pattern"})
+    understands: ClassVar[frozenset[str]] = frozenset(
+        {"swa_num_attention_heads", "hybrid_layer_pattern", "sliding_window_size", "attention_chunk_size"}
+    )
 
     @functools.cached_property
     def slides(self) -> tuple[bool, ...]:

@@ -110,10 +110,7 @@ def bytes_per_token(model: str, kv_cache_dtype: str, advice: str) -> "tuple[Mode
 
     Raises InputError: not every token of the model takes the same bytes; the message ends with the advice.
     """
-    from ...core.models.geometry import (
-        load_geometry,  # most curves need no model
-        served_cache_dtype,
-    )
+    from ...core.models.geometry import load_geometry, served_cache_dtype  # most curves need no model
 
     geometry = load_geometry(model)
     kv_cache_dtype = served_cache_dtype(geometry, kv_cache_dtype)

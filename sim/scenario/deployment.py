@@ -37,7 +37,7 @@ GIVEN_ROWS = ("weights", "non_torch", "workspace", "encoder", "activation", "gra
 
 @attrs.frozen(kw_only=True)
 class PlanQuestion:
-    """A deployment to plan, its device's name, a sentence for every figure not typed, and warnings of what was read."""
+    """A deployment to plan, the name of its device, a sentence for every figure that was not typed, and warnings."""
 
     deployment: Deployment
     device_name: str
@@ -72,8 +72,7 @@ def read_question(scenario: Scenario) -> PlanQuestion:
     if scenario.mamba_cache_mode not in (None, "none", "align", "all"):
         raise InputError(f"--mamba-cache-mode {scenario.mamba_cache_mode!r}; give none, align or all")
     mode: Any = scenario.mamba_cache_mode
-    layouts = KVCacheLayout.__members__
-    layout = scenario.kv_cache_layout or KVCacheLayout.LBNHC.name
+    layout, layouts = scenario.kv_cache_layout or KVCacheLayout.LBNHC.name, KVCacheLayout.__members__
     if layout not in layouts:
         raise InputError(f"--kv-cache-layout {layout!r}; known are {', '.join(layouts)}")
     deployment = Deployment(

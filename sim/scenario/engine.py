@@ -252,7 +252,7 @@ def _facts(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any]:
     if deployment.geometry.warnings:
         facts["model_warnings"] = list(deployment.geometry.warnings)
     if deployment.cache_notes:
-        facts["kv_cache_layout"] = spelled("; ".join(deployment.cache_notes), ("kv_cache_dtype",))
+        facts["kv_cache_notes"] = spelled("; ".join(deployment.cache_notes), ("kv_cache_dtype",))
     if deployment.drafts is not None:
         facts["drafts"] = spelled(deployment.drafts.assumption(), DRAFT_OPTIONS)
     waste = hybrid_waste(deployment.layer_specs(), plan.pool.max_model_len)

@@ -163,7 +163,7 @@ def _logged_lines(scenario: Scenario, asked: PlanOptions) -> StartupLog:
 
 @attrs.frozen
 class LogExplanation:
-    """What two lines of a log imply about blocks, the layers of the model (None without one), and the lines read."""
+    """What two lines of a server's log imply about its blocks; `num_layers` is None without a model."""
 
     found: PoolExplanation
     num_layers: int | None

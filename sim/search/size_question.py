@@ -142,7 +142,7 @@ class SizeQuestion:
         """Everything that a run depends on, in plain values: identifies a kept run."""
         scenario, asked = self.scenario, self.asked
         files = [*scenario.trace, scenario.fit, scenario.latency_table]
-        files += [scenario.model] if scenario.model is not None and Path(scenario.model).is_file() else []
+        files += [name for name in (scenario.model, scenario.gpu) if name is not None and Path(name).is_file()]
         apart = ("seed", "trace", "data_parallel_size")
         values = {name: getattr(scenario, name) for name in SIZE if name not in apart}
         for name, default in _NAMED_DEFAULTS.items():

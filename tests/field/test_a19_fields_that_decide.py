@@ -174,6 +174,35 @@ def test_a19_a_lightning_layer_is_refused_and_a_half_precision_state_is_read() -
     assert full == builtin_geometry("qwen3.5-9b").sequence_bytes(1, "auto").state
 
 
+@pytest.mark.parametrize(
+    "quantization, served",
+    [
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "fp8"),
+        ({"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "NVFP4"}}, "nvfp4"),
+        ({"quant_method": "fp8"}, "auto"),
+    ],
+)
+def test_a19_a_checkpoint_may_ask_for_the_dtype_of_its_cache(
+    quantization: dict[str, Any], served: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, "quantization_config": quantization}))
+    asked = Scenario(model=str(path), gpu="L4", max_model_len=1024, quantization="none")
+    document = asked.plan().to_dict()
+    assert document["bytes_per_block"] == 16 * geometry_from_config(LLAMA, "x").sequence_bytes(1, served).total
+    said = [text for text in document["assumptions"] if f"--kv-cache-dtype {served}, from the checkpoint" in text]
+    assert len(said) == (served != "auto")
+    plain = asked.evolve(kv_cache_dtype="bfloat16").plan().to_dict()
+    assert plain["bytes_per_block"] == 16 * geometry_from_config(LLAMA, "x").sequence_bytes(1, "auto").total
+
+
+def test_a19_a_cache_that_a_checkpoint_asks_for_and_nobody_knows_is_refused() -> None:
+    config = {**LLAMA, "quantization_config": {"kv_cache_scheme": {"num_bits": 2, "type": "int"}}}
+    with pytest.raises(InputError, match=r"asks for a cache of .* which is not known here"):
+        assert geometry_from_config(config, "x").checkpoint_cache_dtype
+
+
 def test_a19_a_replay_names_the_field_as_well(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA, "kv_source_layer_ids": [0]}))

@@ -29,6 +29,35 @@ def test_a22_short_convolutions_keep_a_fixed_state() -> None:
     assert geometry.warnings == ()
 
 
+def test_a22_the_parameters_of_published_checkpoints() -> None:
+    """LFM2-350M has 354,483,968 parameters; Nemotron-H-8B has 8.1 billion."""
+    lfm2 = changed(
+        CONV,
+        hidden_size=1024,
+        num_attention_heads=16,
+        intermediate_size=6656,
+        block_auto_adjust_ff_dim=True,
+        block_multiple_of=256,
+        conv_dim=1024,
+        conv_dim_out=1024,
+        layer_types=["conv", "conv", "full_attention"] * 3
+        + ["conv", "full_attention", "conv", "full_attention", "conv", "full_attention", "conv"],
+    )
+    assert lfm2.parameters == 354_483_968
+    assert lfm2.warnings == ()
+    nemotron = changed(
+        PATTERN,
+        num_hidden_layers=52,
+        hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        num_key_value_heads=8,
+        intermediate_size=21504,
+        chunk_size=128,
+        mamba_hidden_act="silu",
+    )
+    assert round(nemotron.parameters / 1e9, 1) == 8.1
+    assert nemotron.warnings == ()
+
+
 def test_a22_a_plan_of_short_convolutions() -> None:
     document = Scenario(model=str(CONV), gpu="H100").plan().to_dict()
     assert document["fits"]
