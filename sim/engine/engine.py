@@ -74,8 +74,9 @@ class SimulatedEngine:
         self._scheduler = scheduler
         self._backend = backend
         self._recorder = recorder
-        observers = [recorder.observe, self._report_ended]
-        self._loop: EngineLoop = engine_loop(scheduler, observers, self._repeats if macro_steps else None)
+        self._macro_steps = macro_steps
+        self._observers = [recorder.observe, self._report_ended]
+        self._loop: EngineLoop = engine_loop(scheduler, self._observers, self._repeats if macro_steps else None)
         self._idle: simpy.Event | None = None
         self._busy_until_ns = 0
         self.rejections: list[str] = []
@@ -183,6 +184,9 @@ class SimulatedEngine:
 class AsyncSchedulingEngine(SimulatedEngine):
     """vLLM's `--async-scheduling`, its default: each step is decided while the step before it runs.
 
+    What a step gives back, places and blocks, can be used by the step after the next one. With drafts only arrivals are
+    late: what a step gives back can be used by the next one.
+
     When a request arrives during a step, the next step is already decided, so the request joins the one after it. On
     average its first token comes after half a step, a whole step and its own step; an engine that decides between steps
     saves the whole step in the middle. An idle engine starts immediately.
@@ -217,6 +221,48 @@ class AsyncSchedulingEngine(SimulatedEngine):
     def _repeats(self, step: ScheduledStep, limit: int) -> int:
         """A step after an arrival is not repeated, so that the request is scheduled when it ends."""
         return 0 if self._arrived else super()._repeats(step, limit)
+
+    def _steps(self) -> Generator[simpy.Event, Any, None]:
+        return super()._steps() if self._scheduler.config.num_speculative_tokens else self._overlapped_steps()
+
+    def _overlapped_steps(self) -> Generator[simpy.Event, Any, None]:
+        """Decide each step before the one that runs has been accounted for.
+
+        The decision falls when the step before ends. vLLM makes it when that step starts, and learns of nothing in
+        between, so that it is the same.
+        """
+        env, scheduler, backend, recorder = self._env, self._scheduler, self._backend, self._recorder
+        while True:
+            step = scheduler.schedule()
+            recorder.scheduled(scheduler)
+            if step is None:
+                self._idle = env.event()
+                yield self._idle
+                self._idle = None
+                continue
+            may_repeat = False
+            while step is not None:
+                if may_repeat:
+                    limit = scheduler.max_repeats(step)
+                    times = min(self._repeats(step, limit), limit) if limit else 0
+                    step = scheduler.repeat(step, times) if times else step
+                backend.submit(step)
+                result = backend.collect()
+                self._busy_until_ns = int(env.now) + sum(result.nanoseconds)
+                for duration_ns in self._waits(result.nanoseconds):
+                    self._take_in()
+                    yield env.timeout(duration_ns)
+                following = scheduler.schedule()
+                outcome = scheduler.complete(step, result.stopped, result.num_accepted_tokens)
+                for observe in self._observers:
+                    observe(step, result, outcome)
+                took_in = self._take_in()
+                if following is not None:
+                    recorder.scheduled(scheduler)
+                # What was given back or has arrived may let a request in after the step that is already decided.
+                changed = took_in or bool(outcome.finished_requests and scheduler.num_waiting)
+                may_repeat = self._macro_steps and not changed
+                step = following
 
     def _waits(self, nanoseconds: tuple[int, ...]) -> tuple[int, ...]:
         """Behind a blocked queue head, requests may arrive in any step of a macro-step.

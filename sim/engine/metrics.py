@@ -204,6 +204,8 @@ class Recorder:
                 self.num_output_tokens += at_once
                 if at_once:
                     self._samples.gaps[0] += at_once
+        for row, request in outcome.preempted:  # it left its row before this token arrived
+            self._away[request.request_id] = self._times_in(row)
         if outcome.finished_requests:
             for row, request in zip(outcome.finished.tolist(), outcome.finished_requests, strict=True):
                 self._finished(row, request, now)

@@ -141,9 +141,8 @@ class EngineTrace(RunListener):
                     self._prefilling.discard(row)
                     self._next_phase(first_end_ns, self._in_row[row], DECODE)
         for row, request in zip(outcome.finished.tolist(), outcome.finished_requests, strict=True):
-            follow = self._in_row.pop(row)
-            del self._by_id[request.request_id]
-            self._end(now_ns, follow, "finished")
+            self._in_row.pop(row, None)  # it may have left its row before its last token arrived
+            self._end(now_ns, self._by_id.pop(request.request_id), "finished")
         self._write_before(start_ns)
 
     def finish(self) -> None:

@@ -41,7 +41,7 @@ def make_workload(kind: str, seed: int, num_requests: int = 40) -> Workload:
     }
     config["groups"] = [["full", block_size]]
     _change_for_kind(kind, rng, config)
-    requests = _sessions(rng, max_model_len, num_requests, prioritized=kind == "priority")
+    requests = _sessions(rng, max_model_len, num_requests, prioritized=config.get("policy") == "priority")
     longest = max(_count(r["prompt"]) + r["max_tokens"] for r in requests) + 2 * config.get("num_speculative_tokens", 0)
     alone = sum(_blocks_alone(group, min(longest, max_model_len), config) for group in config["groups"])
     config["num_blocks"] = int(alone * rng.choice((1.0, 1.1, 1.5, 2.5, 5.0))) + 2
@@ -51,7 +51,8 @@ def make_workload(kind: str, seed: int, num_requests: int = 40) -> Workload:
 def _blocks_alone(group: list[Any], num_tokens: int, config: dict[str, Any]) -> int:
     """Count the blocks that the longest request needs in a group when it runs alone."""
     if group[0] == "sliding":
-        num_tokens = min(num_tokens, group[2] - 1 + config["max_num_batched_tokens"] + group[1])
+        num_steps = 2 if config.get("async_scheduling") else 1
+        num_tokens = min(num_tokens, group[2] - 1 + num_steps * config["max_num_batched_tokens"] + 2 * group[1])
     return -(-num_tokens // group[1])
 
 
@@ -79,6 +80,8 @@ def _change_for_kind(kind: str, rng: random.Random, config: dict[str, Any]) -> N
         config["max_num_batched_tokens"] = rng.choice((config["max_num_seqs"], 64, 128, 512))
     elif kind == "async":
         config["async_scheduling"] = True
+        also = rng.choice(("plain", "plain", "priority", "long-prefill", "unreserved", "hybrid-2", "no-caching"))
+        _change_for_kind(also, rng, config)
     config["max_num_batched_tokens"] = max(config["max_num_batched_tokens"], config["max_num_seqs"])
 
 

@@ -65,11 +65,11 @@ def test_schedules_are_those_of_the_vllm_installed_here(kind) -> None:
     assert {seed: difference for seed, difference in differences.items() if difference} == {}
 
 
-def record(interpreter: str, directory: Path, seeds: range = range(100, 130), keep: int = 3) -> None:
+def record(interpreter: str, directory: Path, seeds: range = range(100, 130), keep: int = 2) -> None:
     """Record, of each kind, the runs with the most preemptions."""
     directory.mkdir(exist_ok=True)
     for kind in KINDS:
-        workloads = [make_workload(kind, seed, num_requests=14) for seed in seeds]
+        workloads = [make_workload(kind, seed, num_requests=12) for seed in seeds]
         runs = list(zip(workloads, steps_of_vllm(interpreter, workloads), strict=True))
         runs.sort(key=lambda run: sum(len(step["preempted"]) for step in run[1]), reverse=True)
         with gzip.GzipFile(directory / f"{kind}.jsonl.gz", "wb", mtime=0) as out:
