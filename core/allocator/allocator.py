@@ -1,7 +1,8 @@
 """The allocator decides which request gets which block. Each command is one commit and succeeds whole or not at all."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate
 from typing import TypeAlias
 
 import numpy as np
@@ -35,7 +36,16 @@ from .checks import REASONS_TO_FREE_ALL, CommandChecks, IntOrEach, Rows
 from .config import AllocatorConfig
 from .orphans import ChainLinks
 from .prefix_cache import BatchKeys, Hits, PrefixCache, PrefixMatch, RowKeys
-from .taking import CopyOnWrite, PrivateBlock, Shortfall, blocks_for_steps, taking_events
+from .taking import (
+    CopyOnWrite,
+    PrivateBlock,
+    Shortfall,
+    WantedEntries,
+    blocks_for_steps,
+    events_for,
+    taking_events,
+    wanted_entries,
+)
 
 _NO_PLACES: NDArray[np.intp] = np.empty(0, dtype=np.intp)
 # Positions in a request: where it continues, where its external tokens begin, where its new tokens begin and end, and
@@ -101,7 +111,6 @@ class KVCacheAllocator:
         self._defers_release = config.release == "deferred"
         # Arithmetic between two NumPy arrays takes half as long as between an array and a Python number.
         self._longest: NDArray[np.int64] = np.array(config.max_model_len, dtype=np.int64)
-        self._zero: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
         self._one_each: NDArray[np.int64] = np.ones(config.max_num_reqs, dtype=np.int64)
         # One group, whose blocks a request keeps while it runs, and whose hits are unbroken runs.
         self._grows_only = len(config.groups) == 1 and config.groups[0].needs_whole_prefix
@@ -616,24 +625,36 @@ class KVCacheAllocator:
         if not due and num_missing <= len(free_queue) - reserved_blocks:
             self._emit_append(rows, first, end, known, shortfalls, private, may_roll_back=may_roll_back)
             return len(rows)
-        missing = np.zeros(len(rows), dtype=np.int64)
-        for which, counts, nulls in shortfalls:
-            missing[which] += counts if nulls is None else counts - nulls
-        for _, row, _, copy in private:
-            missing[(rows == row).nonzero()[0]] += copy
-        up_to = np.concatenate([self._zero, missing.cumsum()])
+        wanted = wanted_entries(shortfalls)
+        at = [entry[0] for entry in wanted]
+        place_of = {row: place for place, row in enumerate(rows.tolist())} if private else {}
+        all_fit = num_missing <= len(free_queue) - reserved_blocks
+        up_to = (
+            [] if all_fit else self._blocks_up_to(len(rows), wanted, [place_of[row] for _, row, _, c in private if c])
+        )
         due_places, batch_keys = self._keys_to_append(rows, first, known, may_roll_back)
         events: list[Event] = []
         num_served = 0
-        for start, stop in pairwise(sorted({0, *due, len(rows)})):
-            if start in due:
-                self._emit_release(int(rows[start]), int(processed[start]), events)
-            reach = up_to.item(start) + len(free_queue) - reserved_blocks
-            num_served = max(min(int(np.searchsorted(up_to, reach, side="right")) - 1, stop), start)
-            if num_served > start:
-                self._emit_taking(rows, first, shortfalls, private, events, (start, num_served), None, may_roll_back)
+        ends = [*due[bool(due) and due[0] == 0 :], len(rows)]
+        releases = dict(zip(due, zip(rows[due].tolist(), processed[due].tolist(), strict=True), strict=True))
+        start = 0
+        for stop in ends:
+            if start in releases:
+                self._emit_release(*releases[start], events)
+            num_served = stop
+            if not all_fit:
+                reach = up_to[start] + len(free_queue) - reserved_blocks
+                num_served = max(min(bisect_right(up_to, reach) - 1, stop), start)
+            part = wanted[bisect_left(at, start) : bisect_left(at, num_served)]
+            own = [block for block in private if start <= place_of[block[1]] < num_served]
+            if may_roll_back:
+                self._emit_rollbacks(rows[start:num_served], first[start:num_served], events)
+            if part or own:
+                events += [self._emit(self._copies.event(block)) for block in own]
+                events += [self._emit(event) for event in events_for(self.state, rows, part, len(shortfalls))]
             if num_served < stop:
                 break
+            start = stop
         if num_served:
             places = slice(num_served)
             count = int(np.searchsorted(due_places, num_served))
@@ -642,6 +663,16 @@ class KVCacheAllocator:
         if events:
             self._commit(events)
         return num_served
+
+    @staticmethod
+    def _blocks_up_to(num_rows: int, wanted: Sequence[WantedEntries], copying: Sequence[int]) -> list[int]:
+        """Count the blocks that the places of a batch need before each of them, and before its end."""
+        missing = [0] * num_rows
+        for place, _, count, null in wanted:
+            missing[place] += count - null
+        for place in copying:
+            missing[place] += 1
+        return list(accumulate(missing, initial=0))
 
     def _demand(
         self,
@@ -713,7 +744,10 @@ class KVCacheAllocator:
         """
         due, batch_keys = self._keys_to_append(rows, first, known, may_roll_back)
         events: list[Event] = []
-        self._emit_taking(rows, first, shortfalls, private, events, None, blocks, may_roll_back)
+        if may_roll_back:
+            self._emit_rollbacks(rows, first, events)
+        events += [self._emit(self._copies.event(block)) for block in private]
+        events += [self._emit(event) for event in taking_events(self.state, rows, shortfalls, blocks)]
         # The event owns its columns: arrays of the caller are copied, those that this command made are not.
         self._emit_placed(rows, first.copy() if may_roll_back else first, end, due, batch_keys, events)
         self._commit(events)
@@ -736,29 +770,9 @@ class KVCacheAllocator:
         )
         return due, keys
 
-    def _emit_taking(
-        self,
-        rows: Rows,
-        first: NDArray[np.int64],
-        shortfalls: list[Shortfall],
-        private: list[PrivateBlock],
-        events: list[Event],
-        places: tuple[int, int] | None,
-        blocks: tuple[int, ...] | None,
-        may_roll_back: bool,
-    ) -> None:
-        """Emit what a batch takes from the free queue, or only its `places` (the first, the one behind the last)."""
-        if places is not None:
-            start, stop = places
-            within = set(rows[start:stop].tolist())
-            private = [block for block in private if block[1] in within]
-            shortfalls = [_between(short, start, stop) for short in shortfalls]
-        if may_roll_back:
-            of = slice(None) if places is None else slice(*places)
-            for row, position in self._copies.rollbacks(rows[of], first[of]):
-                events.append(self._emit(TokensPlaced.of_row(row, position, 0)))
-        events += [self._emit(self._copies.event(block)) for block in private]
-        events += [self._emit(event) for event in taking_events(self.state, rows, shortfalls, blocks)]
+    def _emit_rollbacks(self, rows: Rows, first: NDArray[np.int64], events: list[Event]) -> None:
+        for row, position in self._copies.rollbacks(rows, first):
+            events.append(self._emit(TokensPlaced.of_row(row, position, 0)))
 
     def _emit_placed(
         self,
@@ -940,13 +954,6 @@ class KVCacheAllocator:
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def _between(shortfall: Shortfall, start: int, stop: int) -> Shortfall:
-    """Select the places `start <= place < stop` of a batch."""
-    which, counts, nulls = shortfall
-    low, high = np.searchsorted(which, (start, stop))
-    return which[low:high], counts[low:high], None if nulls is None else nulls[low:high]
 
 
 def _known(

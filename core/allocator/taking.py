@@ -19,6 +19,8 @@ from .checks import Rows
 # Places in a batch that need more table entries, how many each of them needs, and how many of these are null blocks
 # before the others (None: none, as everywhere but in groups of states).
 Shortfall: TypeAlias = tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.int64] | None]
+# Entries that a place in a batch lacks in a group: (place, group, how many, how many of these are null blocks).
+WantedEntries: TypeAlias = tuple[int, int, int, int]
 # A block that a row is about to write into and must not as it is: (group, row, logical index, whether to copy it).
 PrivateBlock: TypeAlias = tuple[int, int, int, bool]
 
@@ -43,15 +45,27 @@ def taking_events(
             return []
         taken = pool.free_queue.peek(sum_of(counts)) if blocks is None else blocks
         return [BlocksAllocated(0, tuple(rows[which].tolist()), tuple(counts.tolist()), taken, pool.keys_of(taken))]
-    wanted = sorted(
+    return events_for(state, rows, wanted_entries(shortfalls), len(shortfalls))
+
+
+def wanted_entries(shortfalls: Sequence[Shortfall]) -> list[WantedEntries]:
+    """List what a batch lacks in the order in which single calls would take it: request by request, group by group."""
+    return sorted(
         (place, group, count, null)
         for group, (which, counts, nulls) in enumerate(shortfalls)
         for place, count, null in zip(
             which.tolist(), counts.tolist(), repeat(0, len(which)) if nulls is None else nulls.tolist(), strict=True
         )
     )
+
+
+def events_for(
+    state: LedgerState, rows: Rows, wanted: Sequence[WantedEntries], num_groups: int
+) -> list[BlocksAllocated]:
+    """Make one event per group that takes the wanted entries from the head of the free queue."""
+    pool = state.pool
     head = pool.free_queue.peek(sum([count - null for *_, count, null in wanted]))
-    shares: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in shortfalls]
+    shares: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in range(num_groups)]
     start = 0
     for place, group, count, null in wanted:
         share_rows, share_counts, share_blocks = shares[group]
@@ -63,7 +77,7 @@ def taking_events(
     for group, (share_rows, share_counts, share_blocks) in enumerate(shares):
         if share_rows:
             lost_keys = pool.keys_of(share_blocks)
-            lost_groups = pool.groups_of(share_blocks) if lost_keys and len(shortfalls) > 1 else ()
+            lost_groups = pool.groups_of(share_blocks) if lost_keys and num_groups > 1 else ()
             columns = tuple(share_rows), tuple(share_counts), tuple(share_blocks)
             events.append(BlocksAllocated(group, *columns, lost_keys, lost_groups))
     return events

@@ -301,7 +301,8 @@ class Scheduler:
         self.allocator.begin_step()
         self._admission.num_steps += 1
         self._admission.start_received()
-        self._running.prefill_limit = self._prefill_limit()
+        if self.config.long_prefill_token_threshold:
+            self._running.prefill_limit = self._prefill_limit()
         batch = self._running.decide()
         num_continued = len(batch.rows)
         if len(self.waiting) and not self._running.preempted:
@@ -372,7 +373,7 @@ class Scheduler:
     def _prefill_limit(self) -> int:
         """Most tokens of one prompt in this step: a request that is alone takes them from no other."""
         limit = self.config.long_prefill_token_threshold
-        is_alone = limit and len(self._running) + len(self.waiting) + self._transfers.num_expected < 2
+        is_alone = len(self._running) + len(self.waiting) + self._transfers.num_expected < 2
         return 0 if is_alone else limit
 
     def _with_load(self, batch: TokenBatch, num_continued: int) -> ScheduledStep:

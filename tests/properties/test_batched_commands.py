@@ -89,6 +89,31 @@ def test_a_release_of_many_requests_gives_back_what_single_ones_do() -> None:
     assert compare(("sliding", "chunked", "state"), at_once, one_by_one) >= 10
 
 
+def test_requests_served_in_turn_release_and_take_as_single_ones_do() -> None:
+    """Each releases what is out of its window just before it takes blocks, as far as the free ones reach (rule 17)."""
+    served: list[int] = []
+
+    def at_once(adapter: LedgerAdapter) -> bool:
+        rows = rows_of(adapter)
+        allocator = adapter.allocator
+        below = allocator.state.num_placed[rows] < allocator.config.max_model_len
+        if not below.all() or allocator.state.guarded:
+            return False
+        served[:] = [allocator.append_in_turn(rows)]
+        return True
+
+    def one_by_one(adapter: LedgerAdapter) -> None:
+        names = {row: name for name, row in adapter.allocator.state.row_of.items()}
+        for place, row in enumerate(rows_of(adapter).tolist()):
+            adapter.allocator.release_out_of_window(names[row])
+            if not adapter.allocator.append(np.array([row])):
+                assert place == served[0]
+                return
+        assert len(rows_of(adapter)) == served[0]
+
+    assert compare(("full", "sliding", "chunked", "state"), at_once, one_by_one) >= 10
+
+
 def test_a_decode_step_of_many_requests_is_that_of_single_ones() -> None:
     def at_once(adapter: LedgerAdapter) -> bool:
         rows = rows_of(adapter)

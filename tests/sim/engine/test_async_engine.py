@@ -67,6 +67,29 @@ def test_running_requests_are_not_slowed_down():
     assert times[0] == times[1] == (100_000_000, 38)
 
 
+def test_a_place_that_is_given_back_is_taken_by_the_step_after_the_next_one():
+    """Eight requests hold all places; one ends at 0.3 s, when the next step is decided."""
+    arrivals = [(0.0, 10, 3), *[(0.0, 10, 20)] * 7, (0.05, 10, 1)]
+    recorder, _, _ = _run(arrivals)
+    assert _ms(recorder.latencies.ttft_ns) == pytest.approx(500 - 50)
+    synchronous, _, _ = _run(arrivals, engine=SimulatedEngine)
+    assert _ms(synchronous.latencies.ttft_ns) == pytest.approx(400 - 50)
+
+
+def test_blocks_that_are_given_back_are_taken_by_the_step_after_the_next_one():
+    recorder, scheduler, _ = _run([(0.0, 100, 3), (0.0, 40, 20), (0.05, 100, 1)], blocks=14)
+    assert _ms(recorder.latencies.ttft_ns) == pytest.approx(500 - 50)
+    assert scheduler.stats.num_preemptions == 0
+
+
+def test_a_request_whose_last_token_is_in_flight_when_it_is_preempted_finishes():
+    """The newest of two requests loses its blocks in the step after the one that samples its last token."""
+    recorder, scheduler, _ = _run([(0.0, 47, 30), (0.0, 16, 2)], blocks=6)
+    assert scheduler.stats.num_finished == 2
+    assert scheduler.stats.num_preemptions == 1
+    assert recorder.latencies.e2e_ns.count == 2
+
+
 def test_what_can_never_fit_is_refused_while_the_engine_runs_and_while_it_idles():
     _, scheduler, engine = _run([(0.0, 10, 5), (0.05, 400, 5), (9.0, 400, 5), (9.1, 10, 1)], blocks=20)
     assert len(engine.rejections) == 2
