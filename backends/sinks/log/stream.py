@@ -70,9 +70,12 @@ class Mark:
         if text[-_DIGITS:] != _digits(zlib.crc32(text[:-_DIGITS])):
             return None
         try:
-            return cls(*[int(text[at : at + 12], 16) for at in (0, 12, 24)], int(text[36:40], 16))
+            serial, size_bytes, next_commit, errno = [
+                int(text[start:stop], 16) for start, stop in ((0, 12), (12, 24), (24, 36), (36, 40))
+            ]
         except ValueError:
             return None
+        return cls(serial, size_bytes, next_commit, errno)
 
 
 @attrs.frozen
