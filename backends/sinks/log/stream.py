@@ -105,12 +105,12 @@ class TornTail:
         return f"{said}; {commits} had been written there and are lost"
 
 
-def _seal(message: bytes) -> bytes:
-    """Fill the two checksums into a message that carries the blank text."""
+def _seal(message: bytes, has_marks: bool = False) -> bytes:
+    """Fill the two checksums into a message that carries the blank text; only a schema message has marks."""
     metadata_end = _PREFIX.size + _PREFIX.unpack_from(message)[1]
     at = message.index(_BLANK, 0, metadata_end)
     sealed = bytearray(message)
-    marks = _without_marks(sealed)
+    marks = _without_marks(sealed) if has_marks else None
     sealed[at + _HEAD_AT : at + _HEAD_AT + _DIGITS] = _digits(zlib.crc32(sealed[:metadata_end]))
     sealed[at + _CRC_AT : at + _CRC_AT + _DIGITS] = _digits(zlib.crc32(sealed))
     if marks is not None:
@@ -402,7 +402,7 @@ class StreamWriter:
         if identity:
             stated[_MARKS_KEY] = (_MARKS + b"0" * (2 * _MARK_BYTES)).decode()
         stated[_SEAL_KEY] = _check_text(before).decode()
-        message = _seal(ROW_SCHEMA.with_metadata(stated).serialize().to_pybytes())
+        message = _seal(ROW_SCHEMA.with_metadata(stated).serialize().to_pybytes(), has_marks=bool(identity))
         mark = None
         if identity:
             mark = Mark(0, len(message), first_commit)
