@@ -114,11 +114,10 @@ class DurableLog:
             LogWriteError: the directory cannot be written.
         """
         path = Path(directory)
-        header = dict(header or {})
         if segment_bytes < 1:
             raise InputError(f"segment_bytes must be at least 1, not {segment_bytes}")
         try:
-            header = json.loads(json.dumps(header, allow_nan=False))
+            described: dict[str, Any] = json.loads(json.dumps(header or {}, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise InputError(f"the header of a log must be plain JSON values: {error}") from None
         try:
@@ -131,7 +130,7 @@ class DurableLog:
         try:
             lock.sign()
             named = clock.name if clock else None
-            manifest = Manifest(header, named, open_segment=0, log_id=new_log_id(header, named))
+            manifest = Manifest(described, named, open_segment=0, log_id=new_log_id(described, named))
             stream = StreamWriter.create(path / stream_name(0), 0, 0, manifest.identity(0))
             manifest.save(path)
         except OSError as error:

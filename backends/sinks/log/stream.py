@@ -70,9 +70,12 @@ class Mark:
         if text[-_DIGITS:] != _digits(zlib.crc32(text[:-_DIGITS])):
             return None
         try:
-            return cls(*[int(text[at : at + 12], 16) for at in (0, 12, 24)], int(text[36:40], 16))
+            serial, size_bytes, next_commit, errno = [
+                int(text[start:stop], 16) for start, stop in ((0, 12), (12, 24), (24, 36), (36, 40))
+            ]
         except ValueError:
             return None
+        return cls(serial, size_bytes, next_commit, errno)
 
 
 @attrs.frozen
@@ -102,12 +105,12 @@ class TornTail:
         return f"{said}; {commits} had been written there and are lost"
 
 
-def _seal(message: bytes) -> bytes:
-    """Fill the two checksums into a message that carries the blank text."""
+def _seal(message: bytes, has_marks: bool = False) -> bytes:
+    """Fill the two checksums into a message that carries the blank text; only a schema message has marks."""
     metadata_end = _PREFIX.size + _PREFIX.unpack_from(message)[1]
     at = message.index(_BLANK, 0, metadata_end)
     sealed = bytearray(message)
-    marks = _without_marks(sealed)
+    marks = _without_marks(sealed) if has_marks else None
     sealed[at + _HEAD_AT : at + _HEAD_AT + _DIGITS] = _digits(zlib.crc32(sealed[:metadata_end]))
     sealed[at + _CRC_AT : at + _CRC_AT + _DIGITS] = _digits(zlib.crc32(sealed))
     if marks is not None:
@@ -399,7 +402,7 @@ class StreamWriter:
         if identity:
             stated[_MARKS_KEY] = (_MARKS + b"0" * (2 * _MARK_BYTES)).decode()
         stated[_SEAL_KEY] = _check_text(before).decode()
-        message = _seal(ROW_SCHEMA.with_metadata(stated).serialize().to_pybytes())
+        message = _seal(ROW_SCHEMA.with_metadata(stated).serialize().to_pybytes(), has_marks=bool(identity))
         mark = None
         if identity:
             mark = Mark(0, len(message), first_commit)

@@ -405,3 +405,15 @@ def test_a_request_whose_name_is_no_text_is_refused(tmp_path: Path, truth: Event
     durable.apply(truth[3])
     durable.close()
     assert list(LogReader(tmp_path / "log").commits()) == list(truth)[:4]
+
+
+@pytest.mark.parametrize("name", ["written:" + "1" * 96, "head:00000000 crc32:00000000", "prev:00000000 "])
+def test_a_request_may_be_named_like_a_check_of_the_log(tmp_path: Path, truth: EventLog, name: str) -> None:
+    durable = written(tmp_path / "log", EventLog(list(truth)[:3]))
+    durable.note(RequestArrived(name, 0.0, 1))
+    durable.apply(truth[3])
+    reader = LogReader(tmp_path / "log")
+    assert list(reader.commits()) == list(truth)[:4]
+    assert [each.note.request_id for each in reader.notes()] == [name]
+    durable.close()
+    assert [each.note.request_id for each in LogReader(tmp_path / "log").notes()] == [name]
