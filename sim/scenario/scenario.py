@@ -46,8 +46,8 @@ class Scenario:
     trace: tuple[str, ...] = option(
         (),
         TRAFFIC,
-        "Trace file, gz or plain, in one of these formats: {trace formats}. Coding-assistant conversations may be "
-        "several files or a folder.",
+        "Trace file, gz or plain, in one of these formats: {trace formats}. Coding-assistant conversations and "
+        "spans may be several files or a folder.",
         is_argument=True,
     )
     workload: str | None = option(

@@ -126,3 +126,11 @@ def test_g05_a_bad_span_is_named_and_can_be_skipped(tmp_path, bad, message):
     assert f"{path}:1: span 'b1'" in str(refusal.value)
     requests, info = read(path, on_bad_row="skip")
     assert (len(requests), info.num_rows_skipped) == (1, 1)
+
+
+def test_g05_several_files_make_one_trace(tmp_path):
+    child, parent = tmp_path / "server.json", tmp_path / "client.json"
+    child.write_text(json.dumps(document(span("b2", start_s=1, parent="b1"))))
+    parent.write_text(json.dumps(document(span("b1"), span("b3", start_s=4))))
+    requests, _ = read([parent, child])
+    assert [each.arrival_s for each in requests] == [0, 3]  # the client's span counts its server's tokens again
