@@ -11,7 +11,7 @@ from ...core.errors import InputError
 from ..figures import Document, at_path
 from ..scenario.options import SEARCH, option, options, texts_of, whole_numbers
 from ..scenario.scenario import Scenario
-from .kept import content_of
+from .kept import content_of, files_among
 from .sweep import Point, run_sweep
 
 # Path in the replay's document, name, whether more is better.
@@ -62,7 +62,7 @@ def block_size_document(
     Raises InputError: no size has a result.
     """
     sizes, given_blocks, files = asked.sizes, scenario.num_gpu_blocks_override, scenario.trace
-    content, points = content_of(files), []
+    content, points = content_of([*files, *files_among(texts_of(scenario).values())]), []
     for size in sizes:
         options = {**texts_of(scenario), "block-size": str(size)}
         if given_blocks is not None:  # of the smallest size; the pool keeps its tokens at every size

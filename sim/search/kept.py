@@ -31,6 +31,11 @@ def content_of(files: Iterable[str]) -> str:
     return found.hexdigest()
 
 
+def files_among(values: Iterable[Any]) -> list[str]:
+    """The values that name an existing file or folder, such as a model's configuration or a fitted trace, each once."""
+    return list(dict.fromkeys(value for value in values if isinstance(value, str) and Path(value).exists()))
+
+
 def kept(folder: str | Path | None, name: str, run: Callable[[], Document], required: Iterable[str] = ()) -> Document:
     """The document kept in the folder under this name, or the result of `run`, which is then kept atomically.
 

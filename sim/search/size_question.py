@@ -1,6 +1,5 @@
 """The question of `kvledger size`: an SLO, the shapes to try, and how to search."""
 
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -9,23 +8,14 @@ from ...core.errors import InputError
 from ..scenario.engine import Engine
 from ..scenario.fleet import RoutingOptions
 from ..scenario.options import FLEET, SEARCH, option, options, whole_numbers
-from ..scenario.scenario import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, DEFAULT_UTILIZATION, Scenario
+from ..scenario.scenario import Scenario
 from ..scenario.traffic import open_traffic
 from .jobs import SIZE
-from .kept import content_of
+from .kept import content_of, files_among
 from .sizing import FleetSearch, RateSearch, Search, Setting
 from .slo import Slo
 
 SIZES_UNLESS_GIVEN = (1, 2, 4, 8)
-
-
-# Names of kept runs contain these values for options that are not given, as in version 0.1.
-_NAMED_DEFAULTS = {
-    "gpu_memory_utilization": DEFAULT_UTILIZATION,
-    "max_num_seqs": DEFAULT_MAX_NUM_SEQS,
-    "max_num_batched_tokens": DEFAULT_MAX_NUM_BATCHED_TOKENS,
-    "async_scheduling": False,
-}
 
 
 @options
@@ -141,17 +131,13 @@ class SizeQuestion:
     def _named(self, size: int, seed: int | None) -> dict[str, Any]:
         """Everything that a run depends on, in plain values: identifies a kept run."""
         scenario, asked = self.scenario, self.asked
-        files = [*scenario.trace, scenario.fit, scenario.latency_table]
-        files += [name for name in (scenario.model, scenario.gpu) if name is not None and Path(name).is_file()]
         apart = ("seed", "trace", "data_parallel_size")
         values = {name: getattr(scenario, name) for name in SIZE if name not in apart}
-        for name, default in _NAMED_DEFAULTS.items():
-            values[name] = default if values[name] is None else values[name]
         if scenario.kv_cache_memory_bytes is not None:
             values["kv_cache_memory_bytes"] = str(scenario.kv_cache_memory_bytes)
         return {
             "options": values,
-            "content": content_of(name for name in files if name is not None),
+            "content": content_of([*scenario.trace, *files_among(values.values())]),
             "seed": scenario.seed if seed is None else seed,
             "tensor_parallel_size": size,
             "slo": asked.slo.as_dict(),

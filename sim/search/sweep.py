@@ -11,11 +11,11 @@ from ...core.errors import InputError, KVLedgerError
 from ..figures import Document, at_path, figure_at
 from ..scenario.options import SEARCH, TRAFFIC, option, options
 from .jobs import option_sets, parse_setting, reason, run_job
-from .kept import content_of, digest, kept
+from .kept import content_of, digest, files_among, kept
 
 # Figures that depend on the machine are removed from a row.
 NOT_REPRODUCIBLE = ("timing",)
-POINT_FORMAT = 1
+POINT_FORMAT = 2  # raised whenever a replay of the same options may give other figures
 PORTION_OF_A_WORKER = 8
 _REQUIREMENT = re.compile(r"^\s*([\w.]+)\s*(<=|>=)\s*([-+.\deE]+)\s*$")
 
@@ -24,7 +24,7 @@ _REQUIREMENT = re.compile(r"^\s*([\w.]+)\s*(<=|>=)\s*([-+.\deE]+)\s*$")
 class Point:
     """One run: a command, its trace files and its options as typed.
 
-    `content` is a digest of the files, so that a kept result of other content is not used.
+    `content` is a digest of these files and of those that options name, so that a kept result of other content is not used.
     """
 
     command: str
@@ -200,7 +200,8 @@ class SweepQuestion:
             if name in axes or name in dict(fixed):
                 raise InputError(f"--grid {name} is given twice, or as --set as well")
             axes[name] = values
-        content = content_of(self.files)
+        given = [value for _, value in fixed] + [value for values in axes.values() for value in values]
+        content = content_of([*self.files, *files_among(given)])
         return [
             Point(command=self.command, files=self.files, options=(*fixed, *varied), content=content)
             for varied in grid(axes)

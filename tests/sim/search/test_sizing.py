@@ -1,5 +1,6 @@
 """Searches over real replays: runs that end early, bounds of an idle engine, rates, and runs that are kept."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ from kvledger.sim.scenario.engine import engine_of
 from kvledger.sim.scenario.scenario import Scenario
 from kvledger.sim.scenario.traffic import open_traffic
 from kvledger.sim.search.idle_engine import idle_bound, idle_records
-from kvledger.sim.search.kept import digest
 from kvledger.sim.search.size_question import SizeOptions, SizeQuestion
-from kvledger.sim.search.sizing import TRIAL_FORMAT, FleetSearch, RateSearch, SearchWatch, Setting, try_fleet
+from kvledger.sim.search.sizing import FleetSearch, RateSearch, SearchWatch, Setting, try_fleet
 from kvledger.sim.search.slo import TOLERANCE, Slo, SloTally
 
 CODE = {"workload": "code", "limit": 150, "rate_scale": 15.0}
@@ -181,9 +181,14 @@ def test_a_kept_file_that_is_no_run_is_named(tmp_path: Path) -> None:
         try_fleet(asked, 1, num_requests=150)
 
 
-def test_a_kept_run_has_the_name_that_earlier_versions_gave_it() -> None:
-    scenario = Scenario(workload="code", model="llama-3.1-8b", gpu="H100", kv_cache_memory_bytes="12GiB")
+def test_the_name_of_a_kept_run_follows_the_files_that_its_options_name(tmp_path: Path) -> None:
+    model = tmp_path / "config.json"
     asked = SizeOptions(slo_ttft_p99=2, keep="somewhere")
-    named = SizeQuestion(scenario=scenario, asked=asked).setting(engine_of(Scenario(**POOL)), 2, None).named
-    name = digest(TRIAL_FORMAT, {**named, "replicas": 1, "may_end_early": False})
-    assert name == "d308a8bd2a196bfa057164f231e4835c"
+
+    def named(config: dict[str, object]) -> str:
+        model.write_text(json.dumps(config))
+        scenario = Scenario(workload="code", model=str(model), gpu="H100", kv_cache_memory_bytes="12GiB")
+        question = SizeQuestion(scenario=scenario, asked=asked)
+        return str(question.setting(engine_of(Scenario(**POOL)), 2, None).named)
+
+    assert named({"of": "one model"}) != named({"of": "another"})

@@ -216,3 +216,13 @@ def test_no_worker_is_refused() -> None:
     run = sweep(*BASE, *GRID, "--jobs", "0")
     assert run.returncode == 2
     assert b"--jobs is 0; it must be at least 1" in run.stderr
+
+
+def test_a_kept_point_is_named_by_the_content_of_every_file_that_an_option_names(tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    keys = []
+    for content in ("one", "another"):
+        table.write_text(content)
+        sweep = SweepQuestion(command="replay", axes=("seed=0",), fixed=("workload=code", f"latency-table={table}"))
+        keys.append([one.key for one in sweep.points()])
+    assert keys[0] != keys[1]
