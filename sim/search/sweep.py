@@ -24,7 +24,7 @@ _REQUIREMENT = re.compile(r"^\s*([\w.]+)\s*(<=|>=)\s*([-+.\deE]+)\s*$")
 class Point:
     """One run: a command, its trace files and its options as typed.
 
-    `content` is a digest of these files and of those that options name, so that a kept result of other content is not used.
+    `content` is a digest of these files and of those that options name: a kept result of other content is not used.
     """
 
     command: str
