@@ -93,6 +93,8 @@ def scheduler_for(settings: dict[str, Any], model: str) -> Any:
         cache_config=cache_config,
         **speculative,
     )
+    # The CPU platform turns it off; the memory of windowed groups depends on it.
+    scheduler_config.async_scheduling = is_async
     if has_states:
         cache_config.mamba_cache_mode = "align"
     if settings.get("method") == "eagle":
