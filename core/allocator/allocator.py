@@ -703,7 +703,7 @@ class KVCacheAllocator:
         num_slots = np.minimum(end + num_lookahead_tokens, self._longest) if num_lookahead_tokens else end
         private = self._copies.of_batch(rows, first, placed, num_slots)
         if self._state_groups:
-            shortfalls = self._shortfalls(rows, end, num_slots, num_draft_tokens)
+            shortfalls: list[Shortfall] = self._shortfalls(rows, end, num_slots, num_draft_tokens)
         else:
             shortfalls = [(*table.shortfall(rows, num_slots), None) for table in state.tables]
         num_missing = sum([sum_of(counts) for which, counts, _ in shortfalls if len(which)])
