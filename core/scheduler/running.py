@@ -182,9 +182,12 @@ class RunningRequests:
         """Allocate for as many requests, in order, as the free blocks allow; return how many were served."""
         if not self.overlaps and not self._config.num_speculative_tokens:
             return self._allocator.append_in_turn(batch.rows, self._counts(batch), reserved_blocks=reserved_blocks)
-        processed = {"num_processed_tokens": self._processed(batch)} if self.overlaps else {}
         return self._allocator.append_in_turn(
-            batch.rows, self._counts(batch), **self._slots(batch), **processed, reserved_blocks=reserved_blocks
+            batch.rows,
+            self._counts(batch),
+            **self._slots(batch),
+            num_processed_tokens=self._processed(batch) if self.overlaps else None,
+            reserved_blocks=reserved_blocks,
         )
 
     def _processed(self, batch: TokenBatch) -> NDArray[np.int64]:
