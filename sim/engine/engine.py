@@ -256,7 +256,8 @@ class AsyncSchedulingEngine(SimulatedEngine):
                 outcome = scheduler.complete(step, result.stopped, result.num_accepted_tokens)
                 for observe in self._observers:
                     observe(step, result, outcome)
-                took_in = self._take_in()
+                took_in = bool(self._arrived)
+                self._take_in()
                 if following is not None:
                     recorder.scheduled(scheduler)
                 # What was given back or has arrived may let a request in after the step that is already decided.

@@ -122,7 +122,7 @@ def test_the_command_line_counts_forks_and_copies(kvledger, options, kind):
         (["--n", "2", "--beam-replaced", "0.2"], "--beam-replaced 0.2 has no effect without --beam-width"),
         (["--beam-width", "2", "--beam-replaced", "1.5"], "--beam-replaced is 1.5"),
         (["--draft-tree", "2,2"], "--draft-tree and --draft-acceptance-rate go together"),
-        (["--draft-tree", "2,x", "--draft-acceptance-rate", "0.5"], "--draft-tree is '2,x'"),
+        (["--draft-tree", "2,x", "--draft-acceptance-rate", "0.5"], "--draft-tree 2,x: 'x' is not a whole number"),
         (["--draft-tree", "2,0", "--draft-acceptance-rate", "0.5"], "give children per depth"),
         (["--draft-tree", "99,99", "--draft-acceptance-rate", "0.5"], "has 9801 paths; at most 256"),
         (["--draft-tree", "2", "--draft-acceptance-rate", "1.5"], "--draft-acceptance-rate is 1.5"),
