@@ -7,6 +7,14 @@ from pathlib import Path
 
 import pytest
 
+try:
+    from hypothesis import settings
+except ImportError:  # where only the kernels are tested
+    pass
+else:  # a test that takes longer beside others is no fault; --hypothesis-profile comes after this one
+    settings.register_profile("any machine", deadline=None)
+    settings.load_profile("any machine")
+
 # Of NVIDIA's driver, of AMD's, and of Windows' under Linux.
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
