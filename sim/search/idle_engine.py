@@ -90,12 +90,11 @@ def _cached_tokens(trace: Trace, block_size: int) -> dict[int, int]:
 
 
 def _prompt_seconds(latency: LatencyModel, scheduler: SchedulerConfig, num_prompt_tokens: int, first: int) -> float:
-    """Seconds of the steps that compute the prompt from token `first` on, each as large as the limits allow."""
-    largest = num_prompt_tokens
-    if scheduler.enable_chunked_prefill:
-        largest = scheduler.max_num_batched_tokens
-        if scheduler.long_prefill_token_threshold:
-            largest = min(largest, scheduler.long_prefill_token_threshold)
+    """Seconds of the steps that compute the prompt from token `first` on, each as large as the limits allow.
+
+    `long_prefill_token_threshold` does not limit a request that is alone.
+    """
+    largest = scheduler.max_num_batched_tokens if scheduler.enable_chunked_prefill else num_prompt_tokens
     seconds = 0.0
     for start in range(first, num_prompt_tokens, largest):
         end = min(start + largest, num_prompt_tokens)
