@@ -198,8 +198,8 @@ MUTANTS = (
     Mutant(
         "reserved blocks are taken by a decode step",
         "core/allocator/allocator.py",
-        "if total_short > len(state.pool.free_queue) - reserved_blocks:",
-        "if total_short > len(state.pool.free_queue):",
+        "if num_missing > len(self.state.pool.free_queue) - reserved_blocks:",
+        "if num_missing > len(self.state.pool.free_queue):",
     ),
     Mutant(
         "the gate forgets the watermark",
