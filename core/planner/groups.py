@@ -230,9 +230,13 @@ class _Bucket:
         return len({len(names) for names in self.names_by_page.values()}) == 1
 
     def is_cut_to_fit(self, repeats_per_group: int | None) -> bool:
-        """Whether its groups are made as narrow as a block needs: states always, windows where no pattern repeats."""
+        """Whether its groups are made as narrow as a block needs.
+
+        So are states, and windows of one page size where no pattern repeats.
+        """
         spec = next(iter(self.specs.values()))
-        return isinstance(spec, MambaLikeSpec) or (repeats_per_group is None and isinstance(spec, SlidingWindowSpec))
+        is_window = isinstance(spec, SlidingWindowSpec) and len(self.names_by_page) == 1
+        return isinstance(spec, MambaLikeSpec) or (is_window and repeats_per_group is None)
 
     def widest_group_bytes(self, num_groups: int) -> int:
         """Page bytes of the largest of `num_groups` groups."""

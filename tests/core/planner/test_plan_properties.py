@@ -5,6 +5,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from kvledger.core.errors import InputError
+from kvledger.core.planner.groups import group_layers
 from kvledger.core.planner.inputs import PlanInputs
 from kvledger.core.planner.layout import KVCacheLayout
 from kvledger.core.planner.plan import KVCachePlan, plan_kv_cache
@@ -180,3 +181,20 @@ def test_equal_ranks_are_all_bottlenecks_and_leave_nothing_idle(num_ranks: int) 
     plan = plan_kv_cache(inputs)
     assert all(rank.is_bottleneck for rank in plan.ranks)
     assert [rank.idle_bytes for rank in plan.ranks] == [0] * num_ranks
+
+
+@pytest.mark.parametrize(
+    "full",
+    [
+        FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="bf16"),
+        MLASpec(block_size=4, head_size=8, dtype="bf16"),
+    ],
+)
+def test_windows_of_uneven_pages_stay_in_one_group(full: KVCacheSpec) -> None:
+    narrow, wide = (
+        SlidingWindowSpec(block_size=4, num_kv_heads=1, head_size=size, dtype="bf16", sliding_window=1)
+        for size in (8, 12)
+    )
+    layers = {"L0": full, "L1": narrow, "L2": narrow, "L3": wide}
+    groups = group_layers(layers, KVCacheLayout.BLNHC, disable_hybrid_kv_cache_manager=False)
+    assert [group.layer_names for group in groups] == [("L0",), ("L1", "L2", "L3")]
