@@ -4,6 +4,7 @@ A format is a subclass of `TraceFormat` in the registry. `open_trace` finds it b
 docs/extending.md shows one.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -39,7 +40,7 @@ class TraceSource:
         return self.paths[0]
 
 
-class TraceFormat:
+class TraceFormat(ABC):
     """One file format; subclasses set the attributes and override the methods below."""
 
     title: str  # the name that people use
@@ -69,13 +70,13 @@ class TraceFormat:
         """`name` is what `--format` takes."""
         self.name = name
 
+    @abstractmethod
     def matches(self, lines: Sequence[bytes]) -> bool:
         """Whether a file that begins with these lines has this format. The last line may be cut off."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read_rows(self, source: TraceSource) -> Iterator[Row | BadRow]:
         """Yield a `Row` or a `BadRow` for every request, holding as little of the file as possible."""
-        raise NotImplementedError
 
     def links_turns(self, lines: Sequence[bytes]) -> bool:
         """Whether a trace that begins with these lines says which requests are turns of one session."""
