@@ -207,3 +207,13 @@ class LiveHistories(RuleBasedStateMachine):
 
 LiveHistories.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
 TestLiveHistories = LiveHistories.TestCase
+
+
+def test_a_request_that_preempts_itself_does_not_stop_those_behind_it():
+    machine = LiveHistories()
+    machine.start(windowed=False, policy="priority", num_blocks=12, max_num_seqs=2, enable_caching=True)
+    machine.submit(several=[(0, 1, 1, 0.0, None, 0, 1), (0, 1, 1, 0.0, None, 0, 1), (0, 5, 24, 0.0, None, 0, 2)])
+    while machine.engine.advance():
+        pass
+    assert machine.engine.scheduler.stats.num_preemptions > 0
+    machine.teardown()
