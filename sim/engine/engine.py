@@ -152,6 +152,10 @@ class SimulatedEngine:
         env, loop, backend, recorder = self._env, self._loop, self._backend, self._recorder
         move = next(loop)
         while True:
+            if isinstance(move, Wait) and self._arrived:  # before the first step, or while it was decided
+                self._take_in()
+                move = loop.send(None)
+                continue
             recorder.scheduled(self._scheduler)
             if isinstance(move, Wait):
                 self._idle = env.event()
@@ -166,10 +170,8 @@ class SimulatedEngine:
                 self._take_in()
                 yield env.timeout(duration_ns)
             move = loop.send(result)
-            if self._arrived:
+            if not isinstance(move, Wait):
                 self._take_in()
-                if isinstance(move, Wait):
-                    move = loop.send(None)
 
     def _waits(self, nanoseconds: tuple[int, ...]) -> tuple[int, ...]:
         """The times to let pass until a step, or the steps of a macro-step, have ended."""
@@ -233,6 +235,7 @@ class AsyncSchedulingEngine(SimulatedEngine):
         """
         env, scheduler, backend, recorder = self._env, self._scheduler, self._backend, self._recorder
         while True:
+            self._take_in()  # what was sent before the engine ran for the first time
             step = scheduler.schedule()
             recorder.scheduled(scheduler)
             if step is None:

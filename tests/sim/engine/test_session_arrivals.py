@@ -13,6 +13,7 @@ from kvledger.core.scheduler.config import SchedulerConfig
 from kvledger.core.types import Request
 from kvledger.sim.engine.arrivals import NANOSECONDS, SessionArrivals
 from kvledger.sim.engine.replay import replay
+from kvledger.sim.engine.sampling import DraftAcceptance
 from kvledger.sim.latency.linear import LinearLatency
 from kvledger.sim.traces import TraceRequest, Turn, open_trace
 
@@ -286,3 +287,26 @@ def test_a_closed_loop_is_refused_where_no_turns_are_linked(tmp_path):
     with pytest.raises(InputError, match=r"--closed-loop has no effect on t\.jsonl"):
         run(open_trace(path, trace_block_size=64), closed_loop=True)
     assert run(open_trace(path, trace_block_size=64))["assumptions"]["arrivals"].startswith("open loop")
+
+
+@pytest.mark.parametrize("num_speculative_tokens", [0, 2])
+@pytest.mark.parametrize("later_s", [(), (100.0,)])
+def test_a_closed_loop_that_starts_at_once_is_served_under_asynchronous_scheduling(
+    num_speculative_tokens: int, later_s: tuple[float, ...]
+):
+    """The first request is sent before the engine has run; it was forgotten until something else came, or for good."""
+    rows = [row(place, when, prompt=100) for place, when in enumerate((0.0, *later_s), start=1)]
+    report = replay(
+        rows,
+        allocator=AllocatorConfig(num_blocks=50, groups=[FullAttention(16)], max_model_len=512, max_num_reqs=4),
+        scheduler=SchedulerConfig(
+            max_num_seqs=4, max_num_batched_tokens=512, num_speculative_tokens=num_speculative_tokens
+        ),
+        latency=LinearLatency(0.005, 25e-6, 20e-6),
+        drafts=DraftAcceptance(0.5, 0) if num_speculative_tokens else None,
+        trace_block_size=None,
+        closed_loop=True,
+        async_scheduling=True,
+    )
+    assert report.requests["finished"] == len(rows)
+    assert report.latencies["ttft_s"]["max"] == pytest.approx(0.0075, rel=1e-2)
