@@ -5,18 +5,15 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
-from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
+import simpy
 
-from ...core.errors import InputError
+from ...core.errors import InputError, KVLedgerError
 from ...core.types import Request
 from ..traces.derived import names_in_full_blocks
 from ..traces.trace import Trace, TraceRequest, Turn
-
-if TYPE_CHECKING:
-    import simpy
 
 NANOSECONDS = 1_000_000_000
 # If a trace records think times without the times of answers, the next turn is sought at most this many rows ahead.
@@ -28,6 +25,8 @@ CLOSED_LOOP = (
     "closed loop: a turn is sent its think time after the answer before it (where none is recorded: its recorded gap "
     "after the turn before, and not before the answer); a refused turn counts as answered"
 )
+
+AT_MOST = "at most {:,} requests under way: where there are as many, a request is sent when another one ends"
 
 # Makes the scheduler's request of a row, its place in the order of reading, and the time it is sent, in seconds.
 RequestMaker = Callable[[TraceRequest, int, float], Request]
@@ -115,11 +114,14 @@ class TraceKeySource:
 
 
 class TraceArrivals:
-    """Sends the requests of a trace at their recorded times, or each turn after the answer before it (closed loop)."""
+    """Sends the requests of a trace at their recorded times, or each turn after the answer before it (closed loop).
+
+    If the trace limits the requests under way (`max_concurrency` of its info), each waits until one of them has ended.
+    """
 
     def __init__(
         self,
-        env: "simpy.Environment",
+        env: simpy.Environment,
         send: Callable[[Request, str | None], object],
         block_size: int,
         trace_block_size: int | None,
@@ -127,12 +129,14 @@ class TraceArrivals:
     ) -> None:
         """`send` is called with each request, whose block hashes are of `block_size` tokens, and with its session."""
         self._env = env
-        self._send = send
+        self._send_to = send
         self._make_request = partial(
             traced_request, block_size=block_size, trace_block_size=trace_block_size, looks_ahead=looks_ahead
         )
         self._next_ns = float("inf")
         self._sessions: SessionArrivals | None = None
+        self._places: simpy.Container | None = None  # how many more requests may be under way
+        self._num_sent = self._num_ended = 0
         self.last_ended_ns = 0
 
     def run(
@@ -151,10 +155,16 @@ class TraceArrivals:
 
         Raises:
             InputError: a closed loop is asked of a trace that links no turns.
+            KVLedgerError: the engines stopped before every request had ended, which is a fault of theirs.
         """
         started = time.perf_counter()
         self._start(trace, closed_loop, on_progress or (lambda count: None))
         self._env.run()
+        if self._num_ended < self._num_sent:
+            raise KVLedgerError(
+                f"{self._num_sent - self._num_ended:,} of {self._num_sent:,} requests were never answered: the engine "
+                "stopped with work left. Please report this with the command and the trace"
+            )
         return time.perf_counter() - started
 
     def _start(
@@ -167,13 +177,14 @@ class TraceArrivals:
                 "leave it out"
             )
         records_think_times = info is not None and info.records_think_times
+        if info is not None and info.max_concurrency is not None:
+            self._places = simpy.Container(self._env, capacity=info.max_concurrency, init=info.max_concurrency)
         if not (records_think_times if closed_loop is None else closed_loop):
             self._env.process(self._open_loop(trace, on_progress))
             return
-        num_sent = count(1)
 
         def send(request: Request, session: str | None) -> None:
-            on_progress(next(num_sent))
+            on_progress(self._num_sent + 1)
             self._send(request, session)
 
         unknown = info is None or records_think_times
@@ -183,36 +194,50 @@ class TraceArrivals:
     def ended(self, request: Request) -> None:
         """A request was answered or refused."""
         self.last_ended_ns = int(self._env.now)
+        self._num_ended += 1
+        if self._places is not None:
+            self._places.put(1)
         if self._sessions is not None:
             self._sessions.ended(request)
 
     def next_arrival_ns(self) -> float:
         """The earliest time of the next request. In a closed loop, any engine's step may cause one."""
-        return self._next_ns if self._sessions is None else self._env.peek()
+        return self._env.peek() if self.is_closed_loop else self._next_ns
 
     @property
     def is_closed_loop(self) -> bool:
-        """Whether turns wait for answers."""
-        return self._sessions is not None
+        """Whether requests wait for answers."""
+        return self._sessions is not None or self._places is not None
 
     def assumptions(self) -> dict[str, object]:
         """Open or closed loop, for the report."""
         late = 0 if self._sessions is None else self._sessions.num_late
+        most = None if self._places is None else AT_MOST.format(int(self._places.capacity))
         return {
-            "arrivals": OPEN_LOOP if self._sessions is None else CLOSED_LOOP,
+            "arrivals": most or (OPEN_LOOP if self._sessions is None else CLOSED_LOOP),
             **({"turns_sent_late": late} if late else {}),
         }
 
+    def _send(self, request: Request, session: str | None) -> None:
+        self._num_sent += 1
+        self._send_to(request, session)
+
     def _open_loop(
         self, trace: Iterable[TraceRequest], on_progress: Callable[[int], None]
-    ) -> Generator["simpy.Event", Any, None]:
+    ) -> Generator[simpy.Event, Any, None]:
         env = self._env
         for ordinal, row in enumerate(trace):
             arrival_ns = _nanoseconds(row.arrival_s)
             if arrival_ns > env.now:
                 self._next_ns = arrival_ns
                 yield env.timeout(arrival_ns - env.now)
-            self._send(self._make_request(row, ordinal, row.arrival_s), None if row.turn is None else row.turn.session)
+            arrival_s = row.arrival_s
+            if self._places is not None:
+                place = self._places.get(1)
+                if not place.triggered:
+                    yield place
+                arrival_s = env.now / NANOSECONDS
+            self._send(self._make_request(row, ordinal, arrival_s), None if row.turn is None else row.turn.session)
             on_progress(ordinal + 1)
         self._next_ns = float("inf")
 
@@ -266,7 +291,7 @@ class SessionArrivals:
 
     def __init__(
         self,
-        env: "simpy.Environment",
+        env: simpy.Environment,
         send: Callable[[Request, str | None], object],
         rows: Iterable[TraceRequest],
         make_request: RequestMaker,
@@ -321,7 +346,7 @@ class SessionArrivals:
             self._back_at_ns = due_ns
             self._env.timeout(due_ns - self._env.now).callbacks.append(self._came_back)
 
-    def _came_back(self, _: "simpy.Event") -> None:
+    def _came_back(self, _: simpy.Event) -> None:
         if self._back_at_ns is not None and self._back_at_ns <= self._env.now:
             self._back_at_ns = None
         self._read_due_rows()

@@ -15,7 +15,7 @@ from ..fleet.tiers import Tier
 from ..traces import Trace
 from .engine import Engine, Pool, engine_of
 from .options import FLEET, option, options
-from .replay import ReplayResult
+from .replay import ReplayResult, refuse_if_none_finished
 from .results import Table, trace_as_dict
 from .scenario import Scenario
 from .traffic import open_traffic
@@ -192,7 +192,7 @@ def replay_fleet_scenario(
 
     Raises:
         InputError: something is missing, unknown or contradictory, or the trace is wrong.
-        DoesNotFitError: the planner's answer is no.
+        DoesNotFitError: the planner's answer is no, or none of the requests fits.
     """
     fleet = fleet or FleetOptions()
     engine = engine or engine_of(scenario)
@@ -216,5 +216,6 @@ def replay_fleet_scenario(
         )
     else:
         report = replay_fleet(source, shape=shape, router=router, **shared)
+    refuse_if_none_finished(report)
     report.assumptions = {**engine.pool.facts, **report.assumptions}
     return ReplayResult(report=report, trace=trace_as_dict(source.info), requests=Table({}))

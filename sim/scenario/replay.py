@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 
+from ...core.errors import DoesNotFitError
 from ..engine.engine import RunListener
 from ..engine.metrics import RequestRecord
 from ..engine.replay import ReplayReport, replay
@@ -77,7 +78,7 @@ def replay_scenario(
 
     Raises:
         InputError: something is missing, unknown or contradictory, or the trace is wrong.
-        DoesNotFitError: the planner's answer is no.
+        DoesNotFitError: the planner's answer is no, or none of the requests fits.
     """
     engine = engine or engine_of(scenario)
     source = sampled_traffic(scenario) if trace is None else trace
@@ -102,10 +103,19 @@ def replay_scenario(
         macro_steps=macro_steps,
         on_progress=on_progress,
     )
+    refuse_if_none_finished(report)
     report.assumptions = {**engine.pool.facts, **report.assumptions}
     names = [field.name for field in attrs.fields(RequestRecord)]
     requests = Table({name: [getattr(record, name) for record in kept] for name in names})
     return ReplayResult(report=report, trace=trace_as_dict(source.info), requests=requests)
+
+
+def refuse_if_none_finished(report: ReplayReport) -> None:
+    """Raise DoesNotFitError if every request was refused: such a replay has no figures."""
+    requests = report.requests
+    if requests["total"] and not requests["finished"]:
+        first = f"; the first: {report.rejections[0]}" if report.rejections else ""
+        raise DoesNotFitError(f"none of the {requests['total']:,} requests was served{first}")
 
 
 def latency_distributions(snapshot: Snapshot) -> dict[str, dict[str, list[float]]]:

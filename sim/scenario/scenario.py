@@ -11,6 +11,7 @@ and a notebook all make the same `Scenario` and call the same functions with it.
 
 import difflib
 from collections.abc import Mapping
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -61,6 +62,38 @@ class Scenario:
         TRAFFIC,
         "Seeded workload fitted to this trace file, instead of the file itself. --limit and --rate-scale apply to the "
         "workload.",
+    )
+    input_len: int | None = option(
+        None,
+        TRAFFIC,
+        "Tokens per prompt of a benchmark without a trace, as vllm bench serve sends it; with --output-len, and "
+        "--max-concurrency or --request-rate.",
+        "--input-len",
+        "--isl",
+        metavar="TOKENS",
+    )
+    output_len: int | None = option(
+        None, TRAFFIC, "Tokens per answer of the benchmark.", "--output-len", "--osl", metavar="TOKENS"
+    )
+    max_concurrency: int | None = option(
+        None,
+        TRAFFIC,
+        "Users of the benchmark: requests under way at most; the next is sent when one ends.",
+        "--max-concurrency",
+        "--concurrency",
+        metavar="USERS",
+    )
+    range_ratio: float | None = option(
+        None, TRAFFIC, "Draw the benchmark's lengths from len*(1-r) to len*(1+r); 0 unless given."
+    )
+    num_prompts: int | None = option(
+        None,
+        TRAFFIC,
+        "Requests of the benchmark. Unless given: 1,000, or 10 per user where that is more.",
+        metavar="REQUESTS",
+    )
+    prefix_len: int | None = option(
+        None, TRAFFIC, "Tokens that all prompts of the benchmark share, before --input-len.", metavar="TOKENS"
     )
     model: str | None = option(
         None, MODEL, "Built-in model name, or path of a config.json.", "--model", "--config", metavar="MODEL"
@@ -201,7 +234,10 @@ class Scenario:
         None, TRAFFIC, "Token counts for a trace of text: a Hugging Face tokenizer.json, or chars:4 for an estimate."
     )
     request_rate: float | None = option(
-        None, TRAFFIC, "Requests per second (Poisson) for a trace that records no arrival times."
+        None,
+        TRAFFIC,
+        "Requests per second (Poisson) of --input-len, or of a trace that records no arrival times. Unless given, "
+        "--input-len sends all at once (inf), as vllm bench serve does.",
     )
     on_bad_row: str | None = option(
         None, TRAFFIC, "What to do with a bad row: refuse (stop; the default) or skip (leave out and count)."
@@ -287,7 +323,9 @@ class Scenario:
 
     def to_dict(self) -> Document:
         """Every field that is not at its default, as plain JSON values; `from_dict` reads it."""
-        as_text = {name: str(value) for name, value in given_values(self).items() if isinstance(value, Amount)}
+        as_text = {
+            name: str(value) for name, value in given_values(self).items() if isinstance(value, Amount) or value == inf
+        }
         return {name: list(v) if isinstance(v, tuple) else v for name, v in given_values(self).items()} | as_text
 
     @classmethod

@@ -1,6 +1,6 @@
-"""The requests of a scenario: a trace file, a recorded run, a built-in workload, or a workload fitted to a trace."""
+"""The requests of a scenario: a trace file, a recorded run, a built-in or fitted workload, or a benchmark's lengths."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ...core.errors import InputError
@@ -10,21 +10,27 @@ from .scenario import Scenario
 
 # How the rows of a file are read: fields of a scenario that have no effect on a built-in workload.
 OF_FILES = ("trace_format", "timestamp_unit", "trace_block_size", "tokenizer", "request_rate")
+# Fields that describe a benchmark without a trace, beside its `request_rate`.
+BENCHMARK = ("input_len", "output_len", "max_concurrency", "range_ratio", "num_prompts", "prefix_len")
 
 
 def open_traffic(scenario: Scenario, seed: int | None = None) -> Trace:
-    """Open exactly one of trace, workload by name, and workload fitted to a trace; `seed` replaces the scenario's.
+    """Open exactly one of trace, workload by name, fitted workload, and benchmark; `seed` replaces the scenario's.
 
     Raises InputError: none or several are given, an option has no effect on the one that is, or a file cannot be read.
     """
-    given = [source for source in (scenario.trace or None, scenario.workload, scenario.fit) if source is not None]
+    benchmark = _given(scenario, BENCHMARK)
+    sources = (scenario.trace or None, scenario.workload, scenario.fit, benchmark or None)
+    given = [source for source in sources if source is not None]
     if len(given) != 1:
         raise InputError(
-            "give a trace file, --workload NAME or --fit FILE"
-            + (", not more than one of them" if given else ", such as --workload conversation")
+            "give a trace file, --workload NAME, --fit FILE, or --input-len and --output-len"
+            + (", not more than one of them" if given else "; for example --workload conversation")
         )
     seed = scenario.seed if seed is None else seed
     window: dict[str, Any] = {name: getattr(scenario, name) for name in ("skip_first", "limit", "rate_scale")}
+    if benchmark:
+        return _open_benchmark(scenario, benchmark, seed=seed or 0, **window)
     of_files: dict[str, Any] = {_argument(name): getattr(scenario, name) for name in OF_FILES}
     if scenario.trace:
         return _open_files(scenario, seed, of_files, window)
@@ -35,11 +41,7 @@ def open_traffic(scenario: Scenario, seed: int | None = None) -> Trace:
         if scenario.request_rate is not None:
             of_files["seed"] = seed
         return open_fitted(open_trace(scenario.fit, **of_files), seed=seed or 0, **window)
-    for name in (*OF_FILES, "on_bad_row"):
-        value = getattr(scenario, name)
-        if value is not None:
-            option = _argument(name).replace("_", "-")
-            raise InputError(f"--{option} {value} has no effect on a built-in workload; leave it out")
+    _refuse(scenario, (*OF_FILES, "on_bad_row"), "a built-in workload")
     from ..workloads.builtin import open_workload
     from ..workloads.mix import is_mix, open_mix
 
@@ -83,6 +85,28 @@ def _open_files(scenario: Scenario, seed: int | None, of_files: dict[str, Any], 
         **of_files,
         **window,
     )
+
+
+def _open_benchmark(scenario: Scenario, given: dict[str, Any], **window: Any) -> Trace:
+    from ..workloads.benchmark import BenchmarkParameters, open_benchmark
+
+    for name in ("input_len", "output_len"):
+        if name not in given:
+            there = next(iter(given))
+            raise InputError(f"--{there.replace('_', '-')} {given[there]} needs --{name.replace('_', '-')} too")
+    of_files = (name for name in OF_FILES if name != "request_rate")
+    _refuse(scenario, (*of_files, "on_bad_row", "closed_loop"), "a benchmark with --input-len")
+    return open_benchmark(BenchmarkParameters(**given, **_given(scenario, ("request_rate",))), **window)
+
+
+def _given(scenario: Scenario, names: Iterable[str]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(scenario, name)) is not None}
+
+
+def _refuse(scenario: Scenario, names: Iterable[str], traffic: str) -> None:
+    for name, value in _given(scenario, names).items():
+        option = _argument(name).replace("_", "-")
+        raise InputError(f"--{option} {value} has no effect on {traffic}; leave it out")
 
 
 def _argument(name: str) -> str:

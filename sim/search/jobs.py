@@ -9,10 +9,11 @@ from ...core.errors import InputError, KVLedgerError
 from ..figures import Document
 from ..scenario.options import OptionSet, read_texts, spelled
 from ..scenario.scenario import Scenario
+from ..scenario.traffic import BENCHMARK
 
 TRACE = (
     *("trace", "workload", "fit", "trace_block_size", "trace_format", "timestamp_unit", "tokenizer", "request_rate"),
-    *("on_bad_row", "skip_first", "limit", "rate_scale", "seed"),
+    *(*BENCHMARK, "on_bad_row", "skip_first", "limit", "rate_scale", "seed"),
 )
 _NAMES = [field.name for field in attrs.fields(Scenario)]
 # One engine on a trace: the fields up to the seed; those after it describe a deployment's memory in more detail.

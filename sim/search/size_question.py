@@ -1,5 +1,6 @@
 """The question of `kvledger size`: an SLO, the shapes to try, and how to search."""
 
+import math
 from typing import Any
 
 import attrs
@@ -80,11 +81,11 @@ class SizeQuestion:
 
     def __attrs_post_init__(self) -> None:
         asked = self.asked
-        is_drawn = self.scenario.workload is not None or self.scenario.fit is not None
-        if asked.seeds is not None and (asked.seeds < 1 or not is_drawn):
-            raise InputError(
-                f"--seeds {asked.seeds} has no effect: it must be 1 or more, and only --workload and --fit use a seed"
-            )
+        if asked.seeds is not None and (asked.seeds < 1 or self.scenario.trace):
+            raise InputError(f"--seeds {asked.seeds} has no effect: it must be 1 or more, and a trace file has no seed")
+        has_no_rate = self.scenario.input_len is not None and self.scenario.request_rate in (None, math.inf)
+        if asked.replicas is not None and has_no_rate:
+            raise InputError(f"--replicas {asked.replicas} asks for a rate: give the benchmark a --request-rate")
         if asked.jobs > 1 and not asked.tornado:
             raise InputError(f"--jobs {asked.jobs} has no effect without --tornado; leave it out")
         price = asked.price_per_gpu_hour

@@ -74,6 +74,7 @@ class Study:
         self._progress: Progress = progress or (lambda text, completed, total: None)
         self._plan: DeploymentPlan | None = None
         self._curve: CapacityCurve | None = None
+        self._serves_none = False
         self._parts: dict[str, Document] = {}
         self._timing: dict[str, dict[str, float]] = {}
         self.not_done: dict[str, str] = dict.fromkeys(PARTS, INTERRUPTED)
@@ -85,8 +86,8 @@ class Study:
 
     @property
     def fits(self) -> bool:
-        """Whether the deployment can serve its longest request; True until the plan is done."""
-        return self._plan is None or self._plan.fits
+        """Whether the deployment fits and serves any request; True until the parts that know have run."""
+        return (self._plan is None or self._plan.fits) and not self._serves_none
 
     def run(self, on_part: Callable[[str, str | None], None] = lambda part, reason: None) -> None:
         """Run every part; `on_part` is called when one ends, with its name and why it was skipped (None: it finished).
@@ -163,6 +164,7 @@ class Study:
             try:
                 payload = self._compare_part(self._plan) if part == "compare" else self._replay_part(self._plan)
             except (DoesNotFitError, InputError) as error:  # about the model: the trace was read before
+                self._serves_none = isinstance(error, DoesNotFitError)
                 return str(error)
         # Measured times are kept apart, so that all else is the same in every run.
         self._timing[part] = payload.pop("timing", {})

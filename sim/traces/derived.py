@@ -132,6 +132,8 @@ class SampledTrace:
         """Wrap a trace. Raises `InputError` unless `n` is from 1 to MOST_SAMPLES."""
         if not 1 <= n <= MOST_SAMPLES:
             raise InputError(f"--n is {n}; a request has from 1 to {MOST_SAMPLES:,} samples")
+        if trace.info.max_concurrency is not None:
+            raise InputError(f"--n {n} and --max-concurrency exclude each other: samples of one request come at once")
         self._trace = trace
         self._n = n
 

@@ -89,6 +89,7 @@ class TraceInfo:
     full_blocks_only: bool = False  # the trace has no id for the partial block at the end of a prompt
     links_turns: bool = False  # whether requests may be turns of sessions
     records_think_times: bool = False  # whether turns record how long their client waited after the answer before
+    max_concurrency: int | None = None  # requests under way at most: the next is sent when one of them ends
     workload: dict[str, Any] | None = None  # seed and parameters of a built-in workload, None for a file
     arrivals: str | None = None  # where arrival times come from that the file does not record
     tokenizer: str | None = None  # who counted tokens

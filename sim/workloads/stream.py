@@ -56,6 +56,7 @@ class WorkloadModel:
     full_blocks_only: bool = False
     links_turns: bool = False
     records_think_times: bool = False
+    max_concurrency: int | None = None
 
 
 def open_stream(
@@ -99,6 +100,7 @@ def open_stream(
         full_blocks_only=model.full_blocks_only,
         links_turns=model.links_turns,
         records_think_times=model.records_think_times,
+        max_concurrency=model.max_concurrency,
         about=model.about,
         workload={"resembles": model.resembles, "seed": seed, "parameters": stated},
     )

@@ -146,7 +146,7 @@ def test_a_trace_without_ids_claims_no_reuse(kvledger, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give a trace file, --workload NAME or --fit FILE"),
+        ([], "give a trace file, --workload NAME, --fit FILE, or --input-len and --output-len"),
         (["TRACE", "--workload", "code"], "not more than one of them"),
         (["--workload", "chat"], "unknown workload 'chat'; known: conversation, sharegpt"),
         (["--workload", "code", "--on-bad-row", "skip"], "--on-bad-row skip has no effect on a built-in workload"),

@@ -86,7 +86,7 @@ def test_drafts_and_swapping_reach_the_engine() -> None:
         ((*QUICK, *POOL, "--num-speculative-tokens", "2"), "go together; neither has a default"),
         ((*QUICK, *POOL, "--eviction", "random"), "unknown eviction policy 'random'; known: lru, fifo"),
         ((*QUICK, *POOL, "--max-num-seqs", "0"), "max_num_reqs is 0; it must be a whole number of at least 1"),
-        ((*POOL,), "give a trace file, --workload NAME or --fit FILE"),
+        ((*POOL,), "give a trace file, --workload NAME, --fit FILE, or --input-len and --output-len"),
         (("no/such/file.jsonl", *POOL), "no/such/file.jsonl"),
     ],
 )

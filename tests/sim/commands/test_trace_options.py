@@ -118,3 +118,73 @@ def test_options_of_files_are_refused_for_a_built_in_workload(kvledger, option):
     code, _, err = kvledger("curve", "--workload", "code", "--block-size", "16", "--limit", "5", *option)
     assert code == 2
     assert f"{option[0]} {option[1]} has no effect on a built-in workload" in err
+
+
+BENCHMARK = ["--isl", "40", "--osl", "5", "--num-prompts", "30"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["replay", *POOL, "--concurrency", "4"],
+        ["replay", *POOL, "--request-rate", "20", "--range-ratio", "0.5"],
+        ["fleet", *POOL, "--concurrency", "4"],
+        ["curve", "--prefix-len", "64"],
+        ["optimum", *POOL, "--prefix-len", "64"],
+        ["compare", *POOL, "--max-model-len", "64"],
+        ["sampling", "--beam-width", "2"],
+        ["ab", *POOL, "--concurrency", "4", "--b", "concurrency=8"],
+        ["block-size", *POOL[2:], "--concurrency", "4", "--block-sizes", "8,16"],
+        ["size", *POOL, "--concurrency", "4", "--slo-ttft-p99", "1"],
+        ["size", *POOL, "--request-rate", "20", "--slo-ttft-p99", "1", "--replicas", "1"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_every_command_that_takes_a_trace_takes_a_benchmark_instead(kvledger, command):
+    code, out, err = kvledger(command[0], *BENCHMARK, *command[1:], "--json")
+    assert (code, err) == (0, "")
+    assert "30 requests" in out
+
+
+def test_a_study_and_a_sweep_take_a_benchmark(kvledger, tmp_path):
+    code, out, _ = kvledger("study", *BENCHMARK, "--concurrency", "4", "--output", str(tmp_path / "report"), "--json")
+    assert code == 0
+    assert json.loads(out)["replay"]["requests"]["finished"] == 30
+    settings = ["isl=40", "osl=5", "num-prompts=30", "num-gpu-blocks-override=50"]
+    given = [part for text in settings for part in ("--set", text)]
+    code, out, _ = kvledger("sweep", *given, "--grid", "concurrency=1,4", "--json")
+    assert code == 0
+    seconds = [row["result"]["simulated_seconds"] for row in json.loads(out)["rows"]]
+    assert seconds[0] > 2 * seconds[1]
+
+
+def test_half_a_benchmark_is_refused(kvledger):
+    code, _, err = kvledger("replay", "--input-len", "40", *POOL)
+    assert code == 2
+    assert "--input-len 40 needs --output-len too" in err
+    code, _, err = kvledger("size", *BENCHMARK, *POOL, "--concurrency", "4", "--slo-ttft-p99", "1", "--replicas", "1")
+    assert code == 2
+    assert "--replicas 1 asks for a rate: give the benchmark a --request-rate" in err
+    code, _, err = kvledger("replay", *BENCHMARK, *POOL, "--concurrency", "4", "--n", "2")
+    assert code == 2
+    assert "--n 2 and --max-concurrency exclude each other" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [(["replay"], 1), (["fleet"], 1), (["ab", "--b", "max-num-seqs=2"], 2), (["replay", "--log", "log"], 1)],
+)
+def test_a_run_that_serves_none_of_its_requests_does_not_exit_with_0(
+    kvledger, tmp_path, monkeypatch, command, expected
+):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = kvledger(command[0], "--isl", "900", "--osl", "5", *POOL, *command[1:])
+    assert (code, out) == (expected, "")
+    assert "none of the 1,000 requests was served; the first: request '1' of 904 tokens" in err
+
+
+def test_a_study_that_serves_none_of_its_requests_does_not_exit_with_0(kvledger, tmp_path):
+    limits = ["--max-model-len", "500", "--output", str(tmp_path / "report")]
+    code, out, _ = kvledger("study", "--isl", "900", "--osl", "5", "--num-prompts", "3", *limits, "--json")
+    assert code == 1
+    assert "none of the 3 requests was served" in json.loads(out)["not_done"]["replay"]
