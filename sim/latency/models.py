@@ -14,6 +14,7 @@ from ...core.errors import InputError
 from ...core.registry import Registry
 from ...core.types import LatencyModel
 from .devices import Device
+from .kernel_factors import KernelFactors
 
 
 @attrs.frozen(kw_only=True)
@@ -24,13 +25,22 @@ class LatencyInputs:
     us_per_prefill_token: float | None = None  # microseconds per prompt token
     us_per_decoding_sequence: float | None = None  # microseconds per decoding request
     latency_table: str | None = None  # path of a CSV file of measured steps
+    kernel_profile: str | None = None  # path of a folder of profiled kernels
+    kernel_factors: KernelFactors | None = None  # a calibration of measured kernels to a server
     deployment: Deployment | None = None  # model, ranks and limits
     device: Device | None = None  # the GPU of each rank
     weights_dtype: str = "auto"  # a quantization scheme, a dtype, or `auto`: what the model's config says
 
 
 # Inputs that only some models read. Giving one to another model is an error.
-OWN_INPUTS = ("base_ms", "us_per_prefill_token", "us_per_decoding_sequence", "latency_table")
+OWN_INPUTS = (
+    "base_ms",
+    "us_per_prefill_token",
+    "us_per_decoding_sequence",
+    "latency_table",
+    "kernel_profile",
+    "kernel_factors",
+)
 
 
 latency_models: Registry[type[Any]] = Registry("latency model", "kvledger.latency_models")

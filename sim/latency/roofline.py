@@ -130,6 +130,11 @@ class RooflineLatency:
         object.__setattr__(self, "_attention", self._precomputed_attention())
         object.__setattr__(self, "_experts", self._precomputed_experts())
 
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self.work.num_layers
+
     def step_seconds(self, load: StepLoad) -> float:
         """Seconds that the step takes. It is one flat function over precomputed terms: every engine step calls it."""
         products, layers, around = self._terms
@@ -180,12 +185,12 @@ class RooflineLatency:
         link = self.device.link.bytes_per_s / 2 * factors.link_efficiency or float("inf")  # one GPU needs none
         all_reduces = 2 * work.num_layers if ranks > 1 else 0
         expert_layers = work.experts.num_layers if work.experts else 0
-        matrix_token_s = work.flops_per_token / self._flops(False) + work.eight_bit_flops_per_token / self._flops(True)
+        matrix_token_s = work.flops_per_token / self.flops(False) + work.eight_bit_flops_per_token / self.flops(True)
         products = (
             work.matrix_bytes / self._weights_bandwidth,
             matrix_token_s,
             work.head_bytes / self._weights_bandwidth,
-            work.head_flops_per_token / self._flops(False),
+            work.head_flops_per_token / self.flops(False),
             factors.saturation_tokens,
         )
         fixed_s = work.num_layers * factors.layer_s + expert_layers * factors.expert_layer_s
@@ -209,8 +214,8 @@ class RooflineLatency:
             (
                 float("inf") if part.window is None else part.window,
                 part.kv_bytes_per_token / self._kv_bandwidth,
-                part.decode_flops_per_pair / self._flops(False),
-                part.prefill_flops_per_pair / self._flops(False),
+                part.decode_flops_per_pair / self.flops(False),
+                part.prefill_flops_per_pair / self.flops(False),
             )
             for part in self.work.attention
         )
@@ -221,7 +226,7 @@ class RooflineLatency:
         if experts is None:
             return None
         read_s = experts.bytes_per_expert / self._weights_bandwidth
-        visit_s = experts.flops_per_visit / self._flops(experts.in_eight_bits)
+        visit_s = experts.flops_per_visit / self.flops(experts.in_eight_bits)
         tokens = np.arange(_MAX_DISTINCT_TOKENS + 1)
         distinct = experts.expected_distinct(tokens, factors.expert_skew)
         visits = tokens * experts.experts_per_token
@@ -241,7 +246,8 @@ class RooflineLatency:
     def _kv_bandwidth(self) -> float:
         return self.device.bandwidth_bytes_per_s * self.factors.kv_bandwidth_efficiency
 
-    def _flops(self, in_eight_bits: bool) -> float:
+    def flops(self, in_eight_bits: bool) -> float:
+        """FLOP/s that a product of many tokens reaches."""
         peak = self.device.fp8_flops if in_eight_bits and self.device.fp8_flops else self.device.bf16_flops
         assert peak is not None  # checked when the model was made
         return peak * self.factors.compute_efficiency
