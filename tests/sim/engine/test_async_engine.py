@@ -2,7 +2,7 @@
 
 import pytest
 import simpy
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kvledger.backends.sim_backend import SimBackend
 from kvledger.core.allocator.allocator import KVCacheAllocator
@@ -103,6 +103,7 @@ _ARRIVALS = st.lists(
 
 @settings(deadline=None, max_examples=60)
 @given(arrivals=_ARRIVALS, blocks=st.sampled_from([14, 30, 200]))
+@example(arrivals=[(0.0, 1, 1), (0.0, 81, 1), (0.0, 96, 2)], blocks=14)  # the only one left preempts itself
 def test_macro_steps_change_no_figure(arrivals, blocks):
     figures = []
     for macro_steps in (True, False):
