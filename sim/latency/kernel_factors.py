@@ -90,31 +90,27 @@ def read_factors(path: Path = FITTED) -> Mapping[str, Any]:
     return document
 
 
-def fitted_factors(device: Device, model: str, dtypes: str) -> KernelFactors:
-    """The shipped factors of a model on a device; those of all models and devices where the pair was not measured."""
-    return factors_in(read_factors(), device, model, dtypes)
+NO_FACTORS: Mapping[str, Any] = {"source": "none: kernels as they were profiled", "all": {}, "kernels": [], "pairs": []}
 
 
-def factors_in(document: Mapping[str, Any], device: Device, model: str, dtypes: str) -> KernelFactors:
-    """The factors that a document gives a pair: `all`, times those of its kernels, times those of the pair itself."""
-    names = {field.name for field in attrs.fields(KernelFactors)}
-    values: dict[str, Any] = {name: value for name, value in document["all"].items() if name in names}
-    source = document["source"]
+def factors_in(
+    document: Mapping[str, Any], device: Device | None = None, model: str = "", dtypes: str = ""
+) -> KernelFactors:
+    """The factors of a document for a model on a device: `all`, times those of its kernels, times those of the pair."""
+    values: dict[str, Any] = dict(document["all"])
+    pair = (None if device is None else device.name, model, dtypes)
     groups = [
-        *(group for group in document["kernels"] if group["kernels"] == kernels_of(device, dtypes)),
-        *(
-            pair
-            for pair in document["pairs"]
-            if (pair["device"], pair["model"], pair["dtypes"]) == (device.name, model, dtypes)
-        ),
+        *(group for group in document["kernels"] if device and group["kernels"] == kernels_of(device, dtypes)),
+        *(each for each in document["pairs"] if (each["device"], each["model"], each["dtypes"]) == pair),
     ]
     for group in groups:
         for name in ("experts", "step", "prefill"):
             values[name] = values.get(name, 1.0) * group.get(name, 1.0)
         values["spread"] = group.get("spread", values.get("spread"))
-    own = any("model" in group for group in groups)
-    note = "servers of this model on this device among them" if own else "none of this model on this device"
-    return KernelFactors(**{**values, "is_of_pair": own, "source": f"{source}; {note}"})
+    own, source = any("model" in group for group in groups), document["source"]
+    if document["pairs"]:
+        source += "; servers of this model on this device among them" if own else "; none of this model on this device"
+    return KernelFactors(**{**values, "is_of_pair": own, "source": source})
 
 
 def kernels_of(device: Device, dtypes: str) -> str:

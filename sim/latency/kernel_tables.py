@@ -113,6 +113,15 @@ def _never_falling(seconds: Floats, axis: int = -1) -> Floats:
     return np.flip(np.minimum.accumulate(np.flip(seconds, axis), axis), axis)
 
 
+def has_kernel_tables(device: Device) -> bool:
+    """Whether kernel times of a device are installed."""
+    try:
+        KernelTables.of(device)
+    except InputError:
+        return False
+    return True
+
+
 @attrs.frozen(eq=False)
 class KernelTables:
     """The kernel times of one GPU type in the database. Every look-up returns None where nothing was measured."""

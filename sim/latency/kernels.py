@@ -1,7 +1,9 @@
 """Step times as sums of measured kernel times."""
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import attrs
 
@@ -9,13 +11,14 @@ from ...core.errors import InputError, positive
 from ...core.models.geometry import ModelGeometry
 from ...core.types import ScheduledStep, StepLoad
 from .devices import Device
-from .kernel_factors import KernelFactors, fitted_factors
+from .kernel_factors import CLASSES, NO_FACTORS, KernelFactors, factors_in, read_factors
 from .kernel_parts import kernel_parts
 from .kernel_profile import KernelProfile
 from .kernel_tables import Curve
 from .models import LatencyInputs, latency_models
 from .roofline import RooflineLatency
 
+_ATTENTION = ("attention_decode", "attention_prefill")
 _OF_ALL_RANKS = ("experts", "collectives")  # classes that see the tokens of all data-parallel ranks
 
 Chunk = tuple[int, int]  # tokens of a prompt that a step computes, and tokens of the same request before them
@@ -30,7 +33,7 @@ class Attention(Protocol):
 
 
 @latency_models.register("kernels")
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(kw_only=True, eq=False, slots=False)
 class KernelLatency:
     """A step is the sum of its kernels, each at its measured time.
 
@@ -55,7 +58,7 @@ class KernelLatency:
         description: model and dtypes.
     """
 
-    takes: ClassVar[tuple[str, ...]] = ("kernel_profile",)
+    takes: ClassVar[tuple[str, ...]] = ("kernel_profile", "calibration")
 
     by_tokens: Mapping[str, Curve]
     by_sampled: Curve
@@ -68,6 +71,8 @@ class KernelLatency:
     sources: Mapping[str, str]
     dtypes: str = ""
     description: str
+    # Seconds of all steps so far, and those of them in measured kernels.
+    _tally: list[float] = attrs.field(init=False, repr=False, factory=lambda: [0.0, 0.0])
 
     @classmethod
     def from_inputs(cls, inputs: LatencyInputs) -> "KernelLatency":
@@ -75,30 +80,32 @@ class KernelLatency:
         deployment, device = inputs.deployment, inputs.device
         if deployment is None or (device is None and inputs.kernel_profile is None):
             raise InputError("--latency kernels needs --model and --gpu: it sums kernels of both")
+        document = None if inputs.calibration is None else read_factors(Path(inputs.calibration))
         if inputs.kernel_profile is not None:
             profile = KernelProfile.read(inputs.kernel_profile, deployment.geometry.num_hidden_layers)
-            return cls.of_profile(profile, deployment.geometry, inputs.kernel_factors)
+            return cls.of_profile(profile, deployment.geometry, document)
         assert device is not None
         return cls.for_model(
             deployment.geometry,
             device,
             tensor_parallel_size=deployment.tensor_parallel_size,
             pipeline_parallel_size=deployment.pipeline_parallel_size,
+            expert_parallel_size=deployment.tensor_parallel_size if inputs.enable_expert_parallel else 1,
             weights_dtype=inputs.weights_dtype,
             kv_cache_dtype=deployment.cache_dtype,
-            factors=inputs.kernel_factors,
+            document=document,
         )
 
     @classmethod
     def of_profile(
-        cls, profile: KernelProfile, geometry: ModelGeometry, factors: KernelFactors | None = None
+        cls, profile: KernelProfile, geometry: ModelGeometry, document: Mapping[str, Any] | None = None
     ) -> "KernelLatency":
-        """The model of one server whose kernels were profiled; `factors` calibrate it to a run of the server."""
+        """The model of one server whose kernels were profiled; a `document` of factors calibrates it to its runs."""
         return cls(
             by_tokens=profile.by_tokens,
             by_sampled=profile.by_sampled,
             attention=profile,
-            factors=KernelFactors(source="none: profiled kernels as they are") if factors is None else factors,
+            factors=factors_in(document or NO_FACTORS),
             num_layers=geometry.num_hidden_layers,
             sources=dict.fromkeys(("attention", *profile.by_tokens, "head"), profile.source),
             description=f"{geometry.name}, profiled",
@@ -116,12 +123,13 @@ class KernelLatency:
         expert_parallel_size: int = 1,
         weights_dtype: str = "auto",
         kv_cache_dtype: str = "auto",
-        factors: KernelFactors | None = None,
+        document: Mapping[str, Any] | None = None,
     ) -> "KernelLatency":
         """The model of one server, from the kernel database.
 
         With `data_parallel_size` above 1 each of that many ranks runs the attention of its own requests, on
         `tensor_parallel_size` devices. `expert_parallel_size` ranks hold whole experts; 1: every rank a slice of each.
+        The factors of a `document` replace the shipped ones.
 
         Raises InputError: the database is not installed or has no tables of the device, or the model's storage or
         arithmetic is not known.
@@ -141,7 +149,7 @@ class KernelLatency:
             by_tokens=parts.by_tokens(),
             by_sampled=parts.by_sampled(),
             attention=parts.attention(),
-            factors=fitted_factors(device, geometry.name, parts.dtypes) if factors is None else factors,
+            factors=factors_in(document or read_factors(), device, geometry.name, parts.dtypes),
             num_layers=geometry.num_hidden_layers,
             data_parallel_size=data_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
@@ -159,8 +167,17 @@ class KernelLatency:
         return self._total(self.kernels(chunks, load, load.decode_context_tokens), load)
 
     def _total(self, kernels: Mapping[str, float], load: StepLoad) -> float:
-        is_prefill = load.num_prefill_tokens > 0
-        return float(self.factors.seconds(kernels, is_prefill, load.num_sampled, self.num_layers))
+        factors, is_prefill = self.factors, load.num_prefill_tokens > 0
+        seconds = float(factors.seconds(kernels, is_prefill, load.num_sampled, self.num_layers))
+        self._tally[0] += seconds
+        self._tally[1] += sum([getattr(factors, name) * kernels[name] for name in self.measured if name in kernels])
+        return seconds
+
+    @functools.cached_property
+    def measured(self) -> tuple[str, ...]:
+        """Classes of kernels with measured times."""
+        sources = {**self.sources, **dict.fromkeys(_ATTENTION, self.sources.get("attention", "roofline"))}
+        return tuple(name for name in CLASSES if not sources.get(name, "roofline").startswith("roofline"))
 
     def scheduled_seconds(self, step: ScheduledStep, num_steps_later: int, load: StepLoad) -> float:
         """Seconds of a scheduled step, from the chunks of its prompts; or of a later step of a macro-step."""
@@ -198,13 +215,11 @@ class KernelLatency:
         return found
 
     def assumptions(self) -> dict[str, object]:
-        measured = sorted(name for name, source in self.sources.items() if "roofline" not in source)
-        computed = sorted(set(self.sources) - set(measured))
+        seconds, measured = self._tally
         return {
             "latency_model": "kernels: sum of measured kernel times, and costs of the host",
             "model": self.description,
             "kernel_sources": dict(self.sources),
-            "kernels_measured": measured,
-            "kernels_from_the_roofline": computed,
+            **({"time_in_measured_kernels": f"{measured / seconds:.1%} of all steps"} if seconds else {}),
             **self.factors.assumptions(),
         }

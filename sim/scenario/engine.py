@@ -144,7 +144,7 @@ def allocator_of_plan(plan: DeploymentPlan, scenario: Scenario) -> AllocatorConf
 
 
 def latency_of(scenario: Scenario, pool: Pool) -> LatencyModel:
-    """The latency model: `roofline` for a model on a device, else `linear`; `table` reads measured steps.
+    """The latency model, as `make_latency` chooses it.
 
     Raises InputError: the model needs something that is not given, or something given has no effect on it.
     """
@@ -153,6 +153,9 @@ def latency_of(scenario: Scenario, pool: Pool) -> LatencyModel:
         us_per_prefill_token=scenario.us_per_prefill_token,
         us_per_decoding_sequence=scenario.us_per_decoding_sequence,
         latency_table=scenario.latency_table,
+        kernel_profile=scenario.kernel_profile,
+        calibration=scenario.calibration,
+        enable_expert_parallel=scenario.enable_expert_parallel,
         deployment=None if pool.plan is None else pool.plan.deployment,
         device=pool.device,
         weights_dtype=scenario.quantization or "auto",

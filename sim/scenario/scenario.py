@@ -111,6 +111,9 @@ class Scenario:
         None, HARDWARE, f"Fraction of the GPU's total memory for this engine; {DEFAULT_UTILIZATION} unless given."
     )
     tensor_parallel_size: int = option(1, HARDWARE, "GPUs that share each layer.", "--tensor-parallel-size", "-tp")
+    enable_expert_parallel: bool = option(
+        False, HARDWARE, "Give each GPU whole experts instead of a slice of each; changes step times only."
+    )
     pipeline_parallel_size: int = option(
         1, HARDWARE, "Pipeline stages that the layers are divided into.", "--pipeline-parallel-size", "-pp"
     )
@@ -202,7 +205,8 @@ class Scenario:
     latency: str | None = option(
         None,
         LATENCY,
-        "Model of a step's duration: {latency models}. Unless given: roofline with --model, linear without.",
+        "Model of a step's duration: {latency models}. Unless given: linear without --model; with one, kernels where "
+        "kernel times of the GPU are installed or given, else roofline.",
     )
     base_ms: float | None = option(None, LATENCY, "Linear model: fixed time of a step, ms; 5 unless given.")
     us_per_prefill_token: float | None = option(
@@ -212,6 +216,15 @@ class Scenario:
         None, LATENCY, "Linear model: time per decoding request, us; 20 unless given."
     )
     latency_table: str | None = option(None, LATENCY, "Table model: CSV file of measured steps.", metavar="FILE")
+    kernel_profile: str | None = option(
+        None, LATENCY, "Kernels model: folder of kernel times that were profiled on the server.", metavar="FOLDER"
+    )
+    calibration: str | None = option(
+        None,
+        LATENCY,
+        "Kernels and roofline: factors fitted to measured servers (validate --fit) or to one server (explain-run).",
+        metavar="FILE",
+    )
     closed_loop: bool | None = option(
         None,
         TRAFFIC,

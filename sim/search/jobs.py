@@ -29,7 +29,7 @@ OPTIMUM = (
     *("model", "gpu", "num_gpu_blocks_override", "block_size", "gpu_memory_utilization", "tensor_parallel_size"),
     *("pipeline_parallel_size", "quantization", "kv_cache_dtype", "kv_cache_memory_bytes", "max_model_len"),
     *("max_num_seqs", "max_num_batched_tokens", "latency", "base_ms", "us_per_prefill_token"),
-    *("us_per_decoding_sequence", "latency_table"),
+    *("us_per_decoding_sequence", "latency_table", "kernel_profile", "calibration"),
 )
 CURVE = (*TRACE, "block_size", "model", "kv_cache_dtype")
 COMPARE = (
