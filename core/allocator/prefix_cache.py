@@ -203,13 +203,15 @@ class PrefixCache:
         rows: NDArray[np.int64],
         known_tokens: NDArray[np.int64],
         first_positions: NDArray[np.int64] | None = None,
+        also: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.intp]:
         """Find the places in a batch where a group has a complete block that registration has not considered.
 
         Blocks behind `first_positions`, where given, count as not considered: a rollback is about to overwrite them.
+        The places `also` are added.
         """
         unit = self._unit
-        behind: NDArray[np.bool_] | None = None
+        behind = also
         for kind, considered in zip(self._groups, self._state.num_considered, strict=True):
             done = np.maximum(considered[rows], self._zero)
             if first_positions is not None:
@@ -435,16 +437,22 @@ class PrefixCache:
 
     def _retained(self, group: int, row: int, start: int, stop: int, request: Request) -> Sequence[int]:
         """Choose the logical indices in `start <= index < stop` that retention gives a key."""
-        interval, kind = self._config.retention_interval, self._groups[group]
+        interval, kind, unit = self._config.retention_interval, self._groups[group], self._unit
         if kind.needs_whole_prefix:
             return range(start, stop)
         chosen: Iterable[int] = ()
         if interval is DENSE:
-            chosen = kind.retained_between(start, stop, self._unit if kind.holds_tokens else 1, self._use_eagle)
+            chosen = kind.retained_between(start, stop, unit if kind.holds_tokens else 1, self._use_eagle)
         elif interval:
             chosen = kind.retained_between(start, stop, interval, self._use_eagle)
         if interval is not DENSE:
-            chosen = sorted({*chosen, *kind.retained(start, stop, self._boundaries(request), self._use_eagle)})
+            ends = self._boundaries(request)
+            if not kind.holds_tokens and self._config.num_lookahead_tokens > 1:
+                # Keys that look further ahead prove only an earlier state, which is kept too.
+                proven = request.num_prompt_tokens - self._config.num_lookahead_tokens
+                proven -= proven % self._hash_block_size
+                ends |= {proven} if proven % unit == 0 else set()
+            chosen = sorted({*chosen, *kind.retained(start, stop, ends, self._use_eagle)})
         if not kind.holds_tokens:
             passed_over = self._index_passed_over(group, row, request)
             return [index for index in chosen if index != passed_over]

@@ -78,9 +78,6 @@ class History:
         sizes = [group["block_size"] for group in groups]
         unit = math.lcm(*sizes)
         windowed = any(group["kind"] != "full" for group in groups)
-        # Where a full-attention block is larger than a key's tokens, and keys look ahead or EAGLE is on, vLLM gives the
-        # unfinished last block of a prompt a key. No lookup of these groups reads it: a listed difference, edge 18.
-        self.has_keys_inside_full_blocks = groups[0]["kind"] == "full" and sizes[0] > math.gcd(*sizes)
         self.has_states = any(group["kind"] == "state" for group in groups)
         self.header = {
             "type": "header",
@@ -92,7 +89,7 @@ class History:
             "max_in_flight_tokens": rng.choice((64, 128, MAX_MODEL_LEN)),
             "retention_interval": rng.choice((0, 0, None, unit, 4 * unit)) if windowed else None,
             "watermark_blocks": 0,
-            "use_eagle": rng.random() < 0.5 and not self.has_keys_inside_full_blocks,
+            "use_eagle": rng.random() < 0.5,
             "num_lookahead_tokens": num_lookahead_tokens,
             "hash_block_size": math.gcd(*sizes),
             "scheduler_block_size": unit,
@@ -166,7 +163,10 @@ class History:
     def admit(self, number: int) -> None:
         request = self.waiting[number]
         request.num_computed_tokens = 0
-        blocks, hit, boundary = self.manager.get_computed_blocks(request)
+        # With several modules keys look further ahead than the token that a lookup leaves to compute.
+        ahead = self.header["num_lookahead_tokens"]
+        most = {"max_cache_hit_length": max(request.num_tokens - ahead, 0)} if ahead > 1 else {}
+        blocks, hit, boundary = self.manager.get_computed_blocks(request, **most)
         if boundary:
             request.shared_prefix_boundary = boundary
         ids = [[block.block_id for block in group] for group in blocks.blocks]
@@ -297,8 +297,6 @@ def main() -> None:
     with gzip.open(options.out, "wt") as out:
         for seed in range(options.seed, options.seed + options.count):
             history = History(seed, options.lookahead)
-            if options.lookahead and history.has_keys_inside_full_blocks:
-                continue
             lines = history.run(options.operations)
             for line in (history.header, *lines):
                 out.write(json.dumps(line, separators=(",", ":")) + "\n")
