@@ -447,11 +447,8 @@ class PrefixCache:
             chosen = kind.retained_between(start, stop, interval, self._use_eagle)
         if interval is not DENSE:
             ends = self._boundaries(request)
-            if not kind.holds_tokens and self._config.num_lookahead_tokens > 1:
-                # Keys that look further ahead prove only an earlier state, which is kept too.
-                proven = request.num_prompt_tokens - self._config.num_lookahead_tokens
-                proven -= proven % self._hash_block_size
-                ends |= {proven} if proven % unit == 0 else set()
+            if not kind.holds_tokens:
+                ends |= self._last_provable_state(request)
             chosen = sorted({*chosen, *kind.retained(start, stop, ends, self._use_eagle)})
         if not kind.holds_tokens:
             passed_over = self._index_passed_over(group, row, request)
@@ -472,6 +469,16 @@ class PrefixCache:
         if request.cache_boundary:
             ends.add(request.cache_boundary // unit * unit)
         return ends
+
+    def _last_provable_state(self, request: Request) -> set[int]:
+        """Return the tokens of the last state that a key of the prompt proves, if a hit can end there.
+
+        It lies before the last boundary where keys look ahead by several tokens, and under EAGLE where the scheduler's
+        block is larger than the tokens of a key, behind it.
+        """
+        size, prompt, ahead = self._hash_block_size, request.num_prompt_tokens, self._config.num_lookahead_tokens
+        end = (prompt // size - 1 if self._use_eagle else (prompt - max(ahead, 1)) // size) * size
+        return {end} if end % self._unit == 0 else set()
 
     def _index_passed_over(self, group: int, row: int, request: Request) -> int:
         """Return the block in which this command's chunk begins, if it ends behind it: no state was left at its end.
