@@ -44,6 +44,7 @@ class RooflineLatency:
         device: datasheet figures.
         factors: efficiencies of the device, and fixed costs.
         tensor_parallel_size, pipeline_parallel_size: ranks.
+        decode_context_parallel_size: ranks that share each request's tokens. What they exchange for it is not counted.
         max_captured_tokens: tokens of the largest batch in a CUDA graph; 0: no batch is captured.
         longest_stage_share: layers of the longest pipeline stage divided by the mean.
         description: of model and dtypes, for `assumptions`.
@@ -54,6 +55,7 @@ class RooflineLatency:
     factors: DeviceFactors
     tensor_parallel_size: int = attrs.field(default=1, validator=positive)
     pipeline_parallel_size: int = attrs.field(default=1, validator=positive)
+    decode_context_parallel_size: int = attrs.field(default=1, validator=positive)
     max_captured_tokens: int = 0
     longest_stage_share: float = 1.0
     description: str = ""
@@ -70,6 +72,7 @@ class RooflineLatency:
         max_num_seqs: int,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
+        decode_context_parallel_size: int = 1,
         weights_dtype: str = "auto",
         kv_cache_dtype: str = "auto",
         enforce_eager: bool = False,
@@ -91,11 +94,13 @@ class RooflineLatency:
                 tensor_parallel_size=tensor_parallel_size,
                 weights_dtype=weights_dtype,
                 kv_cache_dtype=kv_cache_dtype,
+                decode_context_parallel_size=decode_context_parallel_size,
             ),
             device=device,
             factors=device_factors(device) if factors is None else factors,
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
+            decode_context_parallel_size=decode_context_parallel_size,
             max_captured_tokens=0 if enforce_eager else capture_sizes(max_num_seqs)[-1],
             longest_stage_share=max(stages) * len(stages) / geometry.num_hidden_layers,
             description=f"{geometry.name}, weights {weights_dtype}, KV cache {kv_cache_dtype}",
@@ -113,6 +118,7 @@ class RooflineLatency:
             max_num_seqs=deployment.max_num_seqs,
             tensor_parallel_size=deployment.tensor_parallel_size,
             pipeline_parallel_size=deployment.pipeline_parallel_size,
+            decode_context_parallel_size=deployment.decode_context_parallel_size,
             weights_dtype=inputs.weights_dtype,
             kv_cache_dtype=deployment.cache_dtype,
             enforce_eager=deployment.enforce_eager,
@@ -270,6 +276,11 @@ class RooflineLatency:
             "kv_bytes_per_token_per_rank": {_extent(a.window): a.kv_bytes_per_token for a in work.attention},
             "max_captured_tokens": self.max_captured_tokens,
         }
+        if self.decode_context_parallel_size > 1:
+            figures["decode_context_parallel_size"] = (
+                f"{self.decode_context_parallel_size}: a rank reads its share of the tokens; what ranks exchange for it"
+                " is not counted"
+            )
         if work.experts is not None:
             experts = work.experts
             figures["experts"] = (

@@ -115,12 +115,18 @@ def _model_bits(geometry: ModelGeometry) -> int:
 
 
 def step_work(
-    geometry: ModelGeometry, *, tensor_parallel_size: int, weights_dtype: str, kv_cache_dtype: str
+    geometry: ModelGeometry,
+    *,
+    tensor_parallel_size: int,
+    weights_dtype: str,
+    kv_cache_dtype: str,
+    decode_context_parallel_size: int = 1,
 ) -> StepWork:
     """Count the work of a step of `geometry` on one tensor-parallel rank.
 
-    Products cost two operations per parameter and token. Sparse attention counts as full attention, and a quantized
-    weight with fewer than 8 bits computes in the model's precision.
+    Under decode context parallelism a rank reads its share of each request's tokens. Products cost two operations per
+    parameter and token. Sparse attention counts as full attention, and a quantized weight with fewer than 8 bits
+    computes in the model's precision.
 
     Raises:
         InputError: parameters, heads or a dtype are not known, or the ranks do not divide the heads.
@@ -145,7 +151,10 @@ def step_work(
         eight_bit_flops_per_token=eight_bit_flops,
         head_bytes=head * model_bits / 8,
         head_flops_per_token=2 * head,
-        attention=attention_work(geometry, ranks, storage, _caches(geometry)),
+        attention=tuple(
+            attrs.evolve(attention, kv_bytes_per_token=attention.kv_bytes_per_token / decode_context_parallel_size)
+            for attention in attention_work(geometry, ranks, storage, _caches(geometry))
+        ),
         experts=_expert_work(geometry, ranks, model_bits, scheme),
         state_bytes_per_sequence=2.0 * sum(bytes_per_token(cache, ranks, storage) for cache in states),
         all_reduce_bytes_per_token=geometry.hidden_size * model_bits / 8,

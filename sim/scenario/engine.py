@@ -186,7 +186,8 @@ def _pool_of_given_size(scenario: Scenario) -> Pool:
             "of --block-size tokens)"
         )
     of_a_model = scenario.kv_cache_dtype != "auto" or scenario.quantization is not None
-    if of_a_model or scenario.tensor_parallel_size != 1 or scenario.pipeline_parallel_size != 1:
+    ranks = scenario.tensor_parallel_size, scenario.pipeline_parallel_size, scenario.decode_context_parallel_size
+    if of_a_model or ranks != (1, 1, 1):
         raise InputError(
             "--kv-cache-dtype, --quantization and the parallel sizes have no effect without --model; leave them out"
         )

@@ -117,6 +117,9 @@ class Scenario:
     pipeline_parallel_size: int = option(
         1, HARDWARE, "Pipeline stages that the layers are divided into.", "--pipeline-parallel-size", "-pp"
     )
+    decode_context_parallel_size: int = option(
+        1, HARDWARE, "Ranks that share each request's tokens.", "--decode-context-parallel-size", "-dcp"
+    )
     quantization: str | None = option(
         None, MODEL, "Weight format: none, fp8, fp8_block, int8, int4, mxfp4 or nvfp4. Unless given: the model's own."
     )
@@ -288,9 +291,6 @@ class Scenario:
     )
     dtype: str | None = option(None, MODEL, "Element type of unquantized weights. Unless given: the model's.")
     data_parallel_size: int = option(1, HARDWARE, "Independent engine replicas.", "--data-parallel-size", "-dp")
-    decode_context_parallel_size: int = option(
-        1, HARDWARE, "Ranks that share each request's tokens.", "--decode-context-parallel-size", "-dcp"
-    )
     enforce_eager: bool = option(False, ENGINE, "Run without CUDA graphs.", "--enforce-eager")
     reserve_graph_memory: bool | None = option(
         None, HARDWARE, "Reserve CUDA graph memory when the pool is sized. Unless given: as --engine-version does."

@@ -19,6 +19,13 @@ FIELD_MUTANTS = (
         ("B12",),
     ),
     Mutant(
+        "the end of a prompt inside a block has no key",
+        "core/allocator/prompt_ends.py",
+        "is_due = end % size > 0 and known >= self._known_for(end, size)",
+        "is_due = False",
+        ("B12",),
+    ),
+    Mutant(
         "a state that a chunk overwrote is registered",
         "core/allocator/prefix_cache.py",
         "return index if passes else -1",
