@@ -22,6 +22,7 @@ from kvledger.sim.engine.metrics import Recorder
 from kvledger.sim.latency.calibration import MeasuredStep, mean_absolute_percentage_error
 from kvledger.sim.latency.devices import DeviceFactors, find_device
 from kvledger.sim.latency.roofline import RooflineLatency
+from kvledger.sim.scenario.scenario import DEFAULT_HTTP_MS
 from kvledger.sim.workloads.multi_turn import multi_turn_requests
 
 from bench.fidelity.measured_serving import MeasuredServer
@@ -40,7 +41,7 @@ class ClientTerms:
             H100 servers' TTFT holds besides the steps that a request waits for and its own.
     """
 
-    http_ms: float = 8.0
+    http_ms: float = DEFAULT_HTTP_MS
 
     def __attrs_post_init__(self) -> None:
         if not 0 <= self.http_ms < float("inf"):

@@ -192,3 +192,30 @@ def version_of(engine_version: str) -> tuple[int, int]:
     if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()):
         raise InputError(f"engine_version {engine_version!r} is not a version number such as 0.21.0")
     return int(parts[0]), int(parts[1])
+
+
+# Drafts with which vLLM's engine does not schedule asynchronously.
+SYNCHRONOUS_DRAFTS = ("ngram",)
+
+
+def default_utilization(engine_version: str | None = None) -> float:
+    """`gpu_memory_utilization` of a version of vLLM, unless given: 0.92, or 0.9 before it set graph memory aside.
+
+    Raises:
+        InputError: not a version number.
+    """
+    return 0.92 if engine_version is None or reserves_graph_memory(engine_version) else 0.9
+
+
+def default_batch_limits(total_bytes: int, device_name: str) -> tuple[int, int]:
+    """`max_num_seqs` and `max_num_batched_tokens` of vLLM's server on a device (`get_batch_defaults` of 0.32).
+
+    Args:
+        total_bytes: memory of the device; 0 where none is known, which vLLM treats as a small one.
+        device_name: its name, in which vLLM looks for an A100.
+    """
+    if total_bytes >= 160 * GIB:
+        return 1_024, 16_384
+    if total_bytes >= 70 * GIB and "a100" not in device_name.lower():
+        return 1_024, 8_192
+    return 256, 2_048

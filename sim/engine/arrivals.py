@@ -126,9 +126,14 @@ class TraceArrivals:
         block_size: int,
         trace_block_size: int | None,
         looks_ahead: bool = False,
+        http_ns: int = 0,
     ) -> None:
-        """`send` is called with each request, whose block hashes are of `block_size` tokens, and with its session."""
+        """`send` is called with each request, whose block hashes are of `block_size` tokens, and with its session.
+
+        That is `http_ns` after the client sent it, which is when it arrived.
+        """
         self._env = env
+        self._http_ns = http_ns
         self._send_to = send
         self._make_request = partial(
             traced_request, block_size=block_size, trace_block_size=trace_block_size, looks_ahead=looks_ahead
@@ -185,7 +190,7 @@ class TraceArrivals:
 
         def send(request: Request, session: str | None) -> None:
             on_progress(self._num_sent + 1)
-            self._send(request, session)
+            self._send_by_http(request, session)
 
         unknown = info is None or records_think_times
         self._sessions = SessionArrivals(self._env, send, trace, self._make_request, waits_for_unknown_answers=unknown)
@@ -222,22 +227,29 @@ class TraceArrivals:
         self._num_sent += 1
         self._send_to(request, session)
 
+    def _send_by_http(self, request: Request, session: str | None) -> None:
+        if not self._http_ns:
+            self._send(request, session)
+            return
+        self._env.timeout(self._http_ns).callbacks.append(lambda _: self._send(request, session))
+
     def _open_loop(
         self, trace: Iterable[TraceRequest], on_progress: Callable[[int], None]
     ) -> Generator[simpy.Event, Any, None]:
-        env = self._env
+        env, places = self._env, self._places
         for ordinal, row in enumerate(trace):
-            arrival_ns = _nanoseconds(row.arrival_s)
-            if arrival_ns > env.now:
-                self._next_ns = arrival_ns
-                yield env.timeout(arrival_ns - env.now)
-            arrival_s = row.arrival_s
-            if self._places is not None:
-                place = self._places.get(1)
+            session = None if row.turn is None else row.turn.session
+            due_ns = _nanoseconds(row.arrival_s) + (0 if places else self._http_ns)
+            if due_ns > env.now:
+                self._next_ns = due_ns
+                yield env.timeout(due_ns - env.now)
+            if places is None:
+                self._send(self._make_request(row, ordinal, row.arrival_s), session)
+            else:
+                place = places.get(1)
                 if not place.triggered:
                     yield place
-                arrival_s = env.now / NANOSECONDS
-            self._send(self._make_request(row, ordinal, arrival_s), None if row.turn is None else row.turn.session)
+                self._send_by_http(self._make_request(row, ordinal, env.now / NANOSECONDS), session)
             on_progress(ordinal + 1)
         self._next_ns = float("inf")
 

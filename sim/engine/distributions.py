@@ -130,6 +130,7 @@ class FinishedRequest(NamedTuple):
     """The figures of a finished request that are counted; times from the start of the run. See `RequestRecord`."""
 
     arrival_ns: int
+    queue_ns: int  # from the engine's queue to the first admission
     admitted_ns: int  # when it was first admitted
     first_ns: int  # when it got its first token
     last_ns: int
@@ -161,7 +162,7 @@ class RunHistograms:
     def count_finished(self, finished: Sequence[FinishedRequest]) -> None:
         """Count finished requests."""
         self.e2e_ns.add_all([one.last_ns - one.arrival_ns for one in finished])
-        self.queue_ns.add_all([one.admitted_ns - one.arrival_ns for one in finished])
+        self.queue_ns.add_all([one.queue_ns for one in finished])
         self.prefill_ns.add_all([one.first_ns - one.admitted_ns for one in finished])
         self.decode_ns.add_all([one.last_ns - one.first_ns for one in finished])
         self.inference_ns.add_all([one.last_ns - one.admitted_ns for one in finished])

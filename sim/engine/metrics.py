@@ -29,7 +29,7 @@ class RequestRecord:
 
     request_id: str  # the place of its row in the trace
     arrival_s: float  # when it was sent, seconds from the start of the run
-    queue_time_s: float  # from arrival to the first admission; later preemptions count in `e2e_s`
+    queue_time_s: float  # in the engine's queue up to the first admission; later preemptions count in `e2e_s`
     ttft_s: float  # from arrival to the first output token, queueing included
     tpot_s: float | None  # (e2e_s - ttft_s) / (num_output_tokens - 1); None for a single token
     e2e_s: float  # from arrival to the last output token
@@ -97,14 +97,17 @@ class Recorder:
         histograms: RunHistograms | None = None,
         on_finished: Callable[[RequestRecord], None] | None = None,
         listeners: Iterable["RunListener"] = (),
+        http_ns: int = 0,
     ) -> None:
         """Watch a run. `now_ns` returns the time in whole nanoseconds from its start.
 
         `num_rows` are those of the block tables (`max_num_reqs`). Samples are counted in `histograms` too, if given.
-        `on_finished` gets the record of each finished request; no record is kept here.
+        `on_finished` gets the record of each finished request; no record is kept here. A request reaches the engine
+        `http_ns` after its arrival.
         """
         self._now_ns = now_ns
         self._on_finished = on_finished
+        self._http_ns = http_ns
         self._listeners = tuple(listeners)
         self._samples = LatencySamples(histograms)
         self.series = TimeSeries(SERIES)
@@ -257,9 +260,10 @@ class Recorder:
         tpot = (now - first) / (request.num_output_tokens - 1) if request.num_output_tokens > 1 else None
         num_cached_tokens = request.num_cached_tokens or 0
         counts = request.num_prompt_tokens, request.num_output_tokens, num_cached_tokens, request.num_preemptions
-        self._samples.finished.append(FinishedRequest(arrival, admitted, first, now, tpot, *counts))
+        queue_ns = admitted - arrival - self._http_ns
+        self._samples.finished.append(FinishedRequest(arrival, queue_ns, admitted, first, now, tpot, *counts))
         if self._on_finished is not None:
-            queue_s, ttft_s, e2e_s = ((end - arrival) / NANOSECONDS for end in (admitted, first, now))
+            queue_s, ttft_s, e2e_s = (ns / NANOSECONDS for ns in (queue_ns, first - arrival, now - arrival))
             tpot_s = None if tpot is None else tpot / NANOSECONDS
             self._on_finished(
                 RequestRecord(request.request_id, request.arrival, queue_s, ttft_s, tpot_s, e2e_s, *counts)

@@ -71,6 +71,7 @@ def replay(
     macro_steps: bool = True,
     drafts: DraftModel | None = None,
     async_scheduling: bool = False,
+    http_s: float = 0.0,
     closed_loop: bool | None = None,
 ) -> ReplayReport:
     """Run every request of a trace through allocator, scheduler and latency model, until each has ended.
@@ -89,6 +90,7 @@ def replay(
         drafts: how many drafts are accepted; needed with `num_speculative_tokens`.
         closed_loop: as for `TraceArrivals.run`.
         async_scheduling: whether each step is decided while the step before it runs.
+        http_s: time from a client to the engine and back, part of TTFT and E2E.
         macro_steps: whether identical decode steps are taken at once; the figures are the same either way.
 
     Raises:
@@ -103,7 +105,8 @@ def replay(
         raise InputError("a backend verifies its own drafts; a draft model works with a latency model only")
     env = simpy.Environment()
     histograms = RunHistograms(allocator.max_model_len)
-    recorder = Recorder(lambda: int(env.now), allocator.max_num_reqs, histograms, on_finished, listeners)
+    http_ns = round(http_s * NANOSECONDS)
+    recorder = Recorder(lambda: int(env.now), allocator.max_num_reqs, histograms, on_finished, listeners, http_ns)
     if backend is None:
         backend = SimBackend(latency, drafts)
     ledger = KVCacheAllocator(allocator, sinks=[backend, recorder, *sinks])
@@ -116,11 +119,13 @@ def replay(
         allocator.hash_block_size,
         trace_block_size,
         looks_ahead=allocator.num_lookahead_tokens > 0,
+        http_ns=http_ns,
     )
     engine.on_ended = arrivals.ended
     wall_seconds = arrivals.run(trace, closed_loop, on_progress)
     assumptions = {
         "async_scheduling": async_scheduling,
+        "http_ms": http_s * 1e3,
         **arrivals.assumptions(),
         **(latency.assumptions() if latency is not None else {"backend": type(backend).__name__}),
         **(drafts.assumptions() if drafts is not None else {}),
@@ -158,7 +163,7 @@ def replay_report(
             **attrs.asdict(scheduler.config),
             **assumptions,
             "percentiles": f"nearest rank, from a sketch with {RELATIVE_ERROR * 100:g} % relative error",
-            "ttft": "from arrival, queueing included; model time only, no HTTP server",
+            "ttft": "from the client's send to its first token: http_ms, queueing and the steps",
         },
         rejections=rejections[:MAX_REJECTIONS_KEPT],
         series=recorder.series.columns(),

@@ -138,7 +138,7 @@ _HISTOGRAMS = (
     (
         "time_to_first_token_seconds",
         "ttft_ns",
-        "From arrival to the first token, queueing included; model time only",
+        "From the client's send to the first token",
     ),
     ("inter_token_latency_seconds", "itl_ns", "Gap between successive tokens of a request"),
     (
@@ -147,7 +147,7 @@ _HISTOGRAMS = (
         "(E2E - TTFT) / (tokens - 1) of a finished request of two tokens or more",
     ),
     ("e2e_request_latency_seconds", "e2e_ns", "From arrival to the last token"),
-    ("request_queue_time_seconds", "queue_ns", "From arrival to the first admission"),
+    ("request_queue_time_seconds", "queue_ns", "In the engine's queue up to the first admission"),
     ("request_prefill_time_seconds", "prefill_ns", "From the first admission to the first token"),
     ("request_decode_time_seconds", "decode_ns", "From the first token to the last"),
     ("request_inference_time_seconds", "inference_ns", "From the first admission to the last token"),

@@ -162,6 +162,7 @@ class DisaggregatedFleet:
             parts.allocator.hash_block_size,
             trace_block_size,
             looks_ahead=parts.allocator.num_lookahead_tokens > 0,
+            http_ns=round(parts.http_s * NANOSECONDS),
         )
         self.links = KVLinks(self.env, transfer)
         self.transfer_ns = QuantileSketch()

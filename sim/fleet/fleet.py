@@ -65,6 +65,7 @@ class EngineParts:
     on_finished: Callable[[RequestRecord], None] | None = None  # gets each finished request of any engine
     on_finished_on: Callable[[int, RequestRecord], None] | None = None  # the same, with the engine's index first
     async_scheduling: bool = False
+    http_s: float = 0.0  # between a client and an engine, per request
     macro_steps: bool = True
     histograms: bool = False  # whether each engine counts the histograms of vLLM's metrics
     tiers: tuple[Tier, ...] = ()  # behind every pool; each engine has its own
@@ -95,6 +96,7 @@ class EngineParts:
         return {
             **(tiers if self.tiers else {}),
             "async_scheduling": self.async_scheduling,
+            "http_ms": self.http_s * 1e3,
             **(drafts.assumptions() if drafts is not None else {}),
         }
 
@@ -139,7 +141,8 @@ def start_engine(
     allocator = parts.allocator
     histograms = RunHistograms(allocator.max_model_len) if parts.histograms else None
     on_finished, listeners = parts.finished_on(index), parts.listeners_of(index)
-    recorder = make_recorder(now_ns, allocator.max_num_reqs, histograms, on_finished, listeners)
+    http_ns = round(parts.http_s * NANOSECONDS)
+    recorder = make_recorder(now_ns, allocator.max_num_reqs, histograms, on_finished, listeners, http_ns)
     tiers: TierStore | None = None
     if parts.tiers:
         tiers = TierStore(parts.tiers, allocator, parts.tier_bytes_per_block, parts.tier_sinks_of(index))
@@ -192,6 +195,7 @@ class Fleet:
             parts.allocator.hash_block_size,
             trace_block_size,
             looks_ahead=parts.allocator.num_lookahead_tokens > 0,
+            http_ns=round(parts.http_s * NANOSECONDS),
         )
         self._dispatcher = Dispatcher(router, parts.allocator)
         self.engines = [

@@ -258,7 +258,7 @@ def _latency(document: Document) -> Html | None:
     shows: Shows = {**dict.fromkeys(columns, seconds), "count": COUNT}
     rows = [[meanings[key], *cells(document, f"replay.{key}", shows)] for key, _ in LATENCIES]
     caption = (
-        "Modelled time since arrival, including queueing, without an HTTP server. The assumptions list the step costs."
+        "Modelled time since the client's send, including the HTTP server and queueing. The assumptions list the costs."
     )
     pieces = [plot("plot-latency", caption), table("Latencies", ["", *columns, "samples"], rows)]
     if document["replay"]["distributions"]:

@@ -20,6 +20,8 @@ def print_outcome(report: Document) -> None:
     trace, requests, cache = report["trace"], report["requests"], report["prefix_cache"]
     usage, preemptions, throughput = report["kv_cache_usage"], report["preemptions"], report["throughput"]
     out.print(f"[bold]Replay of {trace['name']}[/bold]: {requests['total']:,} requests", soft_wrap=True)
+    if longest := report["assumptions"].get("longest_request"):
+        out.print(f"Longest request: {longest}.", soft_wrap=True)
     print_trace(out, trace)
     reuse = percent(cache["hit_rate"]) if trace["claims_reuse"] else "unknown (the trace has no block ids)"
     out.print(
@@ -43,7 +45,9 @@ def print_outcome(report: Document) -> None:
             ],
         )
     )
-    out.print(latency_table(report))
+    refused = requests["rejected"]
+    title = f"Latency of the {requests['finished']:,} finished requests, without {refused:,} that were rejected"
+    out.print(latency_table(report, title if refused else None))
     for reason in report["rejections"]:
         out.print(f"rejected: {reason}", soft_wrap=True)
 

@@ -19,17 +19,17 @@ from ...core.planner.groups import group_layers
 from ...core.planner.layout import KVCacheLayout
 from ...core.quantities import format_bytes, parse_bytes
 from ..latency.devices import find_device
+from .defaults import described, engine_defaults
 from .options import spelled
-from .scenario import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, DEFAULT_UTILIZATION, Scenario
+from .scenario import Scenario
 
 DRAFT_OPTIONS = ("speculative_method", "num_draft_layers")
-LIMITS = {"max_num_seqs": DEFAULT_MAX_NUM_SEQS, "max_num_batched_tokens": DEFAULT_MAX_NUM_BATCHED_TOKENS}
 # Fields of a scenario that a deployment has under the same name, with the same meaning.
 UNCHANGED = (
     *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"),
-    *("max_model_len", "kv_cache_dtype", "dtype", "block_size", "disable_hybrid_kv_cache_manager"),
-    *("enable_prefix_caching", "enforce_eager", "kv_cache_memory_bytes", "num_gpu_blocks_override"),
-    *("max_total_tokens", "strict_startup", "validate"),
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype", "dtype", "block_size"),
+    *("disable_hybrid_kv_cache_manager", "enable_prefix_caching", "enforce_eager", "kv_cache_memory_bytes"),
+    *("num_gpu_blocks_override", "max_total_tokens", "strict_startup", "validate"),
 )
 # Rows of the ledger that a scenario may give in bytes.
 GIVEN_ROWS = ("weights", "non_torch", "workspace", "encoder", "activation", "graph")
@@ -52,23 +52,21 @@ def read_question(scenario: Scenario) -> PlanQuestion:
     if scenario.enforce_eager and scenario.graph_bytes is not None:
         raise InputError("--enforce-eager captures no CUDA graphs, so --graph-bytes has no effect; give one of them")
     geometry = load_geometry(scenario.model)
-    assumptions: list[str] = []
+    defaults = engine_defaults(scenario)
+    scenario = scenario.evolve(**defaults)
+    assumptions = [f"{text} (the engine's default)" for text in described(defaults)]
     device_name, total_bytes, cuda_capability = _device(scenario, assumptions)
     free_bytes = scenario.free_memory
     if free_bytes is None:
         free_bytes = total_bytes
         assumptions.append("all of the device is free before the engine starts (--free-memory)")
-    semantics, fraction = _budget(scenario, assumptions)
+    semantics, fraction = _budget(scenario)
     reserve_graphs = _reserve_graphs(scenario, assumptions)
     log = None if scenario.startup_log is None else read_log(scenario.startup_log)
-    limits: dict[str, int] = {}
-    for name, default in LIMITS.items():
-        limits[name] = default if getattr(scenario, name) is None else getattr(scenario, name)
-        if getattr(scenario, name) is None:
-            option = f"--{name.replace('_', '-')}"
-            assumptions.append(f"{option} {default} (the engine's usual default; activations follow it)")
-    if scenario.max_model_len is None and geometry.max_position_embeddings is not None:
-        assumptions.append(f"--max-model-len {geometry.max_position_embeddings:,}, what the model was made for")
+    if (own := geometry.max_position_embeddings) is not None and scenario.max_model_len is None:
+        assumptions.append(f"--max-model-len {own:,}, what the model was made for")
+    elif own is not None and scenario.max_model_len == -1:
+        assumptions.append(f"--max-model-len auto: the longest that fits, up to the model's own {own:,}")
     if scenario.mamba_cache_mode not in (None, "none", "align", "all"):
         raise InputError(f"--mamba-cache-mode {scenario.mamba_cache_mode!r}; give none, align or all")
     mode: Any = scenario.mamba_cache_mode
@@ -81,7 +79,8 @@ def read_question(scenario: Scenario) -> PlanQuestion:
         free_bytes=free_bytes,
         utilization=fraction,
         semantics=semantics,
-        max_concurrent_batches=max(scenario.pipeline_parallel_size, 1 if scenario.async_scheduling is False else 2),
+        # One step per pipeline stage, and one that is decided while they run.
+        max_concurrent_batches=scenario.pipeline_parallel_size + bool(scenario.async_scheduling),
         cuda_capability=cuda_capability,
         quantization=None if scenario.quantization is None else scheme_by_name(scenario.quantization),
         ignore_config_quantization=scenario.quantization == "none",
@@ -100,7 +99,6 @@ def read_question(scenario: Scenario) -> PlanQuestion:
         given=GivenMemory(**{f"{row}_bytes": getattr(scenario, f"{row}_bytes") for row in GIVEN_ROWS}),
         measured=_measured(log, scenario, requested_bytes(total_bytes, fraction), semantics, reserve_graphs),
         constants=_constants(scenario.assume),
-        **limits,
         **{name: getattr(scenario, name) for name in UNCHANGED},
     )
     if scenario.kv_cache_layout is None:
@@ -132,7 +130,7 @@ def _device(scenario: Scenario, assumptions: list[str]) -> tuple[str, int, int |
     return device.name, device.total_bytes, device.cuda_capability
 
 
-def _budget(scenario: Scenario, assumptions: list[str]) -> tuple[BudgetSemantics, float]:
+def _budget(scenario: Scenario) -> tuple[BudgetSemantics, float]:
     given = {
         BudgetSemantics.OF_TOTAL: scenario.gpu_memory_utilization,
         BudgetSemantics.STATIC_FRACTION: scenario.mem_fraction_static,
@@ -144,10 +142,7 @@ def _budget(scenario: Scenario, assumptions: list[str]) -> tuple[BudgetSemantics
             "--gpu-memory-utilization, --mem-fraction-static and --free-gpu-memory-fraction mean different things; give"
             " one of them"
         )
-    if named:
-        return named[0]
-    assumptions.append(f"--gpu-memory-utilization {DEFAULT_UTILIZATION} (the engine's default)")
-    return BudgetSemantics.OF_TOTAL, DEFAULT_UTILIZATION
+    return named[0]
 
 
 def _reserve_graphs(scenario: Scenario, assumptions: list[str]) -> bool:

@@ -1,5 +1,6 @@
 """The engine of a scenario: its pool and groups, its scheduler and its latency model. Nothing is filled in silently."""
 
+import math
 from typing import Any
 
 import attrs
@@ -20,9 +21,10 @@ from ..fleet.fleet import EngineParts
 from ..latency.devices import Device, find_device
 from ..latency.linear import SwapLatency
 from ..latency.models import LatencyInputs, make_latency
+from .defaults import described, engine_defaults, served, with_engine_defaults
 from .deployment import DRAFT_OPTIONS, read_question
 from .options import spelled
-from .scenario import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, Scenario
+from .scenario import Scenario
 
 # No published model has a longer context; a pool without a model serves requests up to this length.
 LONGEST_CONTEXT_TOKENS = 1 << 20
@@ -62,6 +64,8 @@ def engine_of(scenario: Scenario, pool: Pool | None = None) -> Engine:
     latency = latency_of(scenario, pool)
     if (scenario.preemption_mode == "swap") != (scenario.swap_link_gb_s is not None):
         raise InputError("--preemption-mode swap and --swap-link-gb-s go together: copies take time")
+    if not scenario.http_ms < math.inf:
+        raise InputError(f"--http-ms is {scenario.http_ms}; it must be a number of milliseconds, 0 or more")
     rate, seed = scenario.draft_acceptance_rate, scenario.seed or 0
     if (scenario.num_speculative_tokens > 0) != (rate is not None):
         raise InputError("--num-speculative-tokens and --draft-acceptance-rate go together; neither has a default")
@@ -71,7 +75,8 @@ def engine_of(scenario: Scenario, pool: Pool | None = None) -> Engine:
         latency=latency,
         # Each engine draws from a generator of its own.
         drafts_of=lambda index: None if rate is None else DraftAcceptance(rate, seed + index),
-        async_scheduling=bool(scenario.async_scheduling),
+        async_scheduling=bool(with_engine_defaults(scenario).async_scheduling),
+        http_s=scenario.http_ms / 1e3,
     )
     return Engine(pool=pool, parts=parts)
 
@@ -79,10 +84,9 @@ def engine_of(scenario: Scenario, pool: Pool | None = None) -> Engine:
 def scheduler_of(scenario: Scenario) -> SchedulerConfig:
     """The scheduler's limits and policies."""
     same = ("enable_chunked_prefill", "long_prefill_token_threshold", "preemption_victim", "preemption_mode")
-    same += ("swap_space_blocks", "num_speculative_tokens")
+    same += ("swap_space_blocks", "num_speculative_tokens", "max_num_seqs", "max_num_batched_tokens")
+    scenario = with_engine_defaults(scenario)
     return SchedulerConfig(
-        max_num_seqs=_given(scenario.max_num_seqs, DEFAULT_MAX_NUM_SEQS),
-        max_num_batched_tokens=_given(scenario.max_num_batched_tokens, DEFAULT_MAX_NUM_BATCHED_TOKENS),
         policy=scenario.scheduling_policy,
         protect_preempted=scenario.protect_preempted,
         reserve_full_sequence=scenario.scheduler_reserve_full_isl,
@@ -106,10 +110,7 @@ def pool_of(scenario: Scenario) -> Pool:
         return _pool_of_given_size(scenario)
     if scenario.gpu is None and scenario.total_memory is None:
         raise InputError(f"--model {scenario.model} needs --gpu: the pool of a model is planned on a device")
-    deployment = read_question(scenario).deployment
-    # The pool keeps blocks for the steps in flight that this engine has, which is one per pipeline stage.
-    deployment = attrs.evolve(deployment, max_concurrent_batches=scenario.pipeline_parallel_size)
-    plan = plan_deployment(deployment)
+    plan = plan_deployment(read_question(served(scenario)).deployment)
     if plan.refusal is not None:
         raise plan.refusal
     return Pool(
@@ -192,6 +193,7 @@ def _pool_of_given_size(scenario: Scenario) -> Pool:
             "--kv-cache-dtype, --quantization and the parallel sizes have no effect without --model; leave them out"
         )
     method = _method_without_a_model(scenario)
+    defaults = engine_defaults(scenario)
     block_size = _given(scenario.block_size, DEFAULT_BLOCK_SIZE)
     limit = None if scenario.max_model_len == -1 else scenario.max_model_len  # -1: the longest that fits
     held_tokens = (scenario.num_gpu_blocks_override - 1) * block_size
@@ -199,14 +201,18 @@ def _pool_of_given_size(scenario: Scenario) -> Pool:
         num_blocks=scenario.num_gpu_blocks_override,
         groups=[FullAttention(block_size)],
         max_model_len=_given(limit, max(1, min(held_tokens, LONGEST_CONTEXT_TOKENS))),
-        max_num_reqs=_given(scenario.max_num_seqs, DEFAULT_MAX_NUM_SEQS),
+        max_num_reqs=_given(scenario.max_num_seqs, defaults.get("max_num_seqs", 0)),
         enable_caching=scenario.enable_prefix_caching,
         watermark_blocks=scenario.watermark_blocks,
         **_keys_for_drafts(scenario, method in ("mtp", "eagle")),
         eviction=scenario.eviction,
         key_algorithm="trace ids",
     )
-    facts = {"pool": "given in blocks, one full-attention group, no model", "rules_of": f"vLLM {_rules_of(scenario)}"}
+    facts = {
+        "pool": "given in blocks, one full-attention group, no model",
+        "rules_of": f"vLLM {_rules_of(scenario)}",
+        **_stated(defaults),
+    }
     if method is not None:
         facts["drafts"] = f"by {method} (--speculative-method); the drafter's own layers are not in the pool"
     return Pool(allocator=allocator, facts=facts)
@@ -238,6 +244,10 @@ def _method_without_a_model(scenario: Scenario) -> str | None:
     return method
 
 
+def _stated(defaults: dict[str, Any]) -> dict[str, str]:
+    return {"engine_defaults": ", ".join(described(defaults))} if defaults else {}
+
+
 def _facts(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any]:
     deployment = plan.deployment
     facts: dict[str, Any] = {
@@ -252,7 +262,10 @@ def _facts(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any]:
         "bytes_per_block_per_gpu": plan.bytes_per_block,
         "num_blocks_if_estimates_are_off": list(plan.blocks_range),
     }
-    facts["rules_of"] = f"vLLM {_rules_of(scenario)}"
+    facts |= {"rules_of": f"vLLM {_rules_of(scenario)}", **_stated(engine_defaults(scenario))}
+    own = deployment.geometry.max_position_embeddings
+    if scenario.max_model_len is None and own is not None and plan.pool.max_model_len < own:
+        facts["longest_request"] = f"{plan.pool.max_model_len:,} tokens, as the pool holds; the model's own is {own:,}"
     if deployment.geometry.warnings:
         facts["model_warnings"] = list(deployment.geometry.warnings)
     if deployment.cache_notes:

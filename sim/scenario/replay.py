@@ -96,6 +96,7 @@ def replay_scenario(
         latency=engine.parts.latency,
         drafts=engine.parts.drafts_of(0),
         async_scheduling=engine.parts.async_scheduling,
+        http_s=engine.parts.http_s,
         trace_block_size=source.info.trace_block_size,
         closed_loop=scenario.closed_loop,
         listeners=listeners,

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 
     TraceLike = str | Trace | None
 
-DEFAULT_UTILIZATION = 0.9
-DEFAULT_MAX_NUM_SEQS = 256
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 8192
+# What the HTTP server adds to TTFT and E2E on the measured servers of docs/latency.md, in ms.
+DEFAULT_HTTP_MS = 8.0
 
 
 @options
@@ -108,7 +107,9 @@ class Scenario:
         None, ENGINE, "Tokens per block. Unless given: 16, or what the model or trace needs.", metavar="TOKENS"
     )
     gpu_memory_utilization: float | None = option(
-        None, HARDWARE, f"Fraction of the GPU's total memory for this engine; {DEFAULT_UTILIZATION} unless given."
+        None,
+        HARDWARE,
+        "Fraction of the GPU's total memory for this engine. Unless given: vLLM's (0.92; 0.9 before 0.21).",
     )
     tensor_parallel_size: int = option(1, HARDWARE, "GPUs that share each layer.", "--tensor-parallel-size", "-tp")
     enable_expert_parallel: bool = option(
@@ -133,17 +134,22 @@ class Scenario:
     max_model_len: int | None = option(
         None,
         ENGINE,
-        "Longest request in tokens (8192, 32K); auto or -1: the longest that fits. Unless given: the model's, or what "
-        "the pool holds.",
+        "Longest request in tokens (8192, 32K); auto or -1: the longest that fits. Unless given: the model's in plan, "
+        "else the longest that fits.",
         metavar="TOKENS",
     )
     max_num_seqs: int | None = option(
-        None, ENGINE, f"Requests that run at the same time; {DEFAULT_MAX_NUM_SEQS} unless given.", metavar="REQUESTS"
+        None,
+        ENGINE,
+        "Requests that run at the same time. Unless given: vLLM's for the GPU (1,024 from 70 GiB on but on A100, else "
+        "256).",
+        metavar="REQUESTS",
     )
     max_num_batched_tokens: int | None = option(
         None,
         ENGINE,
-        f"Tokens that one step computes at most; {DEFAULT_MAX_NUM_BATCHED_TOKENS} unless given.",
+        "Tokens that one step computes at most. Unless given: vLLM's server's for the GPU (16,384 from 160 GiB on, "
+        "8,192 from 70 GiB on but on A100, else 2,048).",
         metavar="TOKENS",
     )
     enable_prefix_caching: bool = option(True, ENGINE, "Reuse cached prefixes.")
@@ -202,8 +208,13 @@ class Scenario:
     async_scheduling: bool | None = option(
         None,
         ENGINE,
-        "Schedule each step while the step before it runs. Unless given: memory is planned for it, replays run without "
-        "it.",
+        "Schedule each step while the step before it runs. Unless given: as vLLM does, always but with n-gram drafts.",
+    )
+    http_ms: float = option(
+        DEFAULT_HTTP_MS,
+        LATENCY,
+        "Time between a client and the engine per request (HTTP, tokenizer): part of TTFT and E2E.",
+        least=0,
     )
     latency: str | None = option(
         None,

@@ -62,7 +62,7 @@ def idle_records(trace: Trace, parts: EngineParts) -> Iterator[RequestRecord]:
     cached = _cached_tokens(trace, block_size) if has_ids and parts.allocator.enable_caching else {}
     for index, row in enumerate(trace):
         first = cached.get(index, 0)
-        ttft_s = _prompt_seconds(latency, scheduler, row.input_length, first)
+        ttft_s = parts.http_s + _prompt_seconds(latency, scheduler, row.input_length, first)
         num_tokens = max(row.output_length, 1)
         tpot_s = None
         if num_tokens > 1:

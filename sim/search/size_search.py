@@ -32,7 +32,9 @@ def answer_of(question: SizeQuestion, best: Mapping[str, Any], trace: Mapping[st
     out |= {name: best[name] for name in ("replicas", "tensor_parallel_size", "rate_scale") if name in best}
     if "rate_scale" in best:
         out["requests_per_s"] = _requests_per_s(best["rate_scale"], trace)
+    longest = best["assumptions"].get("longest_request")
     out["sentence"] = _sentence(question, best, out.get("requests_per_s")) + _doubts(best)
+    out["sentence"] += f" (longest request: {longest})" if longest else ""
     out["cost"] = _cost(question, best)
     return out
 

@@ -13,7 +13,7 @@ from ..traces.derived import ChangedTrace
 from .kept import digest, kept
 from .slo import TRIAL_KEYS, SearchResult, Slo, SloTally, Trial, highest_meeting, smallest_meeting
 
-TRIAL_FORMAT = 2  # raised whenever a run of the same inputs may give other figures
+TRIAL_FORMAT = 3  # raised whenever a run of the same inputs may give other figures
 
 
 class _Missed(Exception):

@@ -15,7 +15,7 @@ from .kept import content_of, digest, files_among, kept
 
 # Figures that depend on the machine are removed from a row.
 NOT_REPRODUCIBLE = ("timing",)
-POINT_FORMAT = 2  # raised whenever a replay of the same options may give other figures
+POINT_FORMAT = 3  # raised whenever a replay of the same options may give other figures
 PORTION_OF_A_WORKER = 8
 _REQUIREMENT = re.compile(r"^\s*([\w.]+)\s*(<=|>=)\s*([-+.\deE]+)\s*$")
 

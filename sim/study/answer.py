@@ -6,6 +6,7 @@ The `source` of a figure names its place in the study's JSON document, or the fo
 several such places. The terminal, the JSON and the page show the same sentences.
 """
 
+import math
 import shlex
 from bisect import bisect_right
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from ...core.planner.report import capacity_mix
 from ..cache.capacity_curve import CapacityCurve
 from ..figures import Document
 from ..scenario.curve import CurveOptions
+from ..scenario.defaults import served
 from ..scenario.options import texts_of
 from ..scenario.scenario import Scenario
 from ..search.jobs import STUDY, TRACE
@@ -174,7 +176,7 @@ def _row(option: str, plan: DeploymentPlan, curve: CapacityCurve, mean_request_t
     }
 
 
-NOT_OF_A_PLAN = (*TRACE, "fit")
+NOT_OF_A_PLAN = (*TRACE, "http_ms")
 POLICIES = "lru,fifo,lfu,s3fifo,sieve,optimum"
 MAX_REMEDIES = 3
 
@@ -195,7 +197,7 @@ def command_line(command: str, *asked: Any, **flags: bool) -> str:
 def next_steps(scenario: Scenario, capacities: CurveOptions, document: Document) -> list[dict[str, str]]:
     """What to try after a study: a list of `question` and the `command` that answers it."""
     plan = document["plan"]
-    of_plan = _only(scenario, lambda name: name not in NOT_OF_A_PLAN)
+    of_plan = _only(served(scenario), lambda name: name not in NOT_OF_A_PLAN)
     explain = {"question": "Why this many blocks?", "command": command_line("plan", of_plan, explain=True)}
     if plan is not None and not plan["fits"]:
         return [*_remedies(scenario, capacities, plan), explain]
@@ -209,11 +211,15 @@ def next_steps(scenario: Scenario, capacities: CurveOptions, document: Document)
     twice = ("What happens with twice the traffic?", 2.0)
     half = ("Does the engine keep up with half the traffic?", 0.5)
     traffic, factor = half if document["derived"]["falls_behind"] else twice
+    at_once = scenario.max_concurrency if scenario.request_rate in (None, math.inf) else None
+    load = {"rate_scale": scenario.rate_scale * factor}
+    if at_once is not None:
+        load = {"max_concurrency": max(1, int(at_once * factor))}
     questions = {
         f"What do {ranks * scenario.pipeline_parallel_size} GPUs give?": command_line(
             "study", scenario.evolve(tensor_parallel_size=ranks), capacities
         ),
-        traffic: command_line("study", scenario.evolve(rate_scale=scenario.rate_scale * factor), capacities),
+        traffic: command_line("study", scenario.evolve(**load), capacities),
         "Which eviction policy serves more?": command_line("curve", of_curve, CurveOptions(policy=POLICIES)),
     }
     return [*({"question": question, "command": command} for question, command in questions.items()), explain]

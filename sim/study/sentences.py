@@ -146,7 +146,7 @@ def _of_curve(document: Document) -> Iterator[Sentence]:
 def _of_replay(document: Document) -> Iterator[Sentence]:
     replay, derived = document["replay"], document["derived"]
     model = str(replay["assumptions"].get("latency_model", "the latency model"))
-    from_arrival = f"measured from arrival, includes queueing, no HTTP server; {model}"
+    from_arrival = f"from the client's send, includes the HTTP server (http_ms) and queueing; {model}"
     yield _sentence(
         document,
         "How long do users wait?",

@@ -19,6 +19,7 @@ from ..figures import Document, millions
 from ..latency.devices import find_device
 from ..scenario.compare import compare_on, compare_sentences, model_of, read_lengths
 from ..scenario.curve import CurveOptions, bytes_per_block
+from ..scenario.defaults import served
 from ..scenario.deployment import read_question
 from ..scenario.engine import Pool, allocator_of_plan, engine_of
 from ..scenario.plan import plan_scenario
@@ -67,7 +68,7 @@ class Study:
                 f"EXAMPLE: no deployment was given, so this study uses {EXAMPLE['model']} on one {EXAMPLE['gpu']}; "
                 "choose yours with --model and --gpu",
             )
-        question = read_question(scenario)
+        question = read_question(served(scenario))
         self._scenario, self._curve_options = scenario, curve or CurveOptions()
         self._plan_question = attrs.evolve(question, assumptions=(*note, *question.assumptions))
         _ = self._curve_options.sizes  # refuses what is no number, before a part has run
@@ -153,7 +154,7 @@ class Study:
     def _run_part(self, part: str) -> str | None:
         """Run and keep one part; returns the reason if it was skipped."""
         if part == "plan":
-            found = attrs.evolve(plan_scenario(self._scenario), question=self._plan_question)
+            found = attrs.evolve(plan_scenario(served(self._scenario)), question=self._plan_question)
             self._plan, self._parts[part] = found.plan, found.to_dict()
             return None
         if part == "curve":

@@ -19,7 +19,7 @@ class EngineOptions:
         kv_cache_dtype: dtype of the cache; `auto` is the model's.
         kv_cache_memory_bytes: size of the pool.
         num_gpu_blocks_override: number of blocks; excludes `kv_cache_memory_bytes`.
-        gpu_memory_utilization: fraction of a GPU's total memory, if neither of them is given; 0.9 unless given.
+        gpu_memory_utilization: fraction of a GPU's total memory, if neither of them is given; 0.92 unless given.
         enforce_eager: capture no decode step in a CUDA graph.
         cudagraph_capture_sizes: numbers of requests of the captured decode steps; None: `decode_capture_sizes`. On a
             CPU nothing is captured.

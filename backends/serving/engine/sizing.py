@@ -16,7 +16,7 @@ import torch
 
 from ....core.allocator.config import AllocatorConfig
 from ....core.deployment.deployment import Deployment
-from ....core.deployment.estimates import EstimateConstants, activation_row
+from ....core.deployment.estimates import EstimateConstants, activation_row, default_utilization
 from ....core.deployment.plan import DeploymentPlan, plan_deployment
 from ....core.deployment.startup_log import graph_memory_line, log_lines
 from ....core.errors import InputError
@@ -41,8 +41,6 @@ from ..model.runner import ModelRunner
 from ..model.served_model import length_limit, transformers_geometry
 from .options import EngineOptions
 
-# vLLM's default of `--gpu-memory-utilization`.
-DEFAULT_UTILIZATION: Final = 0.9
 # In windowed groups, vLLM's engine keeps only the window before a request's replay boundaries.
 _ENGINE_RETENTION: Final = 0
 
@@ -218,7 +216,7 @@ def _size_by_profile(
         geometry,
         measured.profile.before,
         measured.rows,
-        budget=(BudgetSemantics.OF_TOTAL, DEFAULT_UTILIZATION if utilization is None else utilization),
+        budget=(BudgetSemantics.OF_TOTAL, default_utilization() if utilization is None else utilization),
         captures_graphs=measured.graphs is not None,
     )
     backend = CudaBackend(

@@ -137,7 +137,7 @@ def test_the_printed_document_is_the_one_in_the_report(run: Run) -> None:
 
 
 def test_each_part_says_what_its_own_command_says(run: Run, study: dict[str, Any]) -> None:
-    _, out, _ = run("plan", *DEPLOYMENT, "--block-size", "64", "--json")
+    _, out, _ = run("plan", *DEPLOYMENT, "--block-size", "64", "--max-model-len", "auto", "--json")
     plan = json.loads(out)
     assert plan == study["plan"]
     _, out, _ = run("curve", *SMALL[:4], "--policy", "lru,optimum", "--capacities", "100,400", "--json")
@@ -146,7 +146,7 @@ def test_each_part_says_what_its_own_command_says(run: Run, study: dict[str, Any
         study["curve"]["infinite"]["hit_blocks"],
         study["curve"]["working_set"],
     )
-    memory = ["--kv-cache-tokens", str(plan["kv_cache_tokens"]), "--block-size", "64", "--max-num-seqs", "256"]
+    memory = ["--kv-cache-tokens", str(plan["kv_cache_tokens"]), "--block-size", "64", "--max-num-seqs", "1024"]
     _, out, _ = run("compare", *SMALL[:4], "--model", "llama-3.1-8b", *memory, "--json")
     assert json.loads(out)["allocators"] == study["compare"]["allocators"]
     blocks = ["--num-gpu-blocks-override", str(plan["num_gpu_blocks"]), "--block-size", "64"]
@@ -231,7 +231,7 @@ def test_a_person_sees_the_answer_the_tables_where_the_report_is_and_what_to_try
         "kvledger-report/index.html",
         "kvledger-report/study.json",
         "Try next",
-        "--max-num-seqs 256 (the engine's usual default",
+        "--max-num-seqs 1024 (the engine's default)",
     ):
         assert part in text
     assert (
@@ -312,6 +312,8 @@ def test_a_deployment_that_does_not_fit_exits_with_one_keeps_the_curve_and_names
         "L4",
         "--block-size",
         "64",
+        "--max-model-len",
+        "128K",
     ]
     code, out, _ = run("study", *small, "--json")
     document = json.loads(out)

@@ -15,7 +15,9 @@ from kvledger.sim.engine.metrics import MAX_POINTS, TimeSeries
 SAMPLES = st.lists(st.integers(0, 10**12) | st.floats(0, 1e12), max_size=30)
 TIMES = st.lists(st.integers(0, 10**11), min_size=4, max_size=4).map(sorted)
 REQUESTS = st.builds(
-    lambda times, *counts: FinishedRequest(*times, (times[3] - times[2]) / 3 if counts[1] > 1 else None, *counts),
+    lambda times, *counts: FinishedRequest(
+        times[0], times[1] - times[0], *times[1:], (times[3] - times[2]) / 3 if counts[1] > 1 else None, *counts
+    ),
     TIMES,
     *[st.integers(0, 5000)] * 4,
 )
