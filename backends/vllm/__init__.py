@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .manager import LedgerManager
-    from .schedulers import AsyncScheduler, Scheduler
+    from .schedulers import AsyncScheduler, Scheduler, ShadowAsyncScheduler, ShadowScheduler
 
 _MODULES = {
     "AsyncScheduler": ".schedulers",
     "LedgerManager": ".manager",
     "Scheduler": ".schedulers",
+    "ShadowAsyncScheduler": ".schedulers",
+    "ShadowScheduler": ".schedulers",
 }
 
-__all__ = ["AsyncScheduler", "LedgerManager", "Scheduler"]
+__all__ = ["AsyncScheduler", "LedgerManager", "Scheduler", "ShadowAsyncScheduler", "ShadowScheduler"]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,10 +24,9 @@ from ...core.scheduler.config import SchedulerConfig
 from .config import allocator_config, refuse, refused_options
 from .manager import reason_of
 from .names import VERSION, RequestStatus, VllmAsyncScheduler, VllmScheduler, scheduling
+from .plugin import RECORD
 from .schedulers import max_num_reqs_of
 
-RECORD = "KVLEDGER_RECORD"
-"""The environment variable that names the directory in which each engine starts a recording."""
 FLUSH = "KVLEDGER_RECORD_FLUSH"
 """The environment variable of the flush policy: `100ms` (the default), `50commits`, `commit`."""
 
@@ -40,8 +39,8 @@ _END_REASONS = {RequestStatus.FINISHED_STOPPED: "stop", RequestStatus.FINISHED_L
 
 
 def install() -> None:
-    """Record every scheduler that this process makes from now on, if `KVLEDGER_RECORD` is set (vLLM's plug-in)."""
-    if not os.environ.get(RECORD) or hasattr(VllmScheduler, "kvledger_records"):
+    """Record every scheduler that this process makes from now on."""
+    if hasattr(VllmScheduler, "kvledger_records"):
         return
     VllmScheduler.kvledger_records = True
     make = VllmScheduler.__init__

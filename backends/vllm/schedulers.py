@@ -9,6 +9,7 @@ from ...core.errors import InputError
 from .config import EVICTION, refuse, refused_options
 from .manager import LedgerManager
 from .names import VllmAsyncScheduler, VllmScheduler, scheduling
+from .shadow import ShadowManager
 
 # Sessions that wait for their next input hold blocks and do not count as running.
 _MAX_WAITING_SESSIONS = 1024
@@ -43,15 +44,19 @@ def manager_class(make: Any) -> Iterator[None]:
         scheduling.KVCacheManager = theirs
 
 
+def check_synchronous(vllm_config: Any, instead: str) -> None:
+    """Raise `InputError` if asynchronous scheduling is on, which a synchronous scheduler would get wrong."""
+    if vllm_config.scheduler_config.async_scheduling:
+        raise InputError(
+            f"asynchronous scheduling is on: give --scheduler-cls kvledger.vllm.{instead}, or --no-async-scheduling"
+        )
+
+
 class Scheduler(VllmScheduler):
     """vLLM's scheduler for `--no-async-scheduling`, with our manager."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        if vllm_config.scheduler_config.async_scheduling:
-            raise InputError(
-                "asynchronous scheduling is on: give --scheduler-cls kvledger.vllm.AsyncScheduler, or "
-                "--no-async-scheduling"
-            )
+        check_synchronous(vllm_config, "AsyncScheduler")
         with manager_class(partial(LedgerManager, **options_of(vllm_config))):
             super().__init__(vllm_config, *args, **kwargs)
 
@@ -61,4 +66,21 @@ class AsyncScheduler(VllmAsyncScheduler):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         with manager_class(partial(LedgerManager, **options_of(vllm_config))):
+            super().__init__(vllm_config, *args, **kwargs)
+
+
+class ShadowScheduler(VllmScheduler):
+    """vLLM's scheduler for `--no-async-scheduling`, with vLLM's manager and ours beside it."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        check_synchronous(vllm_config, "ShadowAsyncScheduler")
+        with manager_class(partial(ShadowManager, **options_of(vllm_config))):
+            super().__init__(vllm_config, *args, **kwargs)
+
+
+class ShadowAsyncScheduler(VllmAsyncScheduler):
+    """vLLM's asynchronous scheduler, with vLLM's manager and ours beside it."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        with manager_class(partial(ShadowManager, **options_of(vllm_config))):
             super().__init__(vllm_config, *args, **kwargs)
