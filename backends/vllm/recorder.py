@@ -111,6 +111,7 @@ class Recorder:
         self._appends_only = not scheduler.num_spec_tokens  # no draft takes a request back
         self._sent_ns = 0
         self._unsent = bytearray()
+        self._num_told = 0  # facts up to the last step that was noted
         about = {"engine": "vllm", "version": VERSION, "model": scheduler.vllm_config.model_config.model}
         about["async_scheduling"] = isinstance(scheduler, VllmAsyncScheduler)
         writer = [sys.executable, "-m", "kvledger.backends.vllm.writer", str(directory)]
@@ -142,7 +143,7 @@ class Recorder:
         free, add = manager.free, scheduler.add_request
         schedule_done, compute_done = scheduler._update_after_schedule, scheduler.update_from_output
         shutdown = scheduler.shutdown
-        note = self._facts.extend
+        facts, note = self._facts, self._facts.extend
 
         def free_request(request: Any) -> None:
             ended = RequestStatus.is_finished(request.status)
@@ -167,6 +168,10 @@ class Recorder:
             if output.total_num_scheduled_tokens:
                 note(self._step(now, output))
                 self._decided_ns.append(now)
+            elif self._decided_ns or len(facts) > self._num_told:  # it may have given blocks back, or wait for a step
+                note(("s", now, [], [], [], {}))
+                self._batch = []
+            self._num_told = len(facts)
             if now - self._sent_ns > _GATHER_NS:
                 self._sent_ns = now
                 self.send()
@@ -176,6 +181,7 @@ class Recorder:
             if output.total_num_scheduled_tokens and self._decided_ns:
                 now = time.time_ns()
                 note(("d", now, now - self._decided_ns.pop(0)))
+                self._num_told = len(facts)
             result = compute_done(output, model_output)
             if not scheduler.running:
                 self.send()
@@ -311,6 +317,7 @@ class Recorder:
         if self._facts:
             message = marshal.dumps(self._facts)
             self._facts.clear()
+            self._num_told = 0
             self._unsent += LENGTH.pack(len(message)) + message
         if self._unsent and self._pipe >= 0:
             try:

@@ -52,7 +52,7 @@ from ...core.events import (
     TokensPlaced,
 )
 from ...core.types import StepLoad
-from ..serving.engine.recording import live_header
+from ..serving.engine.recording import RECORDED_VLLM, live_header
 from ..sinks.log.durable_log import Clock, DurableLog
 from ..sinks.log.flush_policy import FlushPolicy
 from ..sinks.log.rows import RequestArrived, RequestEnded, RunEnded, StepComputed
@@ -257,9 +257,10 @@ class EngineLog:
         batch = [(name, first, counts[name] if counts else 1) for name, first in starts]
         self._next_position.update([(name, first + count) for name, first, count in batch])
         placed = [(self._row_of[name], first, count) for name, first, count in batch if name in self._row_of]
-        if placed:
-            self._events.append(TokensPlaced.of_batch(*np.array(placed, dtype=np.int64).T.copy()))
-        self._loads.append(self._load(batch))
+        columns = np.array(placed, dtype=np.int64).reshape(-1, 3).T.copy()
+        self._events.append(TokensPlaced.of_batch(*columns))
+        if batch:
+            self._loads.append(self._load(batch))
 
     def _load(self, batch: list[tuple[str, int, int]]) -> StepLoad:
         prefill = decode = prefill_context = decode_context = sampled = 0
@@ -315,7 +316,7 @@ def main(directory: str, flush: str) -> int:
     now = EngineTime(time.time_ns())
     clock = Clock("unix", lambda: now.ns)
     try:
-        header = live_header(allocator, limits, about)
+        header = live_header(allocator, limits, about, RECORDED_VLLM)
         durable = DurableLog.create(directory, flush=FlushPolicy.parse(flush), clock=clock, header=header)
     except KVLedgerError as error:
         answer(error=str(error))
