@@ -212,6 +212,8 @@ class LedgerState:
             else:
                 self.placed[row] = end
             return
+        if not len(rows):
+            return  # a step that placed nothing
         places, starts = np.asarray(rows), np.asarray(firsts)
         careful = self.guarded and not self.guarded.isdisjoint(as_ints(rows))
         if careful or np.count_nonzero(starts < self.num_placed[places]):
