@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 
 from ...core.errors import InputError
+from ...core.types import LatencyModel, ScheduledStep, StepLoad, scheduled_seconds
 from ..figures import not_negative
 from .devices import Device
 
@@ -116,3 +117,25 @@ def factors_in(
 def kernels_of(device: Device, dtypes: str) -> str:
     """What the speed of quantized kernels depends on: the generation of the GPU and the dtypes of the weights."""
     return f"sm{(device.cuda_capability or 0) // 10}0 {dtypes}"
+
+
+@attrs.frozen(kw_only=True)
+class CalibratedLatency:
+    """Another model's steps under factors that were fitted to a server: scales, and costs added to steps."""
+
+    inner: LatencyModel
+    factors: KernelFactors
+
+    def step_seconds(self, load: StepLoad) -> float:
+        return self._calibrated(self.inner.step_seconds(load), load)
+
+    def scheduled_seconds(self, step: ScheduledStep, num_steps_later: int, load: StepLoad) -> float:
+        return self._calibrated(scheduled_seconds(self.inner, step, num_steps_later, load), load)
+
+    def _calibrated(self, seconds: float, load: StepLoad) -> float:
+        is_prefill = load.num_prefill_tokens > 0
+        return float(self.factors.seconds({"gemm": seconds}, is_prefill, load.num_sampled, 0))
+
+    def assumptions(self) -> dict[str, object]:
+        changed = {name: getattr(self.factors, name) for name in ("step", "prefill", "step_s", "prefill_step_s")}
+        return {**self.inner.assumptions(), "calibration": self.factors.source, **changed}

@@ -5,6 +5,7 @@ registry also has `from_inputs`, which makes the model from what the user gave o
 and may name in `takes` the inputs that it reads. docs/extending.md shows one.
 """
 
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -14,6 +15,7 @@ from ...core.errors import InputError
 from ...core.registry import Registry
 from ...core.types import LatencyModel
 from .devices import Device
+from .kernel_factors import CalibratedLatency, factors_in, read_factors
 from .kernel_tables import has_kernel_tables
 
 
@@ -40,7 +42,6 @@ OWN_INPUTS = (
     "us_per_decoding_sequence",
     "latency_table",
     "kernel_profile",
-    "calibration",
 )
 
 
@@ -64,7 +65,10 @@ def make_latency(name: str | None, inputs: LatencyInputs) -> LatencyModel:
         if value is not None and field not in getattr(factory, "takes", ()):
             option = f"--{field.replace('_', '-')}"
             raise InputError(f"{option} {value} has no effect on --latency {name}; leave it out")
-    return factory.from_inputs(inputs)
+    model = factory.from_inputs(inputs)
+    if inputs.calibration is None or "calibration" in getattr(factory, "takes", ()):
+        return model
+    return CalibratedLatency(inner=model, factors=factors_in(read_factors(Path(inputs.calibration))))
 
 
 def _fitting(inputs: LatencyInputs) -> str:

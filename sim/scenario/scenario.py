@@ -236,7 +236,7 @@ class Scenario:
     calibration: str | None = option(
         None,
         LATENCY,
-        "Kernels and roofline: factors fitted to measured servers (validate --fit) or to one server (explain-run).",
+        "Factors on step times, fitted to measured servers (validate --fit) or to a run of one (explain-run).",
         metavar="FILE",
     )
     closed_loop: bool | None = option(

@@ -44,6 +44,8 @@ DEPLOYMENT = (
 )
 DRAFTS = ("num_speculative_tokens", "speculative_method", "num_draft_layers", "draft_model", "engine_version")
 PLAN = (*DEPLOYMENT, *DRAFTS, "async_scheduling", *_NAMES[_NAMES.index("seed") + 1 :])
+# A measured run brings its requests; what it states of its server need not be given.
+EXPLAIN = tuple(name for name in RERUN if name not in ("closed_loop", "rate_scale"))
 STUDY = (*DEPLOYMENT, "async_scheduling", "http_ms", *(name for name in TRACE if name != "fit"))
 SAMPLING = (*(name for name in TRACE if name not in ("request_rate", "rate_scale")), "block_size")
 
