@@ -152,9 +152,9 @@ class ShadowPool:
 
     def _store(self, event: BlockStored) -> None:
         group, medium, parent = event.group_idx or 0, event.on_medium, event.parent_block_hash
-        needs_parent = medium == GPU and event.needs_whole_prefix
+        needs_parent = medium == GPU and event.needs_whole_prefix and not self.is_end_of_prompt(event)
         if needs_parent and parent is not None and not self.num_copies_of(parent, group, GPU):
-            self.num_orphans += 0 if self.is_end_of_prompt(event) else len(event.block_hashes)
+            self.num_orphans += len(event.block_hashes)
         self._largest[group] = max(self._largest.get(group, 0), event.block_size)
         sizes = event.tokens_per_block()
         gained = self.gained(event)
