@@ -425,6 +425,13 @@ FIELD_MUTANTS = (
         ("E08",),
     ),
     Mutant(
+        "the end of a prompt inside a block is a request",
+        "sim/logs/stream_requests.py",
+        "return is_of_group and not self._pool.is_end_of_prompt(event)",
+        "return is_of_group",
+        ("E08",),
+    ),
+    Mutant(
         "a trace has blocks of several sizes",
         "sim/logs/seen_trace.py",
         "if not self._fits(request.tokens):",
