@@ -4,6 +4,7 @@ Counts are those of the architectures themselves (golden/model_geometry.jsonl). 
 activations, since the peak of a step follows from the same matrices.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from fractions import Fraction
@@ -231,6 +232,7 @@ class QuantizationScheme:
     # Kinds of matrices that are quantised; embeddings, output matrix, norms and routers never are.
     kinds: frozenset[WeightKind] = _ALL_MATRICES
     expert_bits: int | None = None  # size of one weight of routed experts where it differs
+    expert_scale_bits: Fraction | None = None  # and of their scales, where they differ
     left_alone: frozenset[str] = frozenset()  # names of matrices of these kinds that stay in the model's dtype
     unknown: tuple[str, ...] = ()  # what the checkpoint's own list leaves open, in words
 
@@ -238,8 +240,9 @@ class QuantizationScheme:
         """Bits of one parameter of `group`, scales included."""
         if group.kind not in self.kinds or group.name in self.left_alone:
             return Fraction(model_bits)
-        bits = self.expert_bits if self.expert_bits is not None and group.kind is WeightKind.EXPERT else self.bits
-        return bits + self.scale_bits
+        if self.expert_bits is None or group.kind is not WeightKind.EXPERT:
+            return self.bits + self.scale_bits
+        return self.expert_bits + (self.scale_bits if self.expert_scale_bits is None else self.expert_scale_bits)
 
 
 def quantization_schemes() -> dict[str, QuantizationScheme]:
@@ -276,15 +279,19 @@ def scheme_from_config(config: Mapping[str, Any], place: str) -> QuantizationSch
         InputError: the method is not known here, or lacks its bits.
     """
     method = str(config.get("quant_method", "")).lower()
-    ignored = [
-        str(item) for key in ("ignored_layers", "ignore", "modules_to_not_convert") for item in _list(config, key)
-    ]
+    nested = config.get("quantization")
+    if method.startswith("modelopt") and isinstance(nested, Mapping):
+        config = {**config, **cast("Mapping[str, Any]", nested)}
+    lists = ("ignored_layers", "ignore", "modules_to_not_convert", "exclude_modules")
+    ignored = [str(item) for key in lists for item in _list(config, key)]
     if method in ("fp8", "fbgemm_fp8"):
         scheme = quantization_schemes()["fp8_block" if config.get("weight_block_size") else "fp8"]
         scheme = attrs.evolve(scheme, unknown=())
         if config.get("expert_dtype") == "fp4":
             scheme = attrs.evolve(scheme, expert_bits=4)
-    elif method in ("gptq", "awq", "compressed-tensors", "modelopt"):
+    elif method.startswith("modelopt"):
+        scheme = _modelopt_scheme(config, place)
+    elif method in ("gptq", "awq", "compressed-tensors"):
         scheme = _grouped_scheme(method, config, place)
     elif method == "mxfp4":
         scheme = quantization_schemes()["mxfp4"]
@@ -312,10 +319,6 @@ def _grouped_scheme(method: str, config: Mapping[str, Any], place: str) -> Quant
         described = cast("Mapping[str, Any]", weights)
         bits, group_size, kind = described.get("num_bits"), described.get("group_size"), described.get("type", "int")
         is_symmetric = described.get("symmetric") is True
-    if method == "modelopt":
-        algorithm = str(config.get("quant_algo", "")).upper()
-        bits, group_size = (4, 16) if algorithm == "NVFP4" else (8, None) if algorithm == "FP8" else (None, None)
-        kind = "float"
     if not isinstance(bits, int) or bits < 1:
         raise InputError(f"{place}: quantization_config does not say how many bits a weight takes")
     scale_bits = Fraction(0)
@@ -323,6 +326,61 @@ def _grouped_scheme(method: str, config: Mapping[str, Any], place: str) -> Quant
         zero_point = bits if kind == "int" and not is_symmetric else 0
         scale_bits = Fraction((8 if kind == "float" and bits == 4 else 16) + zero_point, group_size)
     return QuantizationScheme(name=f"{method} {bits}-bit", bits=bits, scale_bits=scale_bits)
+
+
+# Algorithms of ModelOpt (`LINEAR_ALGOS` of vLLM 0.32): bits of a weight, and of its share of a scale.
+_MODELOPT = {
+    "FP8": (8, Fraction(0)),
+    "FP8_PER_CHANNEL_PER_TOKEN": (8, Fraction(0)),
+    "FP8_PB_WO": (8, Fraction(32, 128 * 128)),
+    "FP8_BLOCK_SCALES": (8, Fraction(32, 128 * 128)),
+    "MXFP8": (8, Fraction(8, 32)),
+    "NVFP4": (4, Fraction(8, 16)),
+    "W4A16_NVFP4": (4, Fraction(8, 16)),
+}
+
+
+def _modelopt_scheme(config: Mapping[str, Any], place: str) -> QuantizationScheme:
+    algorithm = str(config.get("quant_algo", "")).upper()
+    if algorithm == "MIXED_PRECISION":
+        return _mixed_scheme(config, place)
+    bits, scale_bits = _modelopt_bits(algorithm, place)
+    return QuantizationScheme(name=f"modelopt {bits}-bit", bits=bits, scale_bits=scale_bits)
+
+
+def _mixed_scheme(config: Mapping[str, Any], place: str) -> QuantizationScheme:
+    """Layers with algorithms of their own (`quantized_layers`): what most matrices of each kind have."""
+    layers = cast("Mapping[str, Mapping[str, Any]]", config.get("quantized_layers") or {})
+    found: dict[WeightKind, Counter[str]] = {}
+    for prefix, recipe in layers.items():
+        kind = next((_KINDS_BY_WORD[word] for word in reversed(prefix.split(".")) if word in _KINDS_BY_WORD), None)
+        if kind is not None:
+            found.setdefault(kind, Counter())[str(recipe.get("quant_algo", "")).upper()] += 1
+    if not found:
+        raise InputError(
+            f"{place}: quantization_config is MIXED_PRECISION without quantized_layers that are known here"
+        )
+    usual = {kind: counts.most_common(1)[0][0] for kind, counts in found.items()}
+    first = next((name for kind, name in usual.items() if kind is not WeightKind.EXPERT), next(iter(usual.values())))
+    bits, scale_bits = _modelopt_bits(first, place)
+    expert_bits, expert_scale_bits = _modelopt_bits(usual.get(WeightKind.EXPERT, first), place)
+    return QuantizationScheme(
+        name=f"modelopt mixed, {bits} and {expert_bits} bits",
+        bits=bits,
+        scale_bits=scale_bits,
+        kinds=frozenset(usual),
+        expert_bits=expert_bits,
+        expert_scale_bits=expert_scale_bits,
+    )
+
+
+def _modelopt_bits(algorithm: str, place: str) -> tuple[int, Fraction]:
+    if algorithm not in _MODELOPT:
+        raise InputError(
+            f"{place}: quantization_config.quant_algo is {algorithm!r}, which is not known here; known are "
+            f"{', '.join(_MODELOPT)} and MIXED_PRECISION"
+        )
+    return _MODELOPT[algorithm]
 
 
 # Words of module names in lists of unquantised modules, and the kinds that they cover.
