@@ -45,6 +45,12 @@ from .layer_cache import (
 )
 from .weights import ModelWeights
 
+_LENGTHS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
+    *("max_sequence_length", "max_seq_length", "seq_len"),
+)
+# Kinds of rope scaling whose factor is in the longest sequence already.
+_SCALED_ROPE = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 # What vLLM serves in where the config names no dtype, or names fp32.
 UNNAMED_DTYPE = "bf16"
 BUILTIN_ARCHITECTURES = (dense, latent, linear, moe)  # their classes register themselves when they are imported
@@ -85,11 +91,24 @@ class ModelGeometry:
 
     @property
     def max_position_embeddings(self) -> int | None:
-        """Longest sequence the model was made for; None where the config does not say."""
-        for name in ("max_position_embeddings", "n_positions", "model_max_length"):
-            if self.fields.has(name):
-                return self.fields.integer(name)
-        return None
+        """Longest sequence the model was made for; None where the config does not say.
+
+        The least under any of the names that vLLM 0.32 looks for, times the factor of a rope scaling that is not part
+        of it.
+        """
+        found = [self.fields.integer(name) for name in _LENGTHS if self.fields.has(name)]
+        rope = self.fields.get("rope_parameters") or self.fields.get("rope_scaling")
+        if not found or not isinstance(rope, Mapping) or "gemma3" in str(self.fields.get("model_type")):
+            return min(found, default=None)
+        values = cast("Mapping[str, Any]", rope)
+        factor = values.get("factor") if values.get("rope_type", values.get("type")) not in _SCALED_ROPE else None
+        return int(min(found) * factor) if isinstance(factor, int | float) and factor > 0 else min(found)
+
+    @property
+    def num_attention_heads(self) -> int | None:
+        """Query heads of a layer; None where the config does not say."""
+        names = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+        return next((self.fields.integer(name) for name in names if self.fields.has(name)), None)
 
     @property
     def hidden_size(self) -> int:
