@@ -48,6 +48,7 @@ class WeightGroup:
     # Activation elements per token: the output of a column-parallel matrix, the input of a row-parallel one. Divided
     # like the parameters. For experts: of those that one token visits.
     width: int = 0
+    expert_sizes: tuple[int, int] | None = None  # of an expert's matrices: hidden and intermediate size
 
     def on_rank(self, tensor_parallel_size: int) -> int:
         """Parameters that one tensor-parallel rank holds.
@@ -194,19 +195,21 @@ def plain_mlp(hidden_size: int, intermediate_size: int) -> Groups:
 def experts(hidden_size: int, intermediate_size: int, num_experts: int, num_experts_per_tok: int) -> Groups:
     """Routed gated experts and the router."""
     per_expert = hidden_size * intermediate_size
-    kind = WeightKind.EXPERT
+    kind, sizes = WeightKind.EXPERT, (hidden_size, intermediate_size)
     return (
         WeightGroup(
             name="experts.gate_up_proj",
             parameters=2 * num_experts * per_expert,
             kind=kind,
             width=2 * num_experts_per_tok * intermediate_size,
+            expert_sizes=sizes,
         ),
         WeightGroup(
             name="experts.down_proj",
             parameters=num_experts * per_expert,
             kind=kind,
             width=num_experts_per_tok * intermediate_size,
+            expert_sizes=sizes,
         ),
         # Each visited expert's output is kept until they are summed, so its width counts beside the router's matrix.
         attrs.evolve(vector("router", hidden_size * num_experts), width=num_experts_per_tok * hidden_size),
@@ -235,6 +238,17 @@ class QuantizationScheme:
     expert_scale_bits: Fraction | None = None  # and of their scales, where they differ
     left_alone: frozenset[str] = frozenset()  # names of matrices of these kinds that stay in the model's dtype
     unknown: tuple[str, ...] = ()  # what the checkpoint's own list leaves open, in words
+    # What an expert's hidden and intermediate size on a rank are rounded up to a multiple of when a server loads them.
+    expert_tile: tuple[int, int] | None = None
+
+    def padding_of(self, group: WeightGroup, tensor_parallel_size: int) -> Fraction:
+        """How many times as large an expert's matrices are in a server's memory as in the checkpoint."""
+        if self.expert_tile is None or group.expert_sizes is None:
+            return Fraction(1)
+        hidden_size, inner_size = group.expert_sizes
+        on_rank = -(-inner_size // tensor_parallel_size)
+        padded = rounded_up(hidden_size, self.expert_tile[0]) * rounded_up(on_rank, self.expert_tile[1])
+        return Fraction(padded, hidden_size * on_rank)
 
     def bits_of(self, group: WeightGroup, model_bits: int) -> Fraction:
         """Bits of one parameter of `group`, scales included."""
@@ -252,7 +266,10 @@ def quantization_schemes() -> dict[str, QuantizationScheme]:
         QuantizationScheme(name="fp8_block", bits=8, scale_bits=Fraction(32, 128 * 128)),
         QuantizationScheme(name="int8", bits=8),
         QuantizationScheme(name="int4", bits=4, scale_bits=Fraction(16 + 4, 128)),
-        QuantizationScheme(name="mxfp4", bits=4, scale_bits=Fraction(8, 32), kinds=_EXPERTS_ONLY),
+        # The tiles of Marlin and TRT-LLM kernels (`mxfp4_round_up_hidden_size_and_intermediate_size` of vLLM 0.32).
+        QuantizationScheme(
+            name="mxfp4", bits=4, scale_bits=Fraction(8, 32), kinds=_EXPERTS_ONLY, expert_tile=(256, 128)
+        ),
         QuantizationScheme(name="nvfp4", bits=4, scale_bits=Fraction(8, 16)),
     )
     return {scheme.name: scheme for scheme in schemes}
@@ -418,6 +435,7 @@ class WeightBytes:
     """Bytes of one rank's weights."""
 
     num_bytes: int  # bytes with everything quantised that the scheme covers
+    padding_bytes: int  # of these, what a server adds to fill the tiles of its kernels
     unquantised_attention_bytes: int  # additional bytes if attention stays in full precision
     parameters: int  # parameters on the rank
 
@@ -433,16 +451,20 @@ def weight_bytes(
         InputError: KV heads that can be neither split nor replicated evenly.
     """
     model_bits = BITS_PER_ELEMENT[canonical_dtype(dtype)]
-    total, attention, parameters = Fraction(0), Fraction(0), 0
+    total, attention, padding, parameters = Fraction(0), Fraction(0), Fraction(0), 0
     for group in groups:
         on_rank = group.on_rank(tensor_parallel_size)
         bits = Fraction(model_bits) if scheme is None else scheme.bits_of(group, model_bits)
         parameters += on_rank
         total += on_rank * bits / 8
+        if scheme is not None:
+            padding += on_rank * bits / 8 * (scheme.padding_of(group, tensor_parallel_size) - 1)
         if group.kind is WeightKind.ATTENTION:
             attention += on_rank * (model_bits - bits) / 8
+    total += padding
     return WeightBytes(
         num_bytes=-(-total.numerator // total.denominator),
+        padding_bytes=int(padding),
         parameters=parameters,
         unquantised_attention_bytes=int(attention),
     )

@@ -247,6 +247,15 @@ def test_a_pinned_pool_ignores_utilization_and_says_so(run: Run) -> None:
     assert payload(run, *LLAMA, "--kv-cache-memory-bytes", str(largest))["fits"]
 
 
+def test_the_headline_has_the_range_where_the_estimates_leave_much_open(run: Run) -> None:
+    wide = ("plan", "--model", "llama-4-scout-17b-16e", "--gpu", "H100", "-tp", "2", "--quantization", "fp8")
+    _, out, _ = run(*wide, "--max-model-len", "8K")
+    low, high = payload(run, *wide, "--max-model-len", "8K")["num_gpu_blocks_range"]
+    assert f"The estimates allow {low:,} to {high:,} blocks." in " ".join(out.split())
+    _, out, _ = run(*LLAMA, "--max-num-seqs", "64")
+    assert "The estimates allow" not in out
+
+
 def test_no_suggestion_is_below_zero(run: Run) -> None:
     document = payload(run, "plan", "--model", "llama-3.1-70b", "--gpu", "H100", code=1)
     assert document["available_bytes"] < 0
