@@ -154,3 +154,25 @@ def test_mixed_precision_counts_experts_apart():
         scheme_from_config({**config, "quantized_layers": {}}, "here")
     with pytest.raises(InputError, match="quant_algo is 'INT3'"):
         scheme_from_config({"quant_method": "modelopt", "quant_algo": "INT3"}, "here")
+
+
+MAMBA = {"mamba_n_heads": 32, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_d_conv": 4}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "attention", "states"),
+    [
+        ("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba", "mamba", "attention", "mamba"]}, 1, 3),
+        ("FalconH1ForCausalLM", {}, 4, 4),
+    ],
+)
+def test_mamba_2_keeps_a_state_instead_of_attention_or_beside_it(
+    architecture: str, config: dict[str, Any], attention: int, states: int
+):
+    """Shapes of `mamba2_state_shape` of vLLM 0.32: 3 inputs of 2,048 + 2 x 128 channels, and 32 x 64 x 128, in bf16."""
+    geometry = geometry_from_config({**PLAIN, **MAMBA, **config, "architectures": [architecture]}, "x")
+    found = geometry.sequence_bytes(1, "auto")
+    assert found.kv == attention * 4 * 128 * 2
+    assert found.state == states * 2 * (3 * (2_048 + 256) + 32 * 64 * 128)
+    assert geometry.warnings == ()
+    assert geometry.parameters > 0
