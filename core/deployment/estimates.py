@@ -79,6 +79,9 @@ def weights_row(
             f" {dtype}"
         )
     row = _estimate("weights", size.num_bytes, constants.weights_range, RowRole.RESIDENT, formula)
+    if size.padding_bytes:  # other kernels have smaller tiles, or none
+        formula = f"{formula}; {size.padding_bytes:,} B of it fill the tiles of the kernels"
+        row = attrs.evolve(row, low_bytes=row.low_bytes - size.padding_bytes, formula=formula)
     if scheme is None or not scheme.unknown:
         return row
     return attrs.evolve(

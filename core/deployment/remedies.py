@@ -191,8 +191,13 @@ def minimum_tensor_parallel_size(deployment: Deployment, accepts: Accepts) -> in
     """
     if deployment.measured is not None or deployment.given.weights_bytes is not None:
         return None
+    heads = deployment.geometry.num_attention_heads or 0
     for size in TENSOR_PARALLEL_SIZES:
-        if size >= deployment.tensor_parallel_size and _accepted(deployment, accepts, tensor_parallel_size=size):
+        if (
+            not heads % size
+            and size >= deployment.tensor_parallel_size
+            and _accepted(deployment, accepts, tensor_parallel_size=size)
+        ):
             return size
     return None
 

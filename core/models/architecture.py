@@ -37,7 +37,17 @@ from ..errors import InputError
 from ..registry import Registry
 from .config_fields import ConfigFields
 from .layer_cache import AttentionCache, LayerCaches
-from .weights import Groups, Heads, ModelWeights, WeightKind, attention_projections, embedding, gated_mlp, vector
+from .weights import (
+    Groups,
+    Heads,
+    ModelWeights,
+    WeightKind,
+    attention_projections,
+    embedding,
+    experts,
+    gated_mlp,
+    vector,
+)
 
 
 class Architecture:
@@ -78,12 +88,12 @@ class Architecture:
     @property
     def num_layers(self) -> int:
         """Layers of the decoder, without draft layers."""
-        return self.fields.integer("num_hidden_layers", "n_layer")
+        return self.fields.integer("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
     @property
     def hidden_size(self) -> int:
         """Width of the residual stream."""
-        return self.fields.integer("hidden_size", "n_embd")
+        return self.fields.integer("hidden_size", "n_embd", "d_model")
 
     @functools.cached_property
     def heads(self) -> Heads:
@@ -211,7 +221,7 @@ class Architecture:
         Raises:
             InputError: a field is missing, or the parameters of this architecture are not known.
         """
-        vocab_size, hidden_size = self.fields.integer("vocab_size"), self.hidden_size
+        vocab_size, hidden_size = self.fields.integer("vocab_size", "padded_vocab_size"), self.hidden_size
         tied = self.fields.flag("tie_word_embeddings", self.tied_by_default)
         head = (vector("final norm", self.final_norms * hidden_size), *self.more_head())
         return ModelWeights(
@@ -223,3 +233,119 @@ class Architecture:
 
 
 architectures = Registry[type[Architecture]]("architecture", "kvledger.architectures")
+
+
+class ByFields(Architecture):
+    """An architecture that is not known by name, read by fields that mean the same in every config that has them.
+
+    It has ordinary keys and values in every layer, in full or in a window,. A config with
+    any other field that could decide what is stored is refused: see `unread_fields`.
+    """
+
+    understands: ClassVar[frozenset[str]] = frozenset({"sliding_window", "sliding_window_size", "max_window_layers"})
+
+    @functools.cached_property
+    def heads(self) -> Heads:
+        """Heads by the first name that is there; one KV head under `multi_query`, as many as heads unless given."""
+        fields = self.fields
+        num_heads = fields.integer("num_attention_heads", "n_head", "n_heads", "num_heads")
+        names = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "num_attention_groups")
+        if fields.flag("multi_query_attention"):  # ChatGLM
+            names = (*names, "multi_query_group_num")
+        given = self._agreed(*names)
+        if fields.flag("multi_query") and not fields.flag("new_decoder_architecture"):  # Falcon
+            given = 1
+        head_size = self._agreed("head_dim", "kv_channels", "head_size", "attention_head_dim")
+        if head_size is None and self.hidden_size % num_heads:
+            raise InputError(f"{fields.place}: hidden_size {self.hidden_size} is no multiple of {num_heads} heads")
+        head_size = head_size or self.hidden_size // num_heads
+        return Heads(
+            num_heads=num_heads,
+            num_kv_heads=given or num_heads,
+            head_size=head_size,
+            head_size_v=fields.integer_or("v_head_dim", head_size),
+        )
+
+    def _agreed(self, *names: str) -> int | None:
+        """The number under any of these names; None if none is there. Raises InputError: they contradict each other."""
+        found = {name: self.fields.integer(name) for name in names if self.fields.has(name)}
+        if len(set(found.values())) > 1:
+            raise InputError(f"{self.fields.place}: {found} contradict each other")
+        return next(iter(found.values()), None)
+
+    def layer_types(self) -> Sequence[str]:
+        """As listed; by a pattern of letters (`LLLG`) or one full layer in so many; else all slide if any window."""
+        fields = self.fields
+        if (types := self.listed()) is not None:
+            return ["full_attention" if kind in ("attention", "full", "global") else kind for kind in types]
+        if not fields.has("sliding_window") or fields.get("use_sliding_window") is False:
+            return ("full_attention",) * self.num_layers
+        for name in ("sliding_window_pattern", "global_attn_every_n_layers"):
+            pattern = fields.get(name)
+            if isinstance(pattern, str) and set(pattern) <= {"L", "G"} and pattern:
+                kinds = ["full_attention" if letter == "G" else "sliding_attention" for letter in pattern]
+                return [kinds[index % len(kinds)] for index in range(self.num_layers)]
+            if pattern is not None:
+                return self.every_nth_full(name, 1)
+        return ("sliding_attention",) * self.num_layers
+
+    def mlp(self, index: int) -> Groups:
+        """A gated MLP, or experts under the names that are in use; what a gate or a bias adds is not known."""
+        fields, hidden_size = self.fields, self.hidden_size
+        dense = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim", "d_ff")
+        counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+        count = next((name for name in counts if fields.has(name)), None)
+        if count is None or not self.routes()[index]:
+            inner = next((name for name in dense if fields.has(name)), None)
+            return gated_mlp(hidden_size, 4 * hidden_size if inner is None else fields.integer(inner))
+        size = fields.integer("moe_intermediate_size", "expert_intermediate_size", *dense)
+        visited = fields.integer("num_experts_per_tok", "moe_top_k", "moe_k", "num_experts_per_token", "moe_topk")
+        groups = experts(hidden_size, size, fields.integer(count), visited)
+        shared = fields.get("n_shared_experts") or fields.get("num_shared_experts") or 0
+        names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "share_expert_dim")
+        names = (*names, "shared_intermediate_size")
+        of_shared = next((fields.integer(name) for name in names if fields.get(name)), int(shared) * size)
+        return (*groups, *gated_mlp(hidden_size, of_shared)) if of_shared else groups
+
+
+# Sections of a config that describe the decoder beside encoders, nested ones with a dot.
+DECODERS = (
+    "text_config",
+    "llm_config",
+    "language_config",
+    "thinker_config.text_config",
+    "text_model",
+    "decoder_config",
+)
+_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+
+
+def decoder_of(top: ConfigFields) -> ConfigFields:
+    """The part of a config that describes the decoder: a section of it, or all."""
+    for path in DECODERS:
+        part: ConfigFields | None = top
+        for name in path.split("."):
+            part = None if part is None else part.section(name)
+        if part is not None:
+            return part
+    return top
+
+
+def reader_of(name: str, fields: ConfigFields, *, is_section: bool) -> type[Architecture] | None:
+    """The class that reads a decoder by the config's name; a section also by its own, or by its `model_type`.
+
+    `Qwen3MoeForCausalLM` is read for `model_type` qwen3_moe or qwen3_moe_text. None: there is no such class.
+    """
+    if name in architectures:
+        return architectures.get(name)
+    if not is_section:
+        return None
+    for own in fields.items("architectures") if fields.has("architectures") else ():
+        if own in architectures:
+            return architectures.get(own)
+    kind = (fields.text("model_type") or "").removesuffix("_text").replace("_", "").lower()
+    for known in architectures.names():
+        stem = next((known.removesuffix(suffix) for suffix in _SUFFIXES if known.endswith(suffix)), known)
+        if kind and stem.lower() == kind:
+            return architectures.get(known)
+    return None

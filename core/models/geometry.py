@@ -29,7 +29,7 @@ from ..planner.cache_dtype import (
 )
 from ..planner.specs import KVCacheSpec
 from . import dense, latent, linear, moe
-from .architecture import Architecture, architectures
+from .architecture import Architecture, ByFields, architectures, decoder_of, reader_of
 from .catalog import builtin_configs, catalogue_name, unknown_model
 from .config_fields import ConfigFields, unread_fields, warning_about
 from .described import Described, described_caches
@@ -45,6 +45,14 @@ from .layer_cache import (
 )
 from .weights import ModelWeights
 
+_LENGTHS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
+    *("max_sequence_length", "max_seq_length", "seq_len"),
+)
+# Kinds of rope scaling whose factor is in the longest sequence already.
+_SCALED_ROPE = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+# What vLLM serves in where the config names no dtype, or names fp32.
+UNNAMED_DTYPE = "bf16"
 BUILTIN_ARCHITECTURES = (dense, latent, linear, moe)  # their classes register themselves when they are imported
 
 
@@ -62,6 +70,7 @@ class ModelGeometry:
         reader: the class that reads the architecture.
         from_class: fields that the config leaves out, each with the default of its class.
         warnings: what the reader of a plan should know of the config.
+        is_section: whether the decoder is a section of the config, beside encoders.
     """
 
     name: str
@@ -73,6 +82,7 @@ class ModelGeometry:
     reader: type[Architecture]
     from_class: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    is_section: bool = False
 
     @property
     def num_hidden_layers(self) -> int:
@@ -81,11 +91,24 @@ class ModelGeometry:
 
     @property
     def max_position_embeddings(self) -> int | None:
-        """Longest sequence the model was made for; None where the config does not say."""
-        for name in ("max_position_embeddings", "n_positions", "model_max_length"):
-            if self.fields.has(name):
-                return self.fields.integer(name)
-        return None
+        """Longest sequence the model was made for; None where the config does not say.
+
+        The least under any of the names that vLLM 0.32 looks for, times the factor of a rope scaling that is not part
+        of it.
+        """
+        found = [self.fields.integer(name) for name in _LENGTHS if self.fields.has(name)]
+        rope = self.fields.get("rope_parameters") or self.fields.get("rope_scaling")
+        if not found or not isinstance(rope, Mapping) or "gemma3" in str(self.fields.get("model_type")):
+            return min(found, default=None)
+        values = cast("Mapping[str, Any]", rope)
+        factor = values.get("factor") if values.get("rope_type", values.get("type")) not in _SCALED_ROPE else None
+        return int(min(found) * factor) if isinstance(factor, int | float) and factor > 0 else min(found)
+
+    @property
+    def num_attention_heads(self) -> int | None:
+        """Query heads of a layer; None where the config does not say."""
+        names = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+        return next((self.fields.integer(name) for name in names if self.fields.has(name)), None)
 
     @property
     def hidden_size(self) -> int:
@@ -115,7 +138,8 @@ class ModelGeometry:
     @property
     def left_out(self) -> tuple[str, ...]:
         """Parts of the checkpoint that the parameters do not count: encoders beside the decoder."""
-        return (self.reader.encoders,) if self.architecture.endswith("ForConditionalGeneration") else ()
+        has_encoder = self.architecture.endswith("ForConditionalGeneration") or self.is_section
+        return (self.reader.encoders,) if has_encoder else ()
 
     @property
     def parameters(self) -> int:
@@ -258,23 +282,27 @@ def geometry_from_config(config: Mapping[str, Any], name: str, place: str = "con
     """
     top = ConfigFields(config, place)
     named = top.items("architectures")
-    if len(named) != 1 or not isinstance(named[0], str):
-        raise InputError(f"{place}: architectures is {named!r}; expected the name of one architecture")
-    try:
-        reader = architectures.get(named[0])
-    except InputError as error:
-        raise InputError(
-            f"{place}: {error}. What the layers of any other store is not guessed: describe the caches by hand, by kind"
-            " and fields (docs/planning.md), or register a class that reads the config (docs/extending.md)"
-        ) from None
-    fields = top.section("text_config") or top
+    if not named or not isinstance(named[0], str):
+        raise InputError(f"{place}: architectures is {named!r}; expected the name of an architecture")
+    decoder = fields = decoder_of(top)
+    reader = reader_of(named[0], fields, is_section=fields is not top)
+    is_known = reader is not None
+    if reader is None:
+        reader = latent.MLA if fields.has("kv_lora_rank") else ByFields
     left_out = {name: value for name, value in reader.class_defaults.items() if not fields.has(name)}
     fields = ConfigFields({**fields.values, **left_out}, fields.place)
-    dtype = fields.text("dtype") or fields.text("torch_dtype") or top.text("dtype") or top.text("torch_dtype")
+    parts = [fields, top, *filter(None, (top.section("vision_config"), top.section("encoder_config")))]
+    dtypes = (part.text(name) for part in parts for name in ("dtype", "torch_dtype"))
+    dtype = next(filter(None, dtypes), None)
     quantization = top.section("quantization_config") or fields.section("quantization_config")
-    layers = tuple(tuple(caches) for caches in reader(fields).caches())
-    num_layers = reader(fields).num_layers
+    try:
+        layers = tuple(tuple(caches) for caches in reader(fields).caches())
+        num_layers = reader(fields).num_layers
+    except InputError as error:
+        raise error if is_known else _unknown(named[0], place, str(error)) from None
     unread = unread_fields(top, fields, reader.understands)
+    if unread and not is_known:
+        raise _unknown(named[0], place, f"{'; '.join(unread)}: may decide what layers store")
     if len(layers) != num_layers:
         raise InputError(f"{place}: {len(layers)} layers are described, num_hidden_layers is {num_layers}")
     return ModelGeometry(
@@ -282,11 +310,33 @@ def geometry_from_config(config: Mapping[str, Any], name: str, place: str = "con
         architecture=named[0],
         fields=fields,
         layers=layers,
-        dtype=None if dtype is None else canonical_dtype(dtype),
+        dtype=canonical_dtype(dtype or UNNAMED_DTYPE),
         quantization_config=None if quantization is None else quantization.values,
         reader=reader,
-        from_class=tuple(f"{name} {value:,}" for name, value in left_out.items()),
-        warnings=(warning_about(unread, fields.place, named[0]),) if unread else (),
+        from_class=tuple(f"{name} {value:,}" for name, value in left_out.items())
+        + (() if dtype is not None else (f"dtype {UNNAMED_DTYPE}",)),
+        warnings=(
+            *_by_fields(named[0], is_known),
+            *((warning_about(unread, fields.place, named[0]),) if unread else ()),
+        ),
+        is_section=decoder is not top,
+    )
+
+
+def _by_fields(architecture: str, is_known: bool) -> tuple[str, ...]:
+    if is_known:
+        return ()
+    return (
+        f"{architecture} is not known by name: what its layers store follows from the config's fields, and its"
+        " parameters are counted as those of a decoder with gated MLPs",
+    )
+
+
+def _unknown(architecture: str, place: str, why: str) -> InputError:
+    return InputError(
+        f"{place}: architecture {architecture!r} is not known by name, and its fields do not say what it stores: {why}."
+        " That is not guessed: describe the caches by hand, by kind and fields (docs/planning.md), or register a class"
+        f" that reads the config (docs/extending.md). Known by name: {', '.join(architectures.names())}"
     )
 
 
@@ -354,7 +404,11 @@ def load_geometry(model: str) -> ModelGeometry:
     name = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
     if "kind" in document and "architectures" not in document:
         return geometry_from_description(document, name, str(path))
-    return geometry_from_config(document, name, str(path))
+    geometry = geometry_from_config(document, name, str(path))
+    if geometry.dtype != "fp32":
+        return geometry
+    note = f"the config's dtype is float32, which vLLM serves in {UNNAMED_DTYPE}; give --dtype float32 for the other"
+    return attrs.evolve(geometry, dtype=UNNAMED_DTYPE, warnings=(*geometry.warnings, note))
 
 
 # The value of `kv_cache_dtype` names no layout by itself where a model's latents are sparse: `fp8` means packed records

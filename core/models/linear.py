@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 import attrs
 
 from ..errors import InputError
-from .architecture import Architecture, architectures
+from .architecture import Architecture, ByFields, architectures
 from .config_fields import ConfigFields
 from .latent import MLA, latent_cache
 from .layer_cache import AttentionCache, LayerCache, LayerCaches, Mamba2Cache, ShortConvCache, StateCache
@@ -302,15 +302,7 @@ class NemotronH(Architecture):
         return (*part(), vector("norm", self.hidden_size))
 
     def _mamba(self) -> Groups:
-        state, hidden_size, kind = self.state, self.hidden_size, WeightKind.ATTENTION
-        width = state.num_heads * state.head_dim
-        conv_bias = state.conv_channels * self.fields.flag("use_conv_bias", default=True)
-        return (
-            column("in_proj", kind, hidden_size, width + state.conv_channels + state.num_heads),
-            vector("conv1d", state.conv_channels * state.conv_kernel_size + conv_bias),
-            vector("decays, skips, biases and norm", 3 * state.num_heads + width),
-            row("out_proj", kind, width, hidden_size),
-        )
+        return _mamba2(self.state, self.hidden_size, self.fields.flag("use_conv_bias", default=True))
 
     def _plain_mlp(self) -> Groups:
         return _ungated(self.hidden_size, self.fields.integer("intermediate_size"), WeightKind.MLP)
@@ -342,6 +334,63 @@ class NemotronH(Architecture):
             size = shared * fields.integer("moe_shared_expert_intermediate_size")
             groups += _ungated(hidden_size, size, WeightKind.MLP)
         return tuple(groups)
+
+
+@architectures.register("FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM")
+class Mamba2Hybrid(ByFields):
+    """Mamba 2 in the layers that `layer_types` names so; without a list, in every layer beside attention (Falcon H1).
+
+    States have the model's dtype unless the server is told otherwise.
+    """
+
+    understands: ClassVar[frozenset[str]] = frozenset({"mamba_d_ssm", "mamba_expand", "mamba_chunk_size"})
+
+    @property
+    def state(self) -> Mamba2Cache:
+        """The state of a layer with Mamba 2."""
+        num_heads, head_dim, groups, state_size, kernel = self.fields.integers(
+            "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"
+        )
+        return Mamba2Cache(
+            conv_kernel_size=kernel,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            num_groups=groups,
+            state_size=state_size,
+            recurrent_dtype="bf16",
+        )
+
+    @functools.cached_property
+    def mixers(self) -> tuple[tuple[bool, bool], ...]:
+        """Whether each layer has attention, and whether it has a state."""
+        types = self.listed()
+        if types is None:
+            return ((True, True),) * self.num_layers
+        if unknown := set(types) - {"attention", "mamba"}:
+            raise InputError(f"{self.fields.place}: layer_types has {min(unknown)!r}; known are attention and mamba")
+        return tuple((kind == "attention", kind == "mamba") for kind in types)
+
+    def caches(self) -> LayerCaches:
+        full, state = self.full_cache(), self.state
+        return tuple(
+            (*((full,) if attends else ()), *((state,) if has_state else ())) for attends, has_state in self.mixers
+        )
+
+    def attention(self, index: int) -> Groups:
+        attends, has_state = self.mixers[index]
+        states = _mamba2(self.state, self.hidden_size, self.fields.flag("mamba_conv_bias", default=True))
+        return (*(super().attention(index) if attends else ()), *(states if has_state else ()))
+
+
+def _mamba2(state: Mamba2Cache, hidden_size: int, conv_bias: bool) -> Groups:
+    kind, width = WeightKind.ATTENTION, state.num_heads * state.head_dim
+    biases = state.conv_channels * conv_bias
+    return (
+        column("in_proj", kind, hidden_size, width + state.conv_channels + state.num_heads),
+        vector("conv1d", state.conv_channels * state.conv_kernel_size + biases),
+        vector("decays, skips, biases and norm", 3 * state.num_heads + width),
+        row("out_proj", kind, width, hidden_size),
+    )
 
 
 def _ungated(hidden_size: int, intermediate_size: int, kind: WeightKind) -> Groups:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import attrs
 
 from ..errors import InputError
-from .architecture import Architecture, architectures
+from .architecture import Architecture, ByFields, architectures
 from .layer_cache import AttentionCache, CachePart, LatentCache, LayerCache, LayerCaches
 from .weights import Groups, Heads, WeightKind, attention_projections, experts, gated_mlp, vector, whole
 
@@ -139,6 +139,39 @@ class MiMo(Architecture):
         if self.routes()[index]:
             return experts(hidden_size, expert_size, num_experts, visited)
         return gated_mlp(hidden_size, dense_size)
+
+
+@architectures.register("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration")
+class Step3p5(ByFields):
+    """Full and sliding layers; those of `attention_other_setting` have heads of their own."""
+
+    biases = "attention_bias"
+    qk_norm = "head"
+
+    @functools.cached_property
+    def others(self) -> tuple[str, Heads] | None:
+        """The type of the layers with other heads, and their heads; None: there are none."""
+        section = self.fields.section("attention_other_setting")
+        if section is None:
+            return None
+        num_heads, num_kv_heads, head_size = section.integers("num_attention_heads", "num_attention_groups", "head_dim")
+        heads = Heads(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, head_size_v=head_size)
+        return str(section.get("attention_type")), heads
+
+    def layer_types(self) -> Sequence[str]:
+        """As listed; every second one slides where nothing is."""
+        return self.listed_or(lambda index: "full_attention" if index % 2 else "sliding_attention")
+
+    def caches(self) -> LayerCaches:
+        caches = super().caches()
+        if self.others is None:
+            return caches
+        kind, heads = self.others
+        shape = {name: getattr(heads, name) for name in ("num_kv_heads", "head_size", "head_size_v")}
+        return tuple(
+            tuple(attrs.evolve(cache, **shape) for cache in layer) if of_layer == kind else layer
+            for layer, of_layer in zip(caches, self.layer_types(), strict=True)
+        )
 
 
 @architectures.register("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCausalLM")

@@ -4,6 +4,7 @@ Counts are those of the architectures themselves (golden/model_geometry.jsonl). 
 activations, since the peak of a step follows from the same matrices.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from fractions import Fraction
@@ -47,6 +48,7 @@ class WeightGroup:
     # Activation elements per token: the output of a column-parallel matrix, the input of a row-parallel one. Divided
     # like the parameters. For experts: of those that one token visits.
     width: int = 0
+    expert_sizes: tuple[int, int] | None = None  # of an expert's matrices: hidden and intermediate size
 
     def on_rank(self, tensor_parallel_size: int) -> int:
         """Parameters that one tensor-parallel rank holds.
@@ -193,19 +195,21 @@ def plain_mlp(hidden_size: int, intermediate_size: int) -> Groups:
 def experts(hidden_size: int, intermediate_size: int, num_experts: int, num_experts_per_tok: int) -> Groups:
     """Routed gated experts and the router."""
     per_expert = hidden_size * intermediate_size
-    kind = WeightKind.EXPERT
+    kind, sizes = WeightKind.EXPERT, (hidden_size, intermediate_size)
     return (
         WeightGroup(
             name="experts.gate_up_proj",
             parameters=2 * num_experts * per_expert,
             kind=kind,
             width=2 * num_experts_per_tok * intermediate_size,
+            expert_sizes=sizes,
         ),
         WeightGroup(
             name="experts.down_proj",
             parameters=num_experts * per_expert,
             kind=kind,
             width=num_experts_per_tok * intermediate_size,
+            expert_sizes=sizes,
         ),
         # Each visited expert's output is kept until they are summed, so its width counts beside the router's matrix.
         attrs.evolve(vector("router", hidden_size * num_experts), width=num_experts_per_tok * hidden_size),
@@ -231,15 +235,28 @@ class QuantizationScheme:
     # Kinds of matrices that are quantised; embeddings, output matrix, norms and routers never are.
     kinds: frozenset[WeightKind] = _ALL_MATRICES
     expert_bits: int | None = None  # size of one weight of routed experts where it differs
+    expert_scale_bits: Fraction | None = None  # and of their scales, where they differ
     left_alone: frozenset[str] = frozenset()  # names of matrices of these kinds that stay in the model's dtype
     unknown: tuple[str, ...] = ()  # what the checkpoint's own list leaves open, in words
+    # What an expert's hidden and intermediate size on a rank are rounded up to a multiple of when a server loads them.
+    expert_tile: tuple[int, int] | None = None
+
+    def padding_of(self, group: WeightGroup, tensor_parallel_size: int) -> Fraction:
+        """How many times as large an expert's matrices are in a server's memory as in the checkpoint."""
+        if self.expert_tile is None or group.expert_sizes is None:
+            return Fraction(1)
+        hidden_size, inner_size = group.expert_sizes
+        on_rank = -(-inner_size // tensor_parallel_size)
+        padded = rounded_up(hidden_size, self.expert_tile[0]) * rounded_up(on_rank, self.expert_tile[1])
+        return Fraction(padded, hidden_size * on_rank)
 
     def bits_of(self, group: WeightGroup, model_bits: int) -> Fraction:
         """Bits of one parameter of `group`, scales included."""
         if group.kind not in self.kinds or group.name in self.left_alone:
             return Fraction(model_bits)
-        bits = self.expert_bits if self.expert_bits is not None and group.kind is WeightKind.EXPERT else self.bits
-        return bits + self.scale_bits
+        if self.expert_bits is None or group.kind is not WeightKind.EXPERT:
+            return self.bits + self.scale_bits
+        return self.expert_bits + (self.scale_bits if self.expert_scale_bits is None else self.expert_scale_bits)
 
 
 def quantization_schemes() -> dict[str, QuantizationScheme]:
@@ -249,7 +266,10 @@ def quantization_schemes() -> dict[str, QuantizationScheme]:
         QuantizationScheme(name="fp8_block", bits=8, scale_bits=Fraction(32, 128 * 128)),
         QuantizationScheme(name="int8", bits=8),
         QuantizationScheme(name="int4", bits=4, scale_bits=Fraction(16 + 4, 128)),
-        QuantizationScheme(name="mxfp4", bits=4, scale_bits=Fraction(8, 32), kinds=_EXPERTS_ONLY),
+        # The tiles of Marlin and TRT-LLM kernels (`mxfp4_round_up_hidden_size_and_intermediate_size` of vLLM 0.32).
+        QuantizationScheme(
+            name="mxfp4", bits=4, scale_bits=Fraction(8, 32), kinds=_EXPERTS_ONLY, expert_tile=(256, 128)
+        ),
         QuantizationScheme(name="nvfp4", bits=4, scale_bits=Fraction(8, 16)),
     )
     return {scheme.name: scheme for scheme in schemes}
@@ -276,15 +296,19 @@ def scheme_from_config(config: Mapping[str, Any], place: str) -> QuantizationSch
         InputError: the method is not known here, or lacks its bits.
     """
     method = str(config.get("quant_method", "")).lower()
-    ignored = [
-        str(item) for key in ("ignored_layers", "ignore", "modules_to_not_convert") for item in _list(config, key)
-    ]
+    nested = config.get("quantization")
+    if method.startswith("modelopt") and isinstance(nested, Mapping):
+        config = {**config, **cast("Mapping[str, Any]", nested)}
+    lists = ("ignored_layers", "ignore", "modules_to_not_convert", "exclude_modules")
+    ignored = [str(item) for key in lists for item in _list(config, key)]
     if method in ("fp8", "fbgemm_fp8"):
         scheme = quantization_schemes()["fp8_block" if config.get("weight_block_size") else "fp8"]
         scheme = attrs.evolve(scheme, unknown=())
         if config.get("expert_dtype") == "fp4":
             scheme = attrs.evolve(scheme, expert_bits=4)
-    elif method in ("gptq", "awq", "compressed-tensors", "modelopt"):
+    elif method.startswith("modelopt"):
+        scheme = _modelopt_scheme(config, place)
+    elif method in ("gptq", "awq", "compressed-tensors"):
         scheme = _grouped_scheme(method, config, place)
     elif method == "mxfp4":
         scheme = quantization_schemes()["mxfp4"]
@@ -312,10 +336,6 @@ def _grouped_scheme(method: str, config: Mapping[str, Any], place: str) -> Quant
         described = cast("Mapping[str, Any]", weights)
         bits, group_size, kind = described.get("num_bits"), described.get("group_size"), described.get("type", "int")
         is_symmetric = described.get("symmetric") is True
-    if method == "modelopt":
-        algorithm = str(config.get("quant_algo", "")).upper()
-        bits, group_size = (4, 16) if algorithm == "NVFP4" else (8, None) if algorithm == "FP8" else (None, None)
-        kind = "float"
     if not isinstance(bits, int) or bits < 1:
         raise InputError(f"{place}: quantization_config does not say how many bits a weight takes")
     scale_bits = Fraction(0)
@@ -323,6 +343,61 @@ def _grouped_scheme(method: str, config: Mapping[str, Any], place: str) -> Quant
         zero_point = bits if kind == "int" and not is_symmetric else 0
         scale_bits = Fraction((8 if kind == "float" and bits == 4 else 16) + zero_point, group_size)
     return QuantizationScheme(name=f"{method} {bits}-bit", bits=bits, scale_bits=scale_bits)
+
+
+# Algorithms of ModelOpt (`LINEAR_ALGOS` of vLLM 0.32): bits of a weight, and of its share of a scale.
+_MODELOPT = {
+    "FP8": (8, Fraction(0)),
+    "FP8_PER_CHANNEL_PER_TOKEN": (8, Fraction(0)),
+    "FP8_PB_WO": (8, Fraction(32, 128 * 128)),
+    "FP8_BLOCK_SCALES": (8, Fraction(32, 128 * 128)),
+    "MXFP8": (8, Fraction(8, 32)),
+    "NVFP4": (4, Fraction(8, 16)),
+    "W4A16_NVFP4": (4, Fraction(8, 16)),
+}
+
+
+def _modelopt_scheme(config: Mapping[str, Any], place: str) -> QuantizationScheme:
+    algorithm = str(config.get("quant_algo", "")).upper()
+    if algorithm == "MIXED_PRECISION":
+        return _mixed_scheme(config, place)
+    bits, scale_bits = _modelopt_bits(algorithm, place)
+    return QuantizationScheme(name=f"modelopt {bits}-bit", bits=bits, scale_bits=scale_bits)
+
+
+def _mixed_scheme(config: Mapping[str, Any], place: str) -> QuantizationScheme:
+    """Layers with algorithms of their own (`quantized_layers`): what most matrices of each kind have."""
+    layers = cast("Mapping[str, Mapping[str, Any]]", config.get("quantized_layers") or {})
+    found: dict[WeightKind, Counter[str]] = {}
+    for prefix, recipe in layers.items():
+        kind = next((_KINDS_BY_WORD[word] for word in reversed(prefix.split(".")) if word in _KINDS_BY_WORD), None)
+        if kind is not None:
+            found.setdefault(kind, Counter())[str(recipe.get("quant_algo", "")).upper()] += 1
+    if not found:
+        raise InputError(
+            f"{place}: quantization_config is MIXED_PRECISION without quantized_layers that are known here"
+        )
+    usual = {kind: counts.most_common(1)[0][0] for kind, counts in found.items()}
+    first = next((name for kind, name in usual.items() if kind is not WeightKind.EXPERT), next(iter(usual.values())))
+    bits, scale_bits = _modelopt_bits(first, place)
+    expert_bits, expert_scale_bits = _modelopt_bits(usual.get(WeightKind.EXPERT, first), place)
+    return QuantizationScheme(
+        name=f"modelopt mixed, {bits} and {expert_bits} bits",
+        bits=bits,
+        scale_bits=scale_bits,
+        kinds=frozenset(usual),
+        expert_bits=expert_bits,
+        expert_scale_bits=expert_scale_bits,
+    )
+
+
+def _modelopt_bits(algorithm: str, place: str) -> tuple[int, Fraction]:
+    if algorithm not in _MODELOPT:
+        raise InputError(
+            f"{place}: quantization_config.quant_algo is {algorithm!r}, which is not known here; known are "
+            f"{', '.join(_MODELOPT)} and MIXED_PRECISION"
+        )
+    return _MODELOPT[algorithm]
 
 
 # Words of module names in lists of unquantised modules, and the kinds that they cover.
@@ -360,6 +435,7 @@ class WeightBytes:
     """Bytes of one rank's weights."""
 
     num_bytes: int  # bytes with everything quantised that the scheme covers
+    padding_bytes: int  # of these, what a server adds to fill the tiles of its kernels
     unquantised_attention_bytes: int  # additional bytes if attention stays in full precision
     parameters: int  # parameters on the rank
 
@@ -375,16 +451,20 @@ def weight_bytes(
         InputError: KV heads that can be neither split nor replicated evenly.
     """
     model_bits = BITS_PER_ELEMENT[canonical_dtype(dtype)]
-    total, attention, parameters = Fraction(0), Fraction(0), 0
+    total, attention, padding, parameters = Fraction(0), Fraction(0), Fraction(0), 0
     for group in groups:
         on_rank = group.on_rank(tensor_parallel_size)
         bits = Fraction(model_bits) if scheme is None else scheme.bits_of(group, model_bits)
         parameters += on_rank
         total += on_rank * bits / 8
+        if scheme is not None:
+            padding += on_rank * bits / 8 * (scheme.padding_of(group, tensor_parallel_size) - 1)
         if group.kind is WeightKind.ATTENTION:
             attention += on_rank * (model_bits - bits) / 8
+    total += padding
     return WeightBytes(
         num_bytes=-(-total.numerator // total.denominator),
+        padding_bytes=int(padding),
         parameters=parameters,
         unquantised_attention_bytes=int(attention),
     )

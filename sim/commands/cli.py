@@ -135,7 +135,10 @@ def main() -> None:
 
         print(f"kvledger: {reason(error)}", file=sys.stderr)
         sys.exit(EXIT_DOES_NOT_FIT if isinstance(error, DoesNotFitError) else EXIT_BAD_INPUT)
-    except BrokenPipeError:  # `kvledger ... | head`: the reader went away, which is no fault
+    except (BrokenPipeError, SystemExit) as ended:
+        # `kvledger ... | head`: the reader went away, which is no fault. Typer makes an exit with 1 of it.
+        if not isinstance(ended, BrokenPipeError) and not isinstance(ended.__context__, BrokenPipeError):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except KeyboardInterrupt:

@@ -359,7 +359,8 @@ def simulate(run: MeasuredRun, engine: Engine, latency: LatencyModel) -> Simulat
 def calibrate(run: MeasuredRun, engine: Engine, simulated: Simulated) -> Calibration:
     """Fit the fewest factors of step times to the first half of a run, and judge them on the second.
 
-    Factors are added one after the other, the best first, while each brings the error down by a fifth of a percentage point.
+    Factors are added one after the other, the best first, while each brings the mean error down by a fifth of a
+    percentage point.
     """
     from scipy.optimize import minimize
 
@@ -377,8 +378,8 @@ def calibrate(run: MeasuredRun, engine: Engine, simulated: Simulated) -> Calibra
                 factors = {each: float(value) * _unit(each) for each, value in zip(names, values, strict=True)}
                 return _error(run, simulate(run, engine, _with_factors(latency, factors)), half)
 
-            units = np.array([_unit(each) for each in names])
-            neutral, least, most, first = np.array([CANDIDATES[each] for each in names]).T / units
+            limits = np.array([CANDIDATES[each] for each in names]).T / np.array([_unit(each) for each in names])
+            neutral, least, most, first = limits
             start = [chosen.get(each, neutral[i] * _unit(each)) / _unit(each) for i, each in enumerate(names)]
             found = minimize(
                 error_of,

@@ -65,16 +65,23 @@ def _headline(question: PlanQuestion, plan: DeploymentPlan) -> str:
     return f"{deployment.geometry.name} on {gpus}: {verdict}"
 
 
+# Share of the pool from which on the headline has the range that the estimates allow.
+WIDE_RANGE = 0.1
+
+
 def _answer(plan: DeploymentPlan) -> str:
     """The size of the pool and how many longest requests it holds."""
     pool = plan.pool
     if not plan.fits:
         return f"The pool cannot hold one request of {pool.max_model_len:,} tokens; see the reasons below."
     users = max(pool.num_usable_blocks, 0) // pool.blocks_per_request
+    low, high = plan.blocks_range
+    is_wide = high - low > WIDE_RANGE * plan.num_blocks
     return (
         f"{plan.num_blocks:,} blocks = {pool.kv_cache_size_tokens:,} tokens of KV cache, enough for {users:,}"
         f" {'request' if users == 1 else 'requests'} of {pool.max_model_len:,} tokens"
         f" at once{' per engine' if plan.deployment.data_parallel_size > 1 else ''}."
+        f"{f' The estimates allow {low:,} to {high:,} blocks.' if is_wide else ''}"
     )
 
 

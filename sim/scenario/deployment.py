@@ -13,7 +13,7 @@ from ...core.errors import InputError
 from ...core.memory.budget import BudgetSemantics, requested_bytes
 from ...core.memory.ledger import LedgerRow
 from ...core.models.drafts import drafts_for
-from ...core.models.geometry import load_geometry
+from ...core.models.geometry import ModelGeometry, load_geometry
 from ...core.models.weights import scheme_by_name
 from ...core.planner.groups import group_layers
 from ...core.planner.layout import KVCacheLayout
@@ -73,6 +73,7 @@ def read_question(scenario: Scenario) -> PlanQuestion:
     layout, layouts = scenario.kv_cache_layout or KVCacheLayout.LBNHC.name, KVCacheLayout.__members__
     if layout not in layouts:
         raise InputError(f"--kv-cache-layout {layout!r}; known are {', '.join(layouts)}")
+    _refuse_what_vllm_refuses(geometry, scenario)
     deployment = Deployment(
         geometry=geometry,
         total_bytes=total_bytes,
@@ -110,6 +111,21 @@ def read_question(scenario: Scenario) -> PlanQuestion:
         assumptions=tuple(assumptions),
         warnings=() if log is None else log.warnings,
     )
+
+
+def _refuse_what_vllm_refuses(geometry: ModelGeometry, scenario: Scenario) -> None:
+    heads, ranks = geometry.num_attention_heads, scenario.tensor_parallel_size
+    if heads is not None and heads % ranks:
+        raise InputError(
+            f"--tensor-parallel-size {ranks} does not divide the {heads} attention heads of {geometry.name}, so vLLM"
+            " refuses to start"
+        )
+    own, wanted = geometry.max_position_embeddings, scenario.max_model_len
+    if own is not None and wanted is not None and wanted > own:
+        raise InputError(
+            f"--max-model-len {wanted:,} is beyond the {own:,} tokens that {geometry.name} was made for, so vLLM"
+            " refuses to start"
+        )
 
 
 def _device(scenario: Scenario, assumptions: list[str]) -> tuple[str, int, int | None]:

@@ -20,6 +20,8 @@ TRAFFIC, MODEL, HARDWARE, ENGINE = "Traffic", "Model", "Hardware", "Engine"
 LATENCY, FLEET, SEARCH, OUTPUT = "Latency model", "Fleet", "Search", "Output"
 PANELS = (TRAFFIC, MODEL, HARDWARE, ENGINE, LATENCY, FLEET, SEARCH, OUTPUT)
 
+# Amounts of a GPU's memory below this were meant in another unit.
+SMALLEST_AMOUNT = 1 << 16
 _MULTIPLES = {"k": 10**3, "K": 1 << 10, "M": 1 << 20}
 _COUNT = re.compile(r"\s*(-?[0-9][0-9_,]*)\s*([kKM]?)\s*\Z")
 T = TypeVar("T")
@@ -53,7 +55,7 @@ class Declared:
         help: one sentence.
         names: spellings on the command line, the first one leading; empty: the field's name with dashes.
         unit: `bytes` (12GiB) or empty.
-        least: the smallest number allowed, if there is one.
+        least, most: the smallest and the largest number allowed, if there is one.
         is_argument: whether the command line takes it by position.
         metavar: what stands for the value in the help text; the unit unless given.
     """
@@ -63,6 +65,7 @@ class Declared:
     names: tuple[str, ...] = ()
     unit: str = ""
     least: int | None = None
+    most: int | None = None
     is_argument: bool = False
     metavar: str | None = None
 
@@ -120,6 +123,10 @@ def _converter(field: "attrs.Attribute[Any]", hint: Any) -> Any:
         number = convert(field.name, value)
         if how.least is not None and number < how.least:
             raise InputError(f"{spelling(field)} is {number}; it must be at least {how.least}")
+        if how.most is not None and number > how.most:
+            raise InputError(f"{spelling(field)} is {number}; it must be at most {how.most:,}")
+        if how.unit == "bytes" and how.panel == HARDWARE and 0 < number < SMALLEST_AMOUNT:
+            raise InputError(f"{spelling(field)} is {number}, which are bytes; did you mean {int(number)}GiB?")
         return number
 
     return converted

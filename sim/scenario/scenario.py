@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 # What the HTTP server adds to TTFT and E2E on the measured servers of docs/latency.md, in ms.
 DEFAULT_HTTP_MS = 8.0
+# Bounds of what a machine that simulates can hold: each engine takes megabytes, each block of a pool 60 bytes.
+MOST_RANKS = 1_024
+MOST_BLOCKS = 1 << 24
 
 
 @options
@@ -101,7 +104,11 @@ class Scenario:
         None, HARDWARE, "GPU preset: {gpus}; or a TOML file with the figures of any other device.", metavar="GPU"
     )
     num_gpu_blocks_override: int | None = option(
-        None, HARDWARE, "Blocks in the pool, null block included, whatever would fit.", metavar="BLOCKS"
+        None,
+        HARDWARE,
+        "Blocks in the pool, null block included, whatever would fit.",
+        metavar="BLOCKS",
+        most=MOST_BLOCKS,
     )
     block_size: int | None = option(
         None, ENGINE, "Tokens per block. Unless given: 16, or what the model or trace needs.", metavar="TOKENS"
@@ -111,15 +118,29 @@ class Scenario:
         HARDWARE,
         "Fraction of the GPU's total memory for this engine. Unless given: vLLM's (0.92; 0.9 before 0.21).",
     )
-    tensor_parallel_size: int = option(1, HARDWARE, "GPUs that share each layer.", "--tensor-parallel-size", "-tp")
+    tensor_parallel_size: int = option(
+        1, HARDWARE, "GPUs that share each layer.", "--tensor-parallel-size", "-tp", least=1, most=MOST_RANKS
+    )
     enable_expert_parallel: bool = option(
         False, HARDWARE, "Give each GPU whole experts instead of a slice of each; changes step times only."
     )
     pipeline_parallel_size: int = option(
-        1, HARDWARE, "Pipeline stages that the layers are divided into.", "--pipeline-parallel-size", "-pp"
+        1,
+        HARDWARE,
+        "Pipeline stages that the layers are divided into.",
+        "--pipeline-parallel-size",
+        "-pp",
+        least=1,
+        most=MOST_RANKS,
     )
     decode_context_parallel_size: int = option(
-        1, HARDWARE, "Ranks that share each request's tokens.", "--decode-context-parallel-size", "-dcp"
+        1,
+        HARDWARE,
+        "Ranks that share each request's tokens.",
+        "--decode-context-parallel-size",
+        "-dcp",
+        least=1,
+        most=MOST_RANKS,
     )
     quantization: str | None = option(
         None, MODEL, "Weight format: none, fp8, fp8_block, int8, int4, mxfp4 or nvfp4. Unless given: the model's own."
@@ -301,7 +322,9 @@ class Scenario:
         None, ENGINE, "Size windowed layers like full attention. Unless given: as vLLM does for the model."
     )
     dtype: str | None = option(None, MODEL, "Element type of unquantized weights. Unless given: the model's.")
-    data_parallel_size: int = option(1, HARDWARE, "Independent engine replicas.", "--data-parallel-size", "-dp")
+    data_parallel_size: int = option(
+        1, HARDWARE, "Independent engine replicas.", "--data-parallel-size", "-dp", least=1, most=MOST_RANKS
+    )
     enforce_eager: bool = option(False, ENGINE, "Run without CUDA graphs.", "--enforce-eager")
     reserve_graph_memory: bool | None = option(
         None, HARDWARE, "Reserve CUDA graph memory when the pool is sized. Unless given: as --engine-version does."

@@ -9,6 +9,8 @@ import attrs
 from ...core.errors import DoesNotFitError, InputError
 from ..figures import Document
 from ..latency.devices import find_device
+from ..scenario.defaults import served
+from ..scenario.deployment import read_question
 from ..scenario.engine import Engine, engine_of
 from ..scenario.results import trace_as_dict
 from ..scenario.scenario import Scenario
@@ -183,6 +185,8 @@ class SizeStudy:
         for _ in source:  # finds bad rows before the long runs
             pass
         self._trace = trace_as_dict(source.info)
+        if self._question.scenario.model is not None:
+            read_question(served(self._question.scenario.evolve(tensor_parallel_size=1)))  # refuses what no shape mends
         for size in self._question.sizes:
             self._search_shape(size)
         best = self._best()

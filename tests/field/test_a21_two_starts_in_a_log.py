@@ -33,7 +33,8 @@ def figures(log: StartupLog) -> tuple[Any, ...]:
 def test_a21_the_last_start_sizes_the_plan_and_a_warning_names_both(tmp_path: Path) -> None:
     path = tmp_path / "journal.txt"
     path.write_text(LOG)
-    document = Scenario(model="llama-3.1-8b", gpu="H100", startup_log=str(path)).plan().to_dict()
+    scenario = Scenario(model="llama-3.1-8b", gpu="H100", startup_log=str(path), gpu_memory_utilization=0.9)
+    document = scenario.plan().to_dict()
     assert document["num_gpu_blocks"] == 26_675
     assert document["bytes_per_block"] == 2 << 20
     (other,) = [row["bytes"] for row in document["ledger"] if row["name"] == "peak activation and other"]

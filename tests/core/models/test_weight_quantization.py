@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import attrs
 import pytest
 from kvledger.core.errors import InputError
 from kvledger.core.models.geometry import builtin_geometry
@@ -13,6 +14,7 @@ from kvledger.core.models.weights import (
     scheme_from_config,
     weight_bytes,
 )
+from kvledger.sim.scenario.scenario import Scenario
 
 GIB = 1 << 30
 
@@ -35,8 +37,22 @@ def test_embeddings_norms_and_the_output_matrix_are_never_quantised() -> None:
 
 def test_a_mixture_in_mxfp4_is_as_large_as_its_checkpoint() -> None:
     # Published checkpoint sizes of gpt-oss: 12.8 and 60.8 GiB.
-    assert size("gpt-oss-20b", scheme_by_name("mxfp4")) / GIB == pytest.approx(12.8, rel=0.01)
-    assert size("gpt-oss-120b", scheme_by_name("mxfp4")) / GIB == pytest.approx(60.8, rel=0.01)
+    scheme = attrs.evolve(quantization_schemes()["mxfp4"], expert_tile=None)
+    assert size("gpt-oss-20b", scheme) / GIB == pytest.approx(12.8, rel=0.01)
+    assert size("gpt-oss-120b", scheme) / GIB == pytest.approx(60.8, rel=0.01)
+
+
+def test_experts_in_mxfp4_are_padded_to_the_tiles_of_the_kernels() -> None:
+    """Loading gpt-oss-120b took 65.97 GiB with Marlin (vLLM issue 23278) and 64.38 with Triton (33155), on one H100."""
+    scheme = scheme_by_name("mxfp4")
+    assert size("gpt-oss-120b", scheme) / GIB == pytest.approx(65.97, rel=0.002)
+    row = Scenario(model="gpt-oss-120b", gpu="H100", max_model_len=-1).plan().to_dict()["ledger"][0]
+    assert row["name"] == "weights"
+    assert row["low_bytes"] / GIB < 64.38 < row["high_bytes"] / GIB
+    # On two ranks 1,440 of 2,880 become 1,536; a scheme without tiles, and a dense model, have no padding.
+    whole, half = (size("gpt-oss-120b", scheme, ranks) for ranks in (1, 2))
+    assert half > whole / 2
+    assert size("mixtral-8x7b", scheme) == size("mixtral-8x7b", attrs.evolve(scheme, expert_tile=None))
 
 
 def test_four_bits_take_their_group_scales_with_them() -> None:
@@ -92,3 +108,17 @@ def test_a_method_that_is_not_known_is_refused_with_the_way_out() -> None:
         scheme_from_config({"quant_method": "hqq"}, "config.json")
     with pytest.raises(InputError, match="how many bits"):
         scheme_from_config({"quant_method": "gptq"}, "config.json")
+
+
+def test_the_published_fp8_checkpoint_of_scout_keeps_attention_in_16_bits() -> None:
+    name = "RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic"
+    geometry = builtin_geometry(name)
+    assert geometry.quantization_config is not None
+    scheme = scheme_from_config(geometry.quantization_config, name)
+    assert scheme.kinds == {WeightKind.MLP, WeightKind.EXPERT}
+    assert size(name, scheme) > size("llama-4-scout-17b-16e", scheme_by_name("fp8"))
+    # The measured server (golden/measured_serving.jsonl) had 8,253 blocks; its encoder is not known from the config.
+    limits = {"max_num_seqs": 128, "max_num_batched_tokens": 2_048, "gpu_memory_utilization": 0.9}
+    scenario = Scenario(model=name, gpu="H100", tensor_parallel_size=2, engine_version="0.15.1", **limits)
+    low, high = scenario.evolve(max_model_len=-1).plan().to_dict()["num_gpu_blocks_range"]
+    assert low < 8_253 < high

@@ -101,7 +101,13 @@ def test_a_plan_that_does_not_fit_exits_with_1_and_says_why_in_both_forms(run: R
         ((*LLAMA, "--kv-cache-memory-bytes", "8 apples"), "is not an amount of memory"),
         ((*LLAMA, "--kv-cache-memory-bytes", "0"), "above 0"),
         ((*LLAMA, "--kv-cache-memory-bytes", "1GiB", "--num-gpu-blocks-override", "5"), "give one of them"),
-        ((*LLAMA, "-tp", "3"), "neither divides the other"),
+        ((*LLAMA, "-tp", "3"), "--tensor-parallel-size 3 does not divide the 32 attention heads of llama-3.1-8b"),
+        ((*LLAMA, "-tp", "1024"), "--tensor-parallel-size 1024 does not divide the 32 attention heads"),
+        ((*LLAMA, "-tp", "65536"), "--tensor-parallel-size is 65536; it must be at most 1,024"),
+        (("plan", "--model", "qwen2.5-7b", "--gpu", "H100", "-tp", "8"), "does not divide the 28 attention heads"),
+        (("plan", "--model", "llama-2-7b", "--gpu", "H100", "--max-model-len", "8K"), "beyond the 4,096 tokens that"),
+        ((*LLAMA, "--num-gpu-blocks-override", "99999999999"), "it must be at most 16,777,216"),
+        ((*LLAMA, "--total-memory", "80"), "--total-memory is 80, which are bytes; did you mean 80GiB?"),
         ((*LLAMA, "--kv-cache-dtype", "fp7"), "not a KV-cache dtype"),
         ((*LLAMA, "--quantization", "int3"), "unknown quantization 'int3'"),
         ((*LLAMA, "--engine-version", "new"), "not a version number"),
@@ -239,6 +245,21 @@ def test_a_pinned_pool_ignores_utilization_and_says_so(run: Run) -> None:
     assert refused["refusal"]["condition"] == "explicit_bytes_exceed_free"
     largest = refused["refusal"]["largest"]["--kv-cache-memory-bytes"]
     assert payload(run, *LLAMA, "--kv-cache-memory-bytes", str(largest))["fits"]
+
+
+def test_the_headline_has_the_range_where_the_estimates_leave_much_open(run: Run) -> None:
+    wide = ("plan", "--model", "llama-4-scout-17b-16e", "--gpu", "H100", "-tp", "2", "--quantization", "fp8")
+    _, out, _ = run(*wide, "--max-model-len", "8K")
+    low, high = payload(run, *wide, "--max-model-len", "8K")["num_gpu_blocks_range"]
+    assert f"The estimates allow {low:,} to {high:,} blocks." in " ".join(out.split())
+    _, out, _ = run(*LLAMA, "--max-num-seqs", "64")
+    assert "The estimates allow" not in out
+
+
+def test_no_suggestion_is_below_zero(run: Run) -> None:
+    document = payload(run, "plan", "--model", "llama-3.1-70b", "--gpu", "H100", code=1)
+    assert document["available_bytes"] < 0
+    assert document["suggestions"]["suggested_vllm"] == {"to_requested_limit_bytes": 0, "to_gpu_limit_bytes": 0}
 
 
 def test_neighbours_are_told_apart_and_over_declaration_is_warned_of(run: Run) -> None:

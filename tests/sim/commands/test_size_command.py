@@ -258,3 +258,26 @@ def test_the_tornado_of_a_rate_says_how_far_the_rate_moves_whatever_the_number_o
     assert traffic["low"]["rate_scale"] > document["answer"]["rate_scale"] > traffic["high"]["rate_scale"]
     assert traffic["swing_rate_scale"] == pytest.approx(traffic["low"]["rate_scale"] - traffic["high"]["rate_scale"])
     assert size(*question, *promise, "--jobs", "2") == document
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (("--model", "nosuch", "--gpu", "H100"), "no built-in model is called 'nosuch'"),
+        (("--model", "llama-3.1-8b", "--gpu", "Abacus"), "is no preset"),
+        (("--model", "llama-3.1-8b", "--gpu", "H100", "--kv-cache-dtype", "fp9"), "is not a KV-cache dtype"),
+        (("--model", "llama-3.1-8b", "--gpu", "H100", "--quantization", "int3"), "unknown quantization 'int3'"),
+    ],
+)
+def test_a_mistake_that_no_shape_mends_exits_with_2_and_is_no_row(mistake: tuple[str, ...], message: str) -> None:
+    done = kvledger("size", *CODE, "--slo-ttft-p99", "1", *mistake)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_failure() -> None:
+    question = f"{BIN} compare --workload code --limit 20 --num-gpu-blocks-override 500 --max-model-len 9K"
+    done = subprocess.run(
+        ["bash", "-c", f"{question} | (exec <&-; sleep 3); echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("0\n", "")

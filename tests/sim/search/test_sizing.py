@@ -113,6 +113,7 @@ def test_no_request_is_served_sooner_than_on_an_idle_engine(options: dict[str, A
         trace_block_size=trace.info.trace_block_size,
         closed_loop=False,
         async_scheduling=parts.async_scheduling,
+        http_s=parts.http_s,
         on_finished=served.append,
     )
     assert len(served) == len(floor)
