@@ -6,10 +6,11 @@ TOP = ("core", "backends", "kernels", "sim")
 INSIDE = find_packages(include=[*TOP, *(f"{name}.*" for name in TOP)])
 
 setup(
-    packages=["kvledger", *(f"kvledger.{name}" for name in INSIDE), "kvledger.testing"],
+    packages=["kvledger", *(f"kvledger.{name}" for name in INSIDE), "kvledger.testing", "kvledger.vllm"],
     package_dir={
         "kvledger": ".",
         "kvledger.testing": "tests/kit",
+        "kvledger.vllm": "backends/vllm/short_name",
         **{f"kvledger.{name}": name.replace(".", "/") for name in INSIDE},
     },
 )

@@ -10,7 +10,16 @@ from numpy.typing import NDArray
 from ..core import events
 from ..core.errors import InputError, MisuseError
 from ..core.events import Commit, FreeReason, as_ints
-from ..core.types import DraftModel, LatencyModel, ScheduledStep, StepLoad, StepResult, TokenBatch, largest
+from ..core.types import (
+    DraftModel,
+    LatencyModel,
+    ScheduledStep,
+    StepLoad,
+    StepResult,
+    TokenBatch,
+    largest,
+    scheduled_seconds,
+)
 from .context_rank import ContextRank
 
 PADDING_SLOT = -1
@@ -100,7 +109,7 @@ class SimBackend:
             raise MisuseError("collect without a submitted step")
         if step.load is self._foreseen_load:
             return StepResult(self._foreseen[: step.num_steps])
-        durations = self._durations(step.load, step.num_steps)
+        durations = self._durations(step, step.num_steps)
         if step.num_proposed_tokens is None:
             return StepResult(durations)
         if self.drafts is None:
@@ -109,17 +118,18 @@ class SimBackend:
 
     def repeats_before(self, step: ScheduledStep, limit: int, horizon_ns: float) -> int:
         """See `Backend`: the repetitions of a decode step, at most `limit`, that start before the horizon."""
-        self._foreseen = self._durations(step.load, limit + 1, horizon_ns)
+        self._foreseen = self._durations(step, limit + 1, horizon_ns)
         self._foreseen_load = step.load
         return len(self._foreseen) - 1
 
-    def _durations(self, load: StepLoad, num_steps: int, horizon_ns: float = math.inf) -> tuple[int, ...]:
+    def _durations(self, step: ScheduledStep, num_steps: int, horizon_ns: float = math.inf) -> tuple[int, ...]:
         """Nanoseconds of each engine step, up to the first one that reaches the horizon."""
-        elapsed = self._nanoseconds(load)
+        load = step.load
+        elapsed = self._nanoseconds(step, 0, load)
         if num_steps == 1 or elapsed >= horizon_ns:
             return (elapsed,)
         if getattr(self.latency, "ignores_context", False):
-            each = self._nanoseconds(load.one_token_later())
+            each = self._nanoseconds(step, 1, load.one_token_later())
             in_time = num_steps - 1
             if horizon_ns - elapsed < in_time * each:
                 in_time = int(-((elapsed - horizon_ns) // each))  # the quotient, rounded up
@@ -127,14 +137,15 @@ class SimBackend:
         durations = [elapsed]
         while len(durations) < num_steps and elapsed < horizon_ns:
             load = load.one_token_later()
-            durations.append(self._nanoseconds(load))
+            durations.append(self._nanoseconds(step, len(durations), load))
             elapsed += durations[-1]
         return tuple(durations)
 
-    def _nanoseconds(self, load: StepLoad) -> int:
-        if self.latency is None:
+    def _nanoseconds(self, step: ScheduledStep, num_steps_later: int, load: StepLoad) -> int:
+        latency = self.latency
+        if latency is None:
             raise MisuseError("this SimBackend mirrors tables only; give it a latency model to time steps")
-        nanoseconds = round(self.latency.step_seconds(load) * 1e9)
+        nanoseconds = round(scheduled_seconds(latency, step, num_steps_later, load) * 1e9)
         if nanoseconds < 1:
             raise InputError(f"the latency model says that a step takes {nanoseconds} ns ({load}); it must take time")
         return nanoseconds

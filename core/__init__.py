@@ -29,10 +29,9 @@ if TYPE_CHECKING:
     from .pool.eviction_order import EvictionOrder, make_eviction_order
     from .pool.policies.belady import BeladyOrder, FutureUses
     from .pool.policies.policy import EvictionPolicy, eviction_policies
-    from .scheduler.config import SchedulerConfig
+    from .scheduler.config import SchedulerConfig, SchedulerStats
     from .scheduler.engine import Wait, engine_loop
     from .scheduler.scheduler import Scheduler, StepOutcome
-    from .scheduler.stats import SchedulerStats
     from .types import (
         Backend,
         DraftModel,
@@ -70,10 +69,9 @@ _NAMES_IN = {
     "pool.eviction_order": ("EvictionOrder", "make_eviction_order"),
     "pool.policies.belady": ("BeladyOrder", "FutureUses"),
     "pool.policies.policy": ("EvictionPolicy", "eviction_policies"),
-    "scheduler.config": ("SchedulerConfig",),
+    "scheduler.config": ("SchedulerConfig", "SchedulerStats"),
     "scheduler.engine": ("Wait", "engine_loop"),
     "scheduler.scheduler": ("Scheduler", "StepOutcome"),
-    "scheduler.stats": ("SchedulerStats",),
     "types": (
         "Backend",
         "DraftModel",

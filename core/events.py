@@ -196,6 +196,9 @@ class BlocksCached(NamedTuple):
     For `rows[i]` the logical indices `starts[i] <= index < stops[i]` were considered and `counts[i]` of them
     registered (all of them unless the group skips or retains sparsely; possibly none). `indices`, `blocks` and `keys`
     are flat. `parents[i]` is the key of the block before `starts[i]` (None at the start); it need not be registered.
+
+    A row with `starts[i] == stops[i]` and one index, the same, registers the block in which its prompt ends, under the
+    key at that end, which lies inside the block (rule 23). The block is not considered by that.
     """
 
     group: int

@@ -187,7 +187,9 @@ class LatencyModel(Protocol):
     """Says how long an engine step takes.
 
     A model that reads neither of the load's two context sums may declare `ignores_context = True`: the steps of a run
-    of decodes then take the same time, and the engine asks for it once.
+    of decodes then take the same time, and the engine asks for it once. A model for which the sums are not enough (the
+    chunks of several prompts) may have a method `scheduled_seconds(step, num_steps_later, load)`, which is asked
+    instead: `load` is that of the step, or of the step of a macro-step that comes `num_steps_later`.
     """
 
     def step_seconds(self, load: StepLoad) -> float:
@@ -197,6 +199,12 @@ class LatencyModel(Protocol):
     def assumptions(self) -> dict[str, Any]:
         """Return every coefficient with its unit and source, for the report."""
         ...
+
+
+def scheduled_seconds(latency: LatencyModel, step: ScheduledStep, num_steps_later: int, load: StepLoad) -> float:
+    """Return the seconds of a scheduled step, by `scheduled_seconds` of a model that has it, else by its load."""
+    timed = getattr(latency, "scheduled_seconds", None)
+    return latency.step_seconds(load) if timed is None else timed(step, num_steps_later, load)
 
 
 class DraftModel(Protocol):

@@ -12,6 +12,7 @@ from ..cache_kinds import NULL_BLOCK
 from ..errors import MisuseError
 from ..events import (
     BlocksAllocated,
+    BlocksCached,
     BlocksFreed,
     BlocksShared,
     BlocksUncached,
@@ -36,6 +37,7 @@ from .checks import REASONS_TO_FREE_ALL, CommandChecks, IntOrEach, Rows
 from .config import AllocatorConfig
 from .orphans import ChainLinks
 from .prefix_cache import BatchKeys, Hits, PrefixCache, PrefixMatch, RowKeys
+from .prompt_ends import PromptEnd, PromptEnds
 from .taking import (
     CopyOnWrite,
     PrivateBlock,
@@ -51,6 +53,8 @@ _NO_PLACES: NDArray[np.intp] = np.empty(0, dtype=np.intp)
 # Positions in a request: where it continues, where its external tokens begin, where its new tokens begin and end, and
 # where those of them end that are no drafts (told apart for states only).
 _Span: TypeAlias = tuple[int, int, int, int, int]
+# The keys that a batch registers: by group, and by row for the ends of prompts (empty if no group has any).
+_DueKeys: TypeAlias = tuple[list[BatchKeys], list[list[PromptEnd]]]
 
 
 class KVCacheAllocator:
@@ -98,6 +102,7 @@ class KVCacheAllocator:
         self._emit = self.state.apply
         self._commit([self._emit(created)])
         self._prefixes = PrefixCache(config, self.state)
+        self._prompt_ends = PromptEnds(config, self.state)
         self._admission = Admission(config, self.state)
         self._checks = CommandChecks(config, self.state)
         self._copies = CopyOnWrite(self.state)
@@ -296,6 +301,8 @@ class KVCacheAllocator:
         private: Sequence[PrivateBlock] = ()
         if row is not None and (row in state.guarded or start < state.placed[row]):
             private = self._copies.of_row(row, total - num_external_tokens, num_slots)
+            if private and self._prompt_ends.are_due:
+                private = [block for block in private if not self._prompt_ends.keeps(block, request, start)]
         wanted = [-(-num_slots // size) for size in self._block_sizes]
         known = end
         if self._state_groups:
@@ -312,9 +319,13 @@ class KVCacheAllocator:
             return None
         # Tokens that are still to be copied in must not be found: another request would read them too early.
         row_keys: Sequence[RowKeys] = ()
+        prompt_ends: Sequence[PromptEnd] = ()
         if self._caches and num_new_tokens > 0 and request.keys is not None:
             row_keys = self._prefixes.keys_of_row(request, row, hits, total, end)
-        return self._emit_allocation(request, row, span, hits, private, wanted, row_keys, num_new_tokens > 0)
+            if self._prompt_ends.are_due:
+                prompt_ends = self._prompt_ends.of_row(row, request, min(end, request.num_tokens))
+        keys = row_keys, prompt_ends
+        return self._emit_allocation(request, row, span, hits, private, wanted, keys, num_new_tokens > 0)
 
     def _lacks_blocks(
         self,
@@ -347,7 +358,7 @@ class KVCacheAllocator:
         hits: Hits | None,
         private: Sequence[PrivateBlock],
         wanted: Sequence[int],
-        row_keys: Sequence[RowKeys],
+        keys: tuple[Sequence[RowKeys], Sequence[PromptEnd]],
         has_new_tokens: bool,
     ) -> tuple[tuple[int, ...], ...]:
         """Carry out an allocation whose blocks are free; `wanted` is how many the request then has, by group."""
@@ -380,12 +391,14 @@ class KVCacheAllocator:
                 events.append(emit(BlocksAllocated.of_row(group, row, new, lost_keys, lost_groups)))
                 blocks = blocks + new if blocks else new
             taken.append(blocks)
-        for keys in row_keys:
-            cached = self._prefixes.register_row(row, keys, request, num_held[keys[0]])
-            if cached is not None:
-                events.append(emit(cached))
-                if self._links is not None:
-                    self._links.note(cached, state.pool)
+        row_keys, prompt_ends = keys
+        for group_keys in row_keys:
+            if self._prompt_ends.are_due:
+                group, offset, of_blocks = group_keys
+                self._emit_outgrown(group, (row,), ((offset,), (of_blocks,)), events)
+            self._note_cached(self._prefixes.register_row(row, group_keys, request, num_held[group_keys[0]]), events)
+        if prompt_ends:
+            self._emit_prompt_ends(row, prompt_ends, events)
         if written_from < total:
             events.append(emit(TokensPlaced.of_row(row, written_from, total - written_from)))
         if has_new_tokens:
@@ -658,7 +671,8 @@ class KVCacheAllocator:
         if num_served:
             places = slice(num_served)
             count = int(np.searchsorted(due_places, num_served))
-            cut = [(offsets[:count], keys[:count]) for offsets, keys in batch_keys]
+            by_group, prompt_ends = batch_keys
+            cut = [(offsets[:count], keys[:count]) for offsets, keys in by_group], prompt_ends[:count]
             self._emit_placed(rows[places], first[places].copy(), end[places], due_places[:count], cut, events)
         if events:
             self._commit(events)
@@ -702,6 +716,10 @@ class KVCacheAllocator:
         end = np.minimum(first + new, self._longest)
         num_slots = np.minimum(end + num_lookahead_tokens, self._longest) if num_lookahead_tokens else end
         private = self._copies.of_batch(rows, first, placed, num_slots)
+        if private and self._prompt_ends.are_due:
+            first_of = dict(zip(rows.tolist(), first.tolist(), strict=True))
+            requests, keeps = self._request_in_row, self._prompt_ends.keeps
+            private = [block for block in private if not keeps(block, requests[block[1]], first_of[block[1]])]
         if self._state_groups:
             shortfalls: list[Shortfall] = self._shortfalls(rows, end, num_slots, num_draft_tokens)
         else:
@@ -758,17 +776,22 @@ class KVCacheAllocator:
         first: NDArray[np.int64],
         known: NDArray[np.int64],
         may_roll_back: bool,
-    ) -> tuple[NDArray[np.intp], list[BatchKeys]]:
+    ) -> tuple[NDArray[np.intp], _DueKeys]:
         """Return the places of a batch that fill blocks, and the keys of these blocks, by group."""
         if not self._caches:
-            return _NO_PLACES, []
-        due = self._prefixes.due(rows, known, first if may_roll_back else None)
+            return _NO_PLACES, ([], [])
+        ends, requests = self._prompt_ends, self._request_in_row
+        also = ends.due(rows, known) if ends.are_due else None
+        due = self._prefixes.due(rows, known, first if may_roll_back else None, also)
         if not len(due):
-            return due, []
-        keys = self._prefixes.keys_of_batch(
-            rows[due].tolist(), first[due].tolist(), known[due].tolist(), self._request_in_row
-        )
-        return due, keys
+            return due, ([], [])
+        due_rows: list[int] = rows[due].tolist()
+        due_known: list[int] = known[due].tolist()
+        keys = self._prefixes.keys_of_batch(due_rows, first[due].tolist(), due_known, requests)
+        prompt_ends: list[list[PromptEnd]] = []
+        if ends.are_due:
+            prompt_ends = [ends.of_row(row, requests[row], k) for row, k in zip(due_rows, due_known, strict=True)]
+        return due, (keys, prompt_ends)
 
     def _emit_rollbacks(self, rows: Rows, first: NDArray[np.int64], events: list[Event]) -> None:
         for row, position in self._copies.rollbacks(rows, first):
@@ -780,20 +803,45 @@ class KVCacheAllocator:
         first: NDArray[np.int64],
         end: NDArray[np.int64],
         due: NDArray[np.intp],
-        batch_keys: list[BatchKeys],
+        batch_keys: _DueKeys,
         events: list[Event],
     ) -> None:
         """Register the blocks that are filled at the places `due`, and place the tokens of all rows."""
-        self._emit_cached(rows[due].tolist() if batch_keys else [], batch_keys, events)
+        self._emit_cached(rows[due].tolist() if batch_keys[0] else [], batch_keys, events)
         events.append(self._emit(TokensPlaced.of_batch(rows.copy(), first, end - first)))
 
-    def _emit_cached(self, due_rows: list[int], batch_keys: list[BatchKeys], events: list[Event]) -> None:
-        for group, keys in enumerate(batch_keys):
-            cached = self._prefixes.register_batch(group, due_rows, keys, self._request_in_row)
-            if cached is not None:
-                events.append(self._emit(cached))
-                if self._links is not None:
-                    self._links.note(cached, self.state.pool)
+    def _emit_cached(self, due_rows: list[int], batch_keys: _DueKeys, events: list[Event]) -> None:
+        by_group, prompt_ends = batch_keys
+        for group, keys in enumerate(by_group):
+            if self._prompt_ends.are_due:
+                self._emit_outgrown(group, due_rows, keys, events)
+            self._note_cached(self._prefixes.register_batch(group, due_rows, keys, self._request_in_row), events)
+        if prompt_ends:
+            for row, ends in zip(due_rows, prompt_ends, strict=True):
+                self._emit_prompt_ends(row, ends, events)
+
+    def _note_cached(self, cached: BlocksCached | None, events: list[Event]) -> None:
+        if cached is not None:
+            events.append(self._emit(cached))
+            if self._links is not None:
+                self._links.note(cached, self.state.pool)
+
+    def _emit_outgrown(self, group: int, rows: Sequence[int], keys: BatchKeys, events: list[Event]) -> None:
+        outgrown = self._prompt_ends.outgrown(group, rows, keys)
+        if outgrown is not None:
+            events.append(self._emit(outgrown))
+
+    def _emit_prompt_ends(self, row: int, prompt_ends: Sequence[PromptEnd], events: list[Event]) -> None:
+        request = self._request_in_row[row]
+        if request is None:
+            return
+        for prompt_end in prompt_ends:
+            group, index, key, _ = prompt_end
+            self._emit_outgrown(group, (row,), ((index,), ((key,),)), events)
+            cached = self._prompt_ends.register(row, prompt_end, request)
+            self._note_cached(cached, events)
+            if cached is not None and group in self._state_groups:
+                self._prefixes.states_of_step.add((group, key))
 
     def register(self, rows: Rows, num_tokens: NDArray[np.int64]) -> None:
         """Register the complete blocks among the first `num_tokens` tokens of each row, where they are not yet.
@@ -905,6 +953,8 @@ class KVCacheAllocator:
         elif keyed:
             keys: list[Key] = [pool.key_of(block) for block in keyed]
             self._commit([self._emit(BlocksUncached(tuple(keyed), tuple(keys), pool.groups_of(keyed)))])
+            held = [(row, self._request_in_row[row]) for row in self.state.row_of.values()]
+            self._prompt_ends.expect_again([(row, request) for row, request in held if request is not None])
         return len(keyed)
 
     def reset_prefix_cache(self, *, while_running: bool = False) -> None:
@@ -936,6 +986,8 @@ class KVCacheAllocator:
         row = self.state.free_rows[-1]
         events.append(self._emit(RowsAssigned.of(request.request_id, row)))
         self._request_in_row[row] = request
+        if self._prompt_ends.are_due:
+            self._prompt_ends.expect(row, request)
         return row
 
     def _commit(self, events: list[Event]) -> None:

@@ -203,13 +203,15 @@ class PrefixCache:
         rows: NDArray[np.int64],
         known_tokens: NDArray[np.int64],
         first_positions: NDArray[np.int64] | None = None,
+        also: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.intp]:
         """Find the places in a batch where a group has a complete block that registration has not considered.
 
         Blocks behind `first_positions`, where given, count as not considered: a rollback is about to overwrite them.
+        The places `also` are added.
         """
         unit = self._unit
-        behind: NDArray[np.bool_] | None = None
+        behind = also
         for kind, considered in zip(self._groups, self._state.num_considered, strict=True):
             done = np.maximum(considered[rows], self._zero)
             if first_positions is not None:
@@ -435,16 +437,19 @@ class PrefixCache:
 
     def _retained(self, group: int, row: int, start: int, stop: int, request: Request) -> Sequence[int]:
         """Choose the logical indices in `start <= index < stop` that retention gives a key."""
-        interval, kind = self._config.retention_interval, self._groups[group]
+        interval, kind, unit = self._config.retention_interval, self._groups[group], self._unit
         if kind.needs_whole_prefix:
             return range(start, stop)
         chosen: Iterable[int] = ()
         if interval is DENSE:
-            chosen = kind.retained_between(start, stop, self._unit if kind.holds_tokens else 1, self._use_eagle)
+            chosen = kind.retained_between(start, stop, unit if kind.holds_tokens else 1, self._use_eagle)
         elif interval:
             chosen = kind.retained_between(start, stop, interval, self._use_eagle)
         if interval is not DENSE:
-            chosen = sorted({*chosen, *kind.retained(start, stop, self._boundaries(request), self._use_eagle)})
+            ends = self._boundaries(request)
+            if not kind.holds_tokens:
+                ends |= self._last_provable_state(request)
+            chosen = sorted({*chosen, *kind.retained(start, stop, ends, self._use_eagle)})
         if not kind.holds_tokens:
             passed_over = self._index_passed_over(group, row, request)
             return [index for index in chosen if index != passed_over]
@@ -464,6 +469,16 @@ class PrefixCache:
         if request.cache_boundary:
             ends.add(request.cache_boundary // unit * unit)
         return ends
+
+    def _last_provable_state(self, request: Request) -> set[int]:
+        """Return the tokens of the last state that a key of the prompt proves, if a hit can end there.
+
+        It lies before the last boundary where keys look ahead by several tokens, and under EAGLE where the scheduler's
+        block is larger than the tokens of a key, behind it.
+        """
+        size, prompt, ahead = self._hash_block_size, request.num_prompt_tokens, self._config.num_lookahead_tokens
+        end = (prompt // size - 1 if self._use_eagle else (prompt - max(ahead, 1)) // size) * size
+        return {end} if end % self._unit == 0 else set()
 
     def _index_passed_over(self, group: int, row: int, request: Request) -> int:
         """Return the block in which this command's chunk begins, if it ends behind it: no state was left at its end.

@@ -108,6 +108,7 @@ class StartupLog:
     total: GibFigure | None = None  # memory of the device
     utilization: float | None = None  # the share of it that the instance may use
     free_after: GibFigure | None = None  # memory that is free once the pool is allocated (SGLang)
+    block_size: int | None = None  # tokens of a block (TensorRT-LLM)
     engine: str = "vLLM"  # whose lines these are
     warnings: tuple[str, ...] = ()  # what the reader should know of the log
 
@@ -120,22 +121,30 @@ _GIB_LINES = {
         rf"[Ll]oading model weights took\s+{_FIGURE}",
         rf"weights take\s+{_FIGURE}",
         rf"Load weight end\..*mem usage=\s*{_FIGURE}",
+        rf"after loading model weights \(inside torch\).*?:\s*{_FIGURE}",
     ),
-    "non_torch": (rf"non_torch_memory(?: takes)?\s+{_FIGURE}",),
-    "activation": (rf"activation peak memory(?: takes)?\s+{_FIGURE}",),
+    "non_torch": (
+        rf"non_torch_memory(?: takes)?\s+{_FIGURE}",
+        rf"Memory used outside torch \(.*?\).*?:\s*{_FIGURE}",
+    ),
+    "activation": (
+        rf"activation peak memory(?: takes)?\s+{_FIGURE}",
+        rf"allocated during inference \(inside torch\).*?:\s*{_FIGURE}",
+    ),
     "graphs": (
         rf"[Gg]raph capturing finished in .*took\s+{_FIGURE}",
         rf"CUDA graph memory:\s+{_FIGURE}",
         rf"Capture cuda graph end\..*mem usage=\s*{_FIGURE}",
     ),
     "available": (rf"Available KV cache memory:\s+{_FIGURE}", rf"reserved for KV Cache is\s+{_FIGURE}"),
-    "total": (rf"total_gpu_memory\s*\(?\s*{_FIGURE}",),
+    "total": (rf"total_gpu_memory\s*\(?\s*{_FIGURE}", rf"device total memory\s+{_FIGURE}"),
     "free_after": (rf"Memory pool end\..*avail mem=\s*{_FIGURE}",),
 }
 _COUNT_LINES = {
     "kv_cache_tokens": r"GPU KV cache size:\s+([0-9,]+)\s+tokens",
     "num_gpu_blocks": r"#\s*(?:GPU|CUDA) blocks:\s+([0-9,]+)",
     "concurrency_tokens": r"Maximum concurrency for\s+([0-9,]+)\s+tokens",
+    "block_size": r"Number of tokens per block:\s+([0-9]+)",
 }
 _CONCURRENCY = re.compile(r"tokens per request:\s+([0-9.]+)x")
 _UTILIZATION = re.compile(r"gpu_memory_utilization\s*[=(]?\s*\(?\s*([01]\.[0-9]+)")
@@ -144,6 +153,9 @@ _SGLANG_POOL = re.compile(
     r"KV Cache is allocated\..*?#tokens:\s*([0-9,]+),"
     rf"\s*(?:KV size:\s*{_FIGURE}|K size:\s*{_FIGURE},\s*V size:\s*{_FIGURE})"
 )
+# A pool of TensorRT-LLM. It makes a small one, measures a forward pass, and then makes the one that it serves with.
+_TENSORRT_POOL = re.compile(rf"Allocated\s+{_FIGURE} for max tokens in paged KV cache \(([0-9,]+)\)")
+_TENSORRT_PROFILE = "Peak memory during memory usage profiling"
 # Which engine of a data-parallel server logged a line, and which of its ranks.
 _ENGINE = re.compile(r"(?<![A-Za-z])DP\s?(\d+)|EngineCore_(\d+)")
 _RANK = re.compile(r"\b(TP\s?\d+|PP\s?\d+|Worker_\w+|rank[= ]\d+)")
@@ -153,10 +165,13 @@ _START = re.compile(
 )
 _LOADING, _PROFILING, _POOL, _READY = range(4)
 _PHASES = (
-    (_LOADING, re.compile(r"Model loading took|[Ll]oading model weights took|Load weight (?:begin|end)")),
+    (
+        _LOADING,
+        re.compile(r"Model loading took|[Ll]oading model weights took|Load weight (?:begin|end)|GB for model weights"),
+    ),
     (_PROFILING, re.compile(r"Available KV cache memory|reserved for KV Cache is")),
     (_POOL, re.compile(r"GPU KV cache size|# ?(?:GPU|CUDA) blocks|Maximum concurrency for")),
-    (_READY, re.compile(r"max_total_num_tokens=|ready to roll")),
+    (_READY, re.compile(r"max_total_num_tokens=|ready to roll|Setting PyTorch memory fraction")),
 )
 
 
@@ -181,7 +196,7 @@ def read_startup_log(lines: Iterable[str], place: str) -> StartupLog:
     warnings: list[str] = []
     for starts in _starts_by_engine(lines):
         known = [start for start in starts if _figures(start.lines)]
-        complete = [start for start in known if start.phase >= _POOL or _SGLANG_POOL.search("\n".join(start.lines))]
+        complete = [start for start in known if start.phase >= _POOL or _has_pool("\n".join(start.lines))]
         if not known:
             continue
         last = (complete or known)[-1]
@@ -192,9 +207,14 @@ def read_startup_log(lines: Iterable[str], place: str) -> StartupLog:
         raise InputError(
             f"{place}: none of the known lines was found (vLLM: Available KV cache memory, GPU KV cache size, # GPU"
             " blocks, Maximum concurrency, Model loading took, Graph capturing finished; SGLang: KV Cache is allocated,"
-            " Load weight end, Memory pool end, Capture cuda graph end)"
+            " Load weight end, Memory pool end, Capture cuda graph end; TensorRT-LLM: Allocated ... for max tokens in"
+            " paged KV cache, Number of tokens per block)"
         )
     return attrs.evolve(StartupLog(), **found, warnings=tuple(dict.fromkeys(warnings)))
+
+
+def _has_pool(text: str) -> bool:
+    return bool(_SGLANG_POOL.search(text) or _TENSORRT_POOL.search(text))
 
 
 def _starts_by_engine(lines: Iterable[str]) -> list[list[_Start]]:
@@ -271,7 +291,18 @@ def _figures(lines: Sequence[str]) -> dict[str, Any]:
         found["max_concurrency"] = float(match.group(1))
     if match := _UTILIZATION.search(text):
         found["utilization"] = float(match.group(1))
-    return found | _sglang_pool(lines)
+    return found | _sglang_pool(lines) | _tensorrt_pool(lines)
+
+
+def _tensorrt_pool(lines: Sequence[str]) -> dict[str, Any]:
+    """Tokens and bytes of TensorRT-LLM's pool, of the tightest rank; those before its measurement are for a trial."""
+    last = max([place for place, line in enumerate(lines) if _TENSORRT_PROFILE in line], default=-1)
+    pools = _TENSORRT_POOL.findall("\n".join(lines[last + 1 :])) or _TENSORRT_POOL.findall("\n".join(lines))
+    if not pools:
+        return {}
+    size, tokens = min(pools, key=lambda pool: int(pool[1].replace(",", "")))
+    pool = {"kv_cache_tokens": int(tokens.replace(",", "")), "available": GibFigure(text=size)}
+    return {**pool, "engine": "TensorRT-LLM"}
 
 
 def _sglang_pool(lines: Sequence[str]) -> dict[str, Any]:
@@ -305,6 +336,11 @@ def calibrated_rows(
     Raises:
         InputError: the log lacks a required line, or its figures do not fit the request.
     """
+    if log.engine == "TensorRT-LLM":
+        raise InputError(
+            "a plan is not calibrated by a log of TensorRT-LLM, which takes a fraction of what weights and activations"
+            " leave; without --gpu the log is explained, and its figures can be given one by one (--weights-bytes, ...)"
+        )
     weights_line, pool_line = {
         "SGLang": ("Load weight end", "KV Cache is allocated"),
     }.get(log.engine, ("Model loading took", "Available KV cache memory"))

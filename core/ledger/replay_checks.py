@@ -134,6 +134,7 @@ class CheckedReplay:
             at += count
             if its_blocks == tuple(held[start:stop]) and at_indices == tuple(range(start, stop)):
                 continue  # the usual case: all of them
+            stop += start == stop and count == 1  # the end of a prompt inside a block
             for index, block in zip(at_indices, its_blocks, strict=True):
                 if not start <= index < stop or held[index] != block:
                     raise CorruptLedgerError(f"row {row} does not hold block {block} at index {index}")

@@ -192,12 +192,13 @@ class LedgerState:
         self.skipped[group][row] = skipped
 
     def _blocks_cached(self, event: events.BlocksCached) -> None:
-        group, rows, _, stops, _, indices, blocks, keys, _ = event
+        group, rows, starts, stops, _, indices, blocks, keys, _ = event
         if keys:
             self.pool.apply_cache(group, blocks if isinstance(blocks, tuple) else as_ints(blocks), keys, indices)
         considered = self.considered[group]
         if len(rows) == 1:
-            considered[rows[0]] = stops[0]
+            if not keys or starts[0] != stops[0]:  # else it is the end of a prompt, inside a block
+                considered[rows[0]] = stops[0]
             return
         for row, stop in zip(as_ints(rows), as_ints(stops), strict=True):
             considered[row] = stop
@@ -211,6 +212,8 @@ class LedgerState:
             else:
                 self.placed[row] = end
             return
+        if not len(rows):
+            return  # a step that placed nothing
         places, starts = np.asarray(rows), np.asarray(firsts)
         careful = self.guarded and not self.guarded.isdisjoint(as_ints(rows))
         if careful or np.count_nonzero(starts < self.num_placed[places]):

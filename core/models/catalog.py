@@ -54,8 +54,8 @@ def unknown_model(name: str) -> InputError:
     configs = builtin_configs()
     close = get_close_matches(_bare(name), configs, n=6, cutoff=0.4)
     return InputError(
-        f"no built-in model is called {name!r}; give a path to its config.json, or one of"
-        f" {', '.join(close or configs)} (and the quantization of a quantised checkpoint)"
+        f"no built-in model is called {name!r}; give a path to its config.json, a description by hand"
+        f" (docs/planning.md), or one of {', '.join(close or configs)} (and the quantization of a quantised checkpoint)"
     )
 
 

@@ -17,6 +17,8 @@ class StateChunks:
         sizes = [kind.block_size for kind in allocator.groups if not kind.holds_tokens]
         self.block_size = max(sizes, default=0) if allocator.enable_caching else 0
         self._drops_block = allocator.use_eagle
+        # The tokens behind the last boundary: one to compute, or those that its key looks ahead to.
+        self._left = 0 if allocator.use_eagle else max(allocator.num_lookahead_tokens, 1)
         self._longest = config.max_num_batched_tokens
         if config.long_prefill_token_threshold:
             self._longest = min(self._longest, config.long_prefill_token_threshold)
@@ -50,4 +52,4 @@ class StateChunks:
     def last_boundary(self, num_tokens: int) -> int:
         """The last boundary from which the same tokens can be continued; 0 or less: none."""
         size = self.block_size
-        return (num_tokens - (not self._drops_block)) // size * size - (size if self._drops_block else 0)
+        return (num_tokens - self._left) // size * size - (size if self._drops_block else 0)

@@ -3,8 +3,7 @@
 from ..allocator.allocator import KVCacheAllocator
 from ..allocator.prefix_cache import PrefixMatch
 from ..types import Request
-from .config import SchedulerConfig
-from .stats import SchedulerStats
+from .config import SchedulerConfig, SchedulerStats
 
 
 class PreemptedRequests:

@@ -11,11 +11,10 @@ from ..errors import DoesNotFitError, InputError, MisuseError
 from ..events import named_tuple
 from ..types import ExternalTokens, RemoteTokens, Request, ScheduledStep, StepLoad, TokenBatch, smallest, sum_of
 from .chunks import StateChunks
-from .config import SchedulerConfig
+from .config import SchedulerConfig, SchedulerStats
 from .preemption import PreemptedRequests
 from .queues import FcfsQueue, Lease, PriorityQueue, WaitingQueue
 from .running import RunningRequests
-from .stats import SchedulerStats
 from .waiting import WaitingAdmission
 
 

@@ -9,11 +9,10 @@ from ..errors import InputError
 from ..events import Key
 from ..types import ExternalTokens, RemoteTokens, Request, TokenBatch, sum_of
 from .chunks import StateChunks
-from .config import SchedulerConfig
+from .config import SchedulerConfig, SchedulerStats
 from .preemption import PreemptedRequests
 from .queues import IncomingTransfer, Transfers, WaitingQueue
 from .running import RunningRequests
-from .stats import SchedulerStats
 
 
 @attrs.frozen

@@ -22,6 +22,7 @@ EXIT_BAD_INPUT = 2
 # Commands in the order of the help text; each is a function of sim/commands/<name>.py, dashes being underscores there.
 COMMANDS: tuple[str, ...] = (
     *("study", "plan", "curve", "replay", "fleet", "size", "block-size", "optimum", "ab", "compare", "sweep"),
+    *("validate", "explain-run"),
     *("sampling", "follow", "serve"),
 )
 # Groups of sub-commands; each is made by `build_<name>_app` of its module.

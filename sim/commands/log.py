@@ -294,10 +294,13 @@ def _recorded_scenario(reader: "LogReader") -> Scenario:
 
 
 def _decide_again(reader: "LogReader", log: str, json: bool) -> None:
+    from ...backends.serving.engine.recording import RECORDED_VLLM
+    from ..logs.engine_rerun import run_engine_again
     from ..logs.live_rerun import run_live_again
 
+    is_vllm = reader.manifest.header["command"] == RECORDED_VLLM
     with Bar("Deciding again") as bar:
-        found = run_live_again(reader, bar.count)
+        found = run_engine_again(reader, bar.count) if is_vllm else run_live_again(reader, bar.count)
     print_result({"log": log, **found.to_json()}, lambda _: _print_lines(found.describe()), json)
     if not found.is_equal:
         raise typer.Exit(1)

@@ -67,7 +67,10 @@ def run_replay(
 
 def input_files(scenario: Scenario) -> list[str]:
     """The files that a run reads, which no output may replace."""
-    return [*scenario.trace, *(name for name in (scenario.latency_table, scenario.model) if name is not None)]
+    return [
+        *scenario.trace,
+        *(name for name in (scenario.latency_table, scenario.calibration, scenario.model) if name is not None),
+    ]
 
 
 def _recorder(recording: LogOptions, scenario: Scenario, source: "Trace") -> "RunLog":

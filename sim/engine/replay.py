@@ -10,9 +10,8 @@ from ...backends.sim_backend import SimBackend
 from ...core.allocator.allocator import KVCacheAllocator
 from ...core.allocator.config import AllocatorConfig
 from ...core.errors import InputError
-from ...core.scheduler.config import SchedulerConfig
+from ...core.scheduler.config import SchedulerConfig, SchedulerStats
 from ...core.scheduler.scheduler import Scheduler
-from ...core.scheduler.stats import SchedulerStats
 from ...core.types import Backend, DraftModel, EventSink, LatencyModel
 from ..figures import Document
 from ..traces.trace import TraceRequest

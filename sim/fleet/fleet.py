@@ -10,9 +10,8 @@ from ...backends.sim_backend import SimBackend
 from ...core.allocator.allocator import KVCacheAllocator
 from ...core.allocator.config import AllocatorConfig
 from ...core.events import Key
-from ...core.scheduler.config import SchedulerConfig
+from ...core.scheduler.config import SchedulerConfig, SchedulerStats
 from ...core.scheduler.scheduler import Scheduler
-from ...core.scheduler.stats import SchedulerStats
 from ...core.types import DraftModel, EventSink, LatencyModel, RemoteTokens, Request
 from ..engine.arrivals import TraceArrivals
 from ..engine.distributions import LatencySketches, RunHistograms

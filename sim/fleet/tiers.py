@@ -19,7 +19,7 @@ from ...core.allocator.config import AllocatorConfig
 from ...core.cache_kinds import FullAttention
 from ...core.errors import CorruptLedgerError, InputError
 from ...core.events import POOL, BlocksMoved, Commit, Key, MoveReason, TierCommit, TierEvent, TiersCreated
-from ...core.types import LatencyModel, Request, StepLoad
+from ...core.types import LatencyModel, Request, ScheduledStep, StepLoad, scheduled_seconds
 
 
 @attrs.define
@@ -331,6 +331,9 @@ class TieredLatency:
 
     def step_seconds(self, load: StepLoad) -> float:
         return self._store.take_pending_s() + self._inner.step_seconds(load)
+
+    def scheduled_seconds(self, step: ScheduledStep, num_steps_later: int, load: StepLoad) -> float:
+        return self._store.take_pending_s() + scheduled_seconds(self._inner, step, num_steps_later, load)
 
     def assumptions(self) -> dict[str, object]:
         return self._inner.assumptions()

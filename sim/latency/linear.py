@@ -5,7 +5,7 @@ from typing import ClassVar
 import attrs
 
 from ...core.errors import InputError
-from ...core.types import LatencyModel, StepLoad
+from ...core.types import LatencyModel, ScheduledStep, StepLoad, scheduled_seconds
 from ..figures import above_zero, not_negative
 from .models import LatencyInputs, latency_models
 
@@ -66,7 +66,13 @@ class SwapLatency:
     link_bytes_per_s: float = attrs.field(validator=above_zero)
 
     def step_seconds(self, load: StepLoad) -> float:
-        return self.inner.step_seconds(load) + load.num_swapped_blocks * self.bytes_per_block / self.link_bytes_per_s
+        return self.inner.step_seconds(load) + self._copies_s(load)
+
+    def scheduled_seconds(self, step: ScheduledStep, num_steps_later: int, load: StepLoad) -> float:
+        return scheduled_seconds(self.inner, step, num_steps_later, load) + self._copies_s(load)
+
+    def _copies_s(self, load: StepLoad) -> float:
+        return load.num_swapped_blocks * self.bytes_per_block / self.link_bytes_per_s
 
     def assumptions(self) -> dict[str, object]:
         return {

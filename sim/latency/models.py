@@ -5,6 +5,7 @@ registry also has `from_inputs`, which makes the model from what the user gave o
 and may name in `takes` the inputs that it reads. docs/extending.md shows one.
 """
 
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -14,6 +15,8 @@ from ...core.errors import InputError
 from ...core.registry import Registry
 from ...core.types import LatencyModel
 from .devices import Device
+from .kernel_factors import CalibratedLatency, factors_in, read_factors
+from .kernel_tables import has_kernel_tables
 
 
 @attrs.frozen(kw_only=True)
@@ -24,30 +27,55 @@ class LatencyInputs:
     us_per_prefill_token: float | None = None  # microseconds per prompt token
     us_per_decoding_sequence: float | None = None  # microseconds per decoding request
     latency_table: str | None = None  # path of a CSV file of measured steps
+    kernel_profile: str | None = None  # path of a folder of profiled kernels
+    calibration: str | None = None  # path of a file of factors
+    enable_expert_parallel: bool = False  # whether each GPU holds whole experts
     deployment: Deployment | None = None  # model, ranks and limits
     device: Device | None = None  # the GPU of each rank
     weights_dtype: str = "auto"  # a quantization scheme, a dtype, or `auto`: what the model's config says
 
 
 # Inputs that only some models read. Giving one to another model is an error.
-OWN_INPUTS = ("base_ms", "us_per_prefill_token", "us_per_decoding_sequence", "latency_table")
+OWN_INPUTS = (
+    "base_ms",
+    "us_per_prefill_token",
+    "us_per_decoding_sequence",
+    "latency_table",
+    "kernel_profile",
+)
 
 
 latency_models: Registry[type[Any]] = Registry("latency model", "kvledger.latency_models")
 
 
 def make_latency(name: str | None, inputs: LatencyInputs) -> LatencyModel:
-    """A latency model by name; None: `table` with a latency table, `roofline` with a deployment, else `linear`.
+    """A latency model by name, or the one that the inputs are for.
+
+    With None: `table` with a latency table; `kernels` with profiled kernels, or with a deployment on a device whose
+    kernel times are installed; `roofline` with a deployment on any other device; else `linear`.
 
     Raises:
         InputError: there is no such model, it needs an input that is not given, or a given input has no effect on it.
     """
     if name is None:
-        name = "table" if inputs.latency_table else "roofline" if inputs.deployment else "linear"
+        name = _fitting(inputs)
     factory = latency_models.get(name)
     for field in OWN_INPUTS:
         value = getattr(inputs, field)
         if value is not None and field not in getattr(factory, "takes", ()):
             option = f"--{field.replace('_', '-')}"
             raise InputError(f"{option} {value} has no effect on --latency {name}; leave it out")
-    return factory.from_inputs(inputs)
+    model = factory.from_inputs(inputs)
+    if inputs.calibration is None or "calibration" in getattr(factory, "takes", ()):
+        return model
+    return CalibratedLatency(inner=model, factors=factors_in(read_factors(Path(inputs.calibration))))
+
+
+def _fitting(inputs: LatencyInputs) -> str:
+    if inputs.latency_table:
+        return "table"
+    if inputs.kernel_profile is not None:
+        return "kernels"
+    if inputs.deployment is None:
+        return "linear"
+    return "roofline" if inputs.device is None or not has_kernel_tables(inputs.device) else "kernels"

@@ -44,6 +44,7 @@ class RooflineLatency:
         device: datasheet figures.
         factors: efficiencies of the device, and fixed costs.
         tensor_parallel_size, pipeline_parallel_size: ranks.
+        decode_context_parallel_size: ranks that share each request's tokens. What they exchange for it is not counted.
         max_captured_tokens: tokens of the largest batch in a CUDA graph; 0: no batch is captured.
         longest_stage_share: layers of the longest pipeline stage divided by the mean.
         description: of model and dtypes, for `assumptions`.
@@ -54,6 +55,7 @@ class RooflineLatency:
     factors: DeviceFactors
     tensor_parallel_size: int = attrs.field(default=1, validator=positive)
     pipeline_parallel_size: int = attrs.field(default=1, validator=positive)
+    decode_context_parallel_size: int = attrs.field(default=1, validator=positive)
     max_captured_tokens: int = 0
     longest_stage_share: float = 1.0
     description: str = ""
@@ -70,6 +72,7 @@ class RooflineLatency:
         max_num_seqs: int,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
+        decode_context_parallel_size: int = 1,
         weights_dtype: str = "auto",
         kv_cache_dtype: str = "auto",
         enforce_eager: bool = False,
@@ -91,11 +94,13 @@ class RooflineLatency:
                 tensor_parallel_size=tensor_parallel_size,
                 weights_dtype=weights_dtype,
                 kv_cache_dtype=kv_cache_dtype,
+                decode_context_parallel_size=decode_context_parallel_size,
             ),
             device=device,
             factors=device_factors(device) if factors is None else factors,
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
+            decode_context_parallel_size=decode_context_parallel_size,
             max_captured_tokens=0 if enforce_eager else capture_sizes(max_num_seqs)[-1],
             longest_stage_share=max(stages) * len(stages) / geometry.num_hidden_layers,
             description=f"{geometry.name}, weights {weights_dtype}, KV cache {kv_cache_dtype}",
@@ -113,6 +118,7 @@ class RooflineLatency:
             max_num_seqs=deployment.max_num_seqs,
             tensor_parallel_size=deployment.tensor_parallel_size,
             pipeline_parallel_size=deployment.pipeline_parallel_size,
+            decode_context_parallel_size=deployment.decode_context_parallel_size,
             weights_dtype=inputs.weights_dtype,
             kv_cache_dtype=deployment.cache_dtype,
             enforce_eager=deployment.enforce_eager,
@@ -129,6 +135,11 @@ class RooflineLatency:
         object.__setattr__(self, "_terms", self._precomputed_terms())
         object.__setattr__(self, "_attention", self._precomputed_attention())
         object.__setattr__(self, "_experts", self._precomputed_experts())
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self.work.num_layers
 
     def step_seconds(self, load: StepLoad) -> float:
         """Seconds that the step takes. It is one flat function over precomputed terms: every engine step calls it."""
@@ -180,12 +191,12 @@ class RooflineLatency:
         link = self.device.link.bytes_per_s / 2 * factors.link_efficiency or float("inf")  # one GPU needs none
         all_reduces = 2 * work.num_layers if ranks > 1 else 0
         expert_layers = work.experts.num_layers if work.experts else 0
-        matrix_token_s = work.flops_per_token / self._flops(False) + work.eight_bit_flops_per_token / self._flops(True)
+        matrix_token_s = work.flops_per_token / self.flops(False) + work.eight_bit_flops_per_token / self.flops(True)
         products = (
             work.matrix_bytes / self._weights_bandwidth,
             matrix_token_s,
             work.head_bytes / self._weights_bandwidth,
-            work.head_flops_per_token / self._flops(False),
+            work.head_flops_per_token / self.flops(False),
             factors.saturation_tokens,
         )
         fixed_s = work.num_layers * factors.layer_s + expert_layers * factors.expert_layer_s
@@ -209,8 +220,8 @@ class RooflineLatency:
             (
                 float("inf") if part.window is None else part.window,
                 part.kv_bytes_per_token / self._kv_bandwidth,
-                part.decode_flops_per_pair / self._flops(False),
-                part.prefill_flops_per_pair / self._flops(False),
+                part.decode_flops_per_pair / self.flops(False),
+                part.prefill_flops_per_pair / self.flops(False),
             )
             for part in self.work.attention
         )
@@ -221,7 +232,7 @@ class RooflineLatency:
         if experts is None:
             return None
         read_s = experts.bytes_per_expert / self._weights_bandwidth
-        visit_s = experts.flops_per_visit / self._flops(experts.in_eight_bits)
+        visit_s = experts.flops_per_visit / self.flops(experts.in_eight_bits)
         tokens = np.arange(_MAX_DISTINCT_TOKENS + 1)
         distinct = experts.expected_distinct(tokens, factors.expert_skew)
         visits = tokens * experts.experts_per_token
@@ -241,7 +252,8 @@ class RooflineLatency:
     def _kv_bandwidth(self) -> float:
         return self.device.bandwidth_bytes_per_s * self.factors.kv_bandwidth_efficiency
 
-    def _flops(self, in_eight_bits: bool) -> float:
+    def flops(self, in_eight_bits: bool) -> float:
+        """FLOP/s that a product of many tokens reaches."""
         peak = self.device.fp8_flops if in_eight_bits and self.device.fp8_flops else self.device.bf16_flops
         assert peak is not None  # checked when the model was made
         return peak * self.factors.compute_efficiency
@@ -264,6 +276,11 @@ class RooflineLatency:
             "kv_bytes_per_token_per_rank": {_extent(a.window): a.kv_bytes_per_token for a in work.attention},
             "max_captured_tokens": self.max_captured_tokens,
         }
+        if self.decode_context_parallel_size > 1:
+            figures["decode_context_parallel_size"] = (
+                f"{self.decode_context_parallel_size}: a rank reads its share of the tokens; what ranks exchange for it"
+                " is not counted"
+            )
         if work.experts is not None:
             experts = work.experts
             figures["experts"] = (

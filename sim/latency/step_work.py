@@ -115,12 +115,18 @@ def _model_bits(geometry: ModelGeometry) -> int:
 
 
 def step_work(
-    geometry: ModelGeometry, *, tensor_parallel_size: int, weights_dtype: str, kv_cache_dtype: str
+    geometry: ModelGeometry,
+    *,
+    tensor_parallel_size: int,
+    weights_dtype: str,
+    kv_cache_dtype: str,
+    decode_context_parallel_size: int = 1,
 ) -> StepWork:
     """Count the work of a step of `geometry` on one tensor-parallel rank.
 
-    Products cost two operations per parameter and token. Sparse attention counts as full attention, and a quantized
-    weight with fewer than 8 bits computes in the model's precision.
+    Under decode context parallelism a rank reads its share of each request's tokens. Products cost two operations per
+    parameter and token. Sparse attention counts as full attention, and a quantized weight with fewer than 8 bits
+    computes in the model's precision.
 
     Raises:
         InputError: parameters, heads or a dtype are not known, or the ranks do not divide the heads.
@@ -145,9 +151,12 @@ def step_work(
         eight_bit_flops_per_token=eight_bit_flops,
         head_bytes=head * model_bits / 8,
         head_flops_per_token=2 * head,
-        attention=_attention_work(geometry, ranks, storage),
+        attention=tuple(
+            attrs.evolve(attention, kv_bytes_per_token=attention.kv_bytes_per_token / decode_context_parallel_size)
+            for attention in attention_work(geometry, ranks, storage, _caches(geometry))
+        ),
         experts=_expert_work(geometry, ranks, model_bits, scheme),
-        state_bytes_per_sequence=2.0 * sum(_bytes_per_token(cache, ranks, storage) for cache in states),
+        state_bytes_per_sequence=2.0 * sum(bytes_per_token(cache, ranks, storage) for cache in states),
         all_reduce_bytes_per_token=geometry.hidden_size * model_bits / 8,
         vocab_size=geometry.vocab_size,
     )
@@ -183,12 +192,19 @@ def _caches(geometry: ModelGeometry) -> Iterable[LayerCache]:
     return chain.from_iterable(geometry.layers)
 
 
-def _bytes_per_token(cache: LayerCache, ranks: int, storage: CacheFormat) -> float:
+def bytes_per_token(cache: LayerCache, ranks: int, storage: CacheFormat) -> float:
+    """Bytes of one token in a layer's cache on one rank; of a state, its bytes."""
     tokens = cache.tokens_per_state if isinstance(cache, caches.CompressedCache) else 1
     return tensor_parallel_spec(cache.spec(tokens, storage), ranks).page_size_bytes / tokens
 
 
-def _attention_work(geometry: ModelGeometry, ranks: int, storage: CacheFormat) -> tuple[AttentionWork, ...]:
+def attention_work(
+    geometry: ModelGeometry, ranks: int, storage: CacheFormat, layer_caches: Iterable[LayerCache]
+) -> tuple[AttentionWork, ...]:
+    """The attention of layers with these caches on one of `ranks` tensor-parallel ranks; states have none.
+
+    Raises InputError: the ranks do not divide the heads, or the cost of a cache's attention is not known.
+    """
     num_heads = geometry.fields.integer("num_attention_heads", "n_head")
     if num_heads % ranks:
         raise InputError(
@@ -196,14 +212,14 @@ def _attention_work(geometry: ModelGeometry, ranks: int, storage: CacheFormat) -
         )
     flops = 2 * num_heads / ranks
     totals: dict[int | None, AttentionWork] = {}
-    for cache in _caches(geometry):
+    for cache in layer_caches:
         if cache.part is caches.CachePart.STATE:
             continue
         window = getattr(cache, "sliding_window", None) or getattr(cache, "attention_chunk_size", None)
         so_far = totals.get(window, AttentionWork(window, 0.0, 0.0, 0.0))
         totals[window] = AttentionWork(
             window,
-            so_far.kv_bytes_per_token + _bytes_per_token(cache, ranks, storage),
+            so_far.kv_bytes_per_token + bytes_per_token(cache, ranks, storage),
             so_far.decode_flops_per_pair + flops * _elements_per_pair(cache),
             so_far.prefill_flops_per_pair + flops * _expanded_elements_per_pair(cache, geometry.fields),
         )

@@ -118,10 +118,10 @@ class Rerun:
 
     def describe(self) -> list[str]:
         """The result in a few lines of text."""
-        lines = [
-            f"ran {self.requests:,} requests and {self.steps:,} steps again: {self.commits:,} commits, block tables "
-            f"and free queue are equal; the slots of {self.steps_with_slots:,} steps equal the device's"
-        ]
+        equal = "block tables and free queue are equal"
+        if self.steps_with_slots:
+            equal += f"; the slots of {self.steps_with_slots:,} steps equal the device's"
+        lines = [f"ran {self.requests:,} requests and {self.steps:,} steps again: {self.commits:,} commits, {equal}"]
         if self.unended:
             lines.append(f"{self.unended:,} requests do not end within the log")
         if self.divergence is not None:

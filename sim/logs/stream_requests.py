@@ -95,7 +95,8 @@ class StreamRequests:
         """Return whether an event of the GPU belongs to the group that separates requests."""
         if self._group is None and event.needs_whole_prefix:
             self._group = event.group_idx or 0
-        return bool(event.block_hashes) and self._group == (event.group_idx or 0)
+        is_of_group = bool(event.block_hashes) and self._group == (event.group_idx or 0)
+        return is_of_group and not self._pool.is_end_of_prompt(event)
 
     @property
     def has_group(self) -> bool:

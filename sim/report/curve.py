@@ -62,7 +62,7 @@ def print_curve(result: CurveResult) -> None:
     curve, bytes_per_block = result.curve, result.bytes_per_block
     title, *lines = _what_was_read(curve)
     out = headline(title)
-    for line in lines:
+    for line in (*lines, *map("Warning: {}".format, result.model_warnings)):
         out.print(line, markup=False)
     out.print()
     out.print(_table(curve, bytes_per_block))
@@ -212,6 +212,8 @@ def print_compare(result: CompareResult) -> None:
         markup=False,
     )
     print_trace(out, trace)
+    for warning in setup.get("model_warnings", ()):
+        out.print(f"Warning: {warning}", markup=False)
     out.print()
     out.print(compare_table(usage.as_dict() for usage in usages))
     out.print(DEFINITIONS, style="dim")

@@ -124,8 +124,6 @@ SHARES = (
 
 def render_page(document: Document) -> str:
     """Render a study's document (`Study.to_dict`) as HTML that contains its style, script and plots."""
-    from plotly.offline import get_plotlyjs
-
     plots = study_plots(document)
     sections = [
         ("answer", "The answer", _answer(document)),
@@ -141,23 +139,47 @@ def render_page(document: Document) -> str:
     ]
     written = [(anchor, title, content) for anchor, title, content in sections if content is not None]
     title = document["title"]
-    links = tag("ul", *(tag("li", tag("a", title, href=f"#{anchor}")) for anchor, title, _ in written))
+    lines = [title[line] for line in ("subtitle", "window") if line in title]
+    return shell(
+        title["heading"],
+        title["heading"],
+        lines,
+        written,
+        plots,
+        "Written by kvledger. study.json beside this page has the same figures for programs.",
+        _not_done(document),
+    )
+
+
+def shell(
+    title: str,
+    heading: str,
+    lines: Sequence[str],
+    sections: Sequence[tuple[str, str, Content]],
+    plots: Document,
+    footer: str,
+    notice: Content = "",
+) -> str:
+    """A whole page: `sections` are (anchor, title, content), the first of which is the answer; it needs no network."""
+    from plotly.offline import get_plotlyjs
+
+    links = tag("ul", *(tag("li", tag("a", name, href=f"#{anchor}")) for anchor, name, _ in sections))
     main = [
-        tag("section", tag("h2", title, id=f"{anchor}-title"), content, id=anchor, aria_labelledby=f"{anchor}-title")
-        for anchor, title, content in written
+        tag("section", tag("h2", name, id=f"{anchor}-title"), content, id=anchor, aria_labelledby=f"{anchor}-title")
+        for anchor, name, content in sections
     ]
     body = joined(
         tag("a", "Skip to the answer", class_="skip", href="#answer"),
         tag(
             "header",
-            tag("h1", title["heading"]),
-            *(tag("p", title[line], class_="subtitle") for line in ("subtitle", "window") if line in title),
+            tag("h1", heading),
+            *(tag("p", line, class_="subtitle") for line in lines),
             tag("nav", links, aria_label="Contents"),
         ),
-        tag("main", _not_done(document), *main),
-        tag("footer", "Written by kvledger. study.json beside this page has the same figures for programs."),
+        tag("main", notice, *main),
+        tag("footer", footer),
     )
-    return _shell(title["heading"], body, plots, get_plotlyjs())
+    return _shell(title, body, plots, get_plotlyjs())
 
 
 def _shell(title: str, body: Html, plots: Document, plotly_js: str) -> str:

@@ -352,6 +352,26 @@ PLOT_TEXTS = {
         "One bar of KV memory per allocator: slots that hold tokens, reserved slots that will be filled, reserved "
         "slots that never are, and the rest. The table below lists the shares.",
     ),
+    "plot-run-ttft": PlotText(
+        "TTFT of every request",
+        "Time to first token, measured and predicted",
+        "Two points for every request: its measured and its predicted time to first token, by the time it was sent.",
+    ),
+    "plot-run-tpot": PlotText(
+        "TPOT of every request",
+        "Time per output token, measured and predicted",
+        "Two points for every request: its measured and its predicted time per output token, by the time it was sent.",
+    ),
+    "plot-run-both": PlotText(
+        "distributions",
+        "Share of requests within a time, measured and predicted",
+        "Four rising lines: the share of requests whose TTFT and E2E lie within a time, measured and predicted.",
+    ),
+    "plot-run-load": PlotText(
+        "load",
+        "Requests running and waiting, measured and predicted",
+        "Four lines over time: requests running and requests waiting, measured and predicted.",
+    ),
     "plot-search": PlotText(
         "runs of the search",
         "Runs of the search",

@@ -103,6 +103,8 @@ def compare_on(
         "max_model_len_source": longest[1],
         **shared,
     }
+    if model is not None and model[0].warnings:
+        setup["model_warnings"] = list(model[0].warnings)
     return CompareResult(usages=usages, setup=setup)
 
 

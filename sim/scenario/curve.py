@@ -47,16 +47,21 @@ class CurveOptions:
         return None if text is None else whole_numbers(text, "--capacities", "blocks", "1000,5000")
 
 
+_ADVICE = "leave --model out, and turn blocks into memory with kvledger plan"
+
+
 @attrs.frozen(kw_only=True)
 class CurveResult:
     """A capacity curve; `bytes_per_block` counts all GPUs of a model and is None without one."""
 
     curve: CapacityCurve
     bytes_per_block: int | None
+    model_warnings: tuple[str, ...] = ()  # fields of its config that may decide what is stored and are not understood
 
     def to_dict(self) -> Document:
         """The document of `kvledger curve --json`."""
-        return self.curve.as_dict(self.bytes_per_block)
+        warnings = {"model_warnings": list(self.model_warnings)} if self.model_warnings else {}
+        return {**self.curve.as_dict(self.bytes_per_block), **warnings}
 
     def to_frame(self) -> Any:
         """A data frame with a row for each policy and capacity: blocks, tokens, bytes and hit rates."""
@@ -99,10 +104,10 @@ def curve_of_scenario(
         block_size=scenario.block_size,
         on_point=on_point,
     )
-    size = (
-        None if scenario.model is None else bytes_per_block(scenario.model, scenario.kv_cache_dtype, curve.block_size)
-    )
-    return CurveResult(curve=curve, bytes_per_block=size)
+    if scenario.model is None:
+        return CurveResult(curve=curve, bytes_per_block=None)
+    geometry, per_token = bytes_per_token(scenario.model, scenario.kv_cache_dtype, _ADVICE)
+    return CurveResult(curve=curve, bytes_per_block=per_token * curve.block_size, model_warnings=geometry.warnings)
 
 
 def bytes_per_token(model: str, kv_cache_dtype: str, advice: str) -> "tuple[ModelGeometry, int]":
@@ -125,8 +130,7 @@ def bytes_per_token(model: str, kv_cache_dtype: str, advice: str) -> "tuple[Mode
 
 def bytes_per_block(model: str, kv_cache_dtype: str, block_size: int) -> int:
     """Bytes of one block of a model's keys and values. Raises InputError as `bytes_per_token` does."""
-    advice = "leave --model out, and turn blocks into memory with kvledger plan"
-    return bytes_per_token(model, kv_cache_dtype, advice)[1] * block_size
+    return bytes_per_token(model, kv_cache_dtype, _ADVICE)[1] * block_size
 
 
 def _default_policies(source: Trace, block_size: int | None) -> str:

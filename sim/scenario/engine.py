@@ -145,7 +145,7 @@ def allocator_of_plan(plan: DeploymentPlan, scenario: Scenario) -> AllocatorConf
 
 
 def latency_of(scenario: Scenario, pool: Pool) -> LatencyModel:
-    """The latency model: `roofline` for a model on a device, else `linear`; `table` reads measured steps.
+    """The latency model, as `make_latency` chooses it.
 
     Raises InputError: the model needs something that is not given, or something given has no effect on it.
     """
@@ -154,6 +154,9 @@ def latency_of(scenario: Scenario, pool: Pool) -> LatencyModel:
         us_per_prefill_token=scenario.us_per_prefill_token,
         us_per_decoding_sequence=scenario.us_per_decoding_sequence,
         latency_table=scenario.latency_table,
+        kernel_profile=scenario.kernel_profile,
+        calibration=scenario.calibration,
+        enable_expert_parallel=scenario.enable_expert_parallel,
         deployment=None if pool.plan is None else pool.plan.deployment,
         device=pool.device,
         weights_dtype=scenario.quantization or "auto",
@@ -184,7 +187,8 @@ def _pool_of_given_size(scenario: Scenario) -> Pool:
             "of --block-size tokens)"
         )
     of_a_model = scenario.kv_cache_dtype != "auto" or scenario.quantization is not None
-    if of_a_model or scenario.tensor_parallel_size != 1 or scenario.pipeline_parallel_size != 1:
+    ranks = scenario.tensor_parallel_size, scenario.pipeline_parallel_size, scenario.decode_context_parallel_size
+    if of_a_model or ranks != (1, 1, 1):
         raise InputError(
             "--kv-cache-dtype, --quantization and the parallel sizes have no effect without --model; leave them out"
         )

@@ -174,6 +174,8 @@ class LogExplanation:
         said = list(self.found.sentences())
         if self.log.engine == "SGLang":
             said.insert(0, "these are SGLang's lines; its GB are GiB, and its pool counts tokens")
+        elif self.log.engine != "vLLM":
+            said.insert(0, f"these are {self.log.engine}'s lines, of the pool that it serves with")
         if self.log.free_after is not None:
             said.append(f"{self.log.free_after.text} GiB stay free beside the pool")
         return (*said, *self.log.warnings)
@@ -219,7 +221,7 @@ def explain_log(scenario: Scenario, asked: PlanOptions) -> LogExplanation:
             "the log lacks 'Available KV cache memory' or 'GPU KV cache size', which an explanation needs; to calibrate"
             " a plan with the rest of it, give --model and --gpu as well"
         )
-    block_size = scenario.block_size or DEFAULT_BLOCK_SIZE
+    block_size = scenario.block_size or log.block_size or DEFAULT_BLOCK_SIZE
     if log.engine == "SGLang" and scenario.block_size is None and log.kv_cache_tokens % block_size:
         block_size = 1  # SGLang's pages have one token unless --page-size says otherwise
     geometry = None if scenario.model is None else load_geometry(scenario.model)

@@ -121,12 +121,24 @@ class Scenario:
     tensor_parallel_size: int = option(
         1, HARDWARE, "GPUs that share each layer.", "--tensor-parallel-size", "-tp", least=1, most=MOST_RANKS
     )
+    enable_expert_parallel: bool = option(
+        False, HARDWARE, "Give each GPU whole experts instead of a slice of each; changes step times only."
+    )
     pipeline_parallel_size: int = option(
         1,
         HARDWARE,
         "Pipeline stages that the layers are divided into.",
         "--pipeline-parallel-size",
         "-pp",
+        least=1,
+        most=MOST_RANKS,
+    )
+    decode_context_parallel_size: int = option(
+        1,
+        HARDWARE,
+        "Ranks that share each request's tokens.",
+        "--decode-context-parallel-size",
+        "-dcp",
         least=1,
         most=MOST_RANKS,
     )
@@ -228,7 +240,8 @@ class Scenario:
     latency: str | None = option(
         None,
         LATENCY,
-        "Model of a step's duration: {latency models}. Unless given: roofline with --model, linear without.",
+        "Model of a step's duration: {latency models}. Unless given: linear without --model; with one, kernels where "
+        "kernel times of the GPU are installed or given, else roofline.",
     )
     base_ms: float | None = option(None, LATENCY, "Linear model: fixed time of a step, ms; 5 unless given.")
     us_per_prefill_token: float | None = option(
@@ -238,6 +251,15 @@ class Scenario:
         None, LATENCY, "Linear model: time per decoding request, us; 20 unless given."
     )
     latency_table: str | None = option(None, LATENCY, "Table model: CSV file of measured steps.", metavar="FILE")
+    kernel_profile: str | None = option(
+        None, LATENCY, "Kernels model: folder of kernel times that were profiled on the server.", metavar="FOLDER"
+    )
+    calibration: str | None = option(
+        None,
+        LATENCY,
+        "Factors on step times, fitted to measured servers (validate --fit) or to a run of one (explain-run).",
+        metavar="FILE",
+    )
     closed_loop: bool | None = option(
         None,
         TRAFFIC,
@@ -302,15 +324,6 @@ class Scenario:
     dtype: str | None = option(None, MODEL, "Element type of unquantized weights. Unless given: the model's.")
     data_parallel_size: int = option(
         1, HARDWARE, "Independent engine replicas.", "--data-parallel-size", "-dp", least=1, most=MOST_RANKS
-    )
-    decode_context_parallel_size: int = option(
-        1,
-        HARDWARE,
-        "Ranks that share each request's tokens.",
-        "--decode-context-parallel-size",
-        "-dcp",
-        least=1,
-        most=MOST_RANKS,
     )
     enforce_eager: bool = option(False, ENGINE, "Run without CUDA graphs.", "--enforce-eager")
     reserve_graph_memory: bool | None = option(

@@ -29,7 +29,7 @@ OPTIMUM = (
     *("model", "gpu", "num_gpu_blocks_override", "block_size", "gpu_memory_utilization", "tensor_parallel_size"),
     *("pipeline_parallel_size", "quantization", "kv_cache_dtype", "kv_cache_memory_bytes", "max_model_len"),
     *("max_num_seqs", "max_num_batched_tokens", "latency", "base_ms", "us_per_prefill_token"),
-    *("us_per_decoding_sequence", "latency_table", "async_scheduling"),
+    *("us_per_decoding_sequence", "latency_table", "kernel_profile", "calibration", "async_scheduling"),
 )
 CURVE = (*TRACE, "block_size", "model", "kv_cache_dtype")
 COMPARE = (
@@ -44,6 +44,8 @@ DEPLOYMENT = (
 )
 DRAFTS = ("num_speculative_tokens", "speculative_method", "num_draft_layers", "draft_model", "engine_version")
 PLAN = (*DEPLOYMENT, *DRAFTS, "async_scheduling", *_NAMES[_NAMES.index("seed") + 1 :])
+# A measured run brings its requests; what it states of its server need not be given.
+EXPLAIN = tuple(name for name in RERUN if name not in ("closed_loop", "rate_scale"))
 STUDY = (*DEPLOYMENT, "async_scheduling", "http_ms", *(name for name in TRACE if name != "fit"))
 SAMPLING = (*(name for name in TRACE if name not in ("request_rate", "rate_scale")), "block_size")
 

@@ -47,10 +47,10 @@ def open_event_log(directory: str | Path) -> "LogReader":
 
 
 def is_live(reader: "LogReader") -> bool:
-    """Whether a live engine wrote the log."""
-    from ...backends.serving.engine.recording import COMMAND
+    """Whether the log is of a live engine: ours, or vLLM."""
+    from ...backends.serving.engine.recording import COMMAND, RECORDED_VLLM
 
-    return reader.manifest.header.get("command") == COMMAND
+    return reader.manifest.header.get("command") in (COMMAND, RECORDED_VLLM)
 
 
 def open_logged_trace(directory: str | Path, **chosen: Any) -> "LoggedTrace | LiveTrace":

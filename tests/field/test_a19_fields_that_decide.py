@@ -111,6 +111,21 @@ def test_a19_a_field_that_could_decide_and_is_not_known_is_named(field: str, val
     assert any("docs/planning.md" in warning for warning in warnings)
 
 
+@pytest.mark.parametrize("job", [("curve",), ("compare", "--kv-cache-tokens", "9000")])
+def test_a19_jobs_that_count_a_models_bytes_name_such_a_field_too(
+    job: tuple[str, ...], tmp_path: Path, kvledger
+) -> None:
+    config, trace = tmp_path / "config.json", tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 64, "output_length": 4, "hash_ids": [0]}\n')
+    command = [job[0], str(trace), "--model", str(config), *job[1:]]
+    for fields, count in (({}, 0), ({"kv_source_layer_ids": [0, 2]}, 1)):
+        config.write_text(json.dumps({**LLAMA, "max_position_embeddings": 4096, **fields}))
+        code, out, _ = kvledger(*command)
+        assert (code, out.count("Warning: ")) == (0, count)
+        warnings = json.loads(kvledger(*command, "--json")[1]).get("model_warnings", [])
+        assert [("kv_source_layer_ids [0, 2]" in warning) for warning in warnings] == [True] * count
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -219,3 +219,25 @@ def test_a22_a_description_that_says_too_little_or_too_much_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=message):
         load_geometry(described(tmp_path, "layers", {"layers": [entry]}))
+
+
+@pytest.mark.parametrize(
+    "model, bytes_per_token", [("Qwen/Qwen3.8-27B", 65_536), ("zai-org/GLM-5.3", 78 * 1_152 + 21 * 132)]
+)
+def test_a22_models_that_kept_the_sizes_of_their_predecessors_are_built_in(model: str, bytes_per_token: int) -> None:
+    one, two = (load_geometry(model).sequence_bytes(tokens, "bfloat16").total for tokens in (1, 2))
+    assert two - one == bytes_per_token
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["Qwen3.8-2.4T-A95B", "GLM-5.3-Flash", "DeepSeek-V4.1", "LFM2-1.2B", "Nemotron-H-8B", "DeciLM-7B", "Qwen3-VL-8B"],
+)
+def test_a22_a_model_that_is_not_built_in_is_refused_in_one_line_that_names_the_description_by_hand(
+    model: str, kvledger
+) -> None:
+    code, _, err = kvledger("plan", "--model", model, "--gpu", "H100")
+    (line,) = err.splitlines()
+    assert code == 2
+    assert f"no built-in model is called '{model}'" in line
+    assert "a description by hand (docs/planning.md)" in line

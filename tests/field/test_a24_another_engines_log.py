@@ -1,4 +1,4 @@
-"""A24: SGLang's start-up lines are read like vLLM's; its GB are GiB."""
+"""A24: start-up lines of SGLang, whose GB are GiB, and of TensorRT-LLM are read like vLLM's."""
 
 from pathlib import Path
 
@@ -84,3 +84,43 @@ def test_a24_a_log_without_weights_calibrates_nothing_and_says_what_is_missing(t
     path.write_text(LOG)
     with pytest.raises(InputError, match="no line Load weight end"):
         Scenario(model="deepseek-v3.2", gpu="H200", tensor_parallel_size=8, startup_log=str(path)).plan()
+
+
+TENSORRT = """\
+[12/20/2025-04:20:21] [TRT-LLM] [I] Use 63.32 GB for model weights.
+[TensorRT-LLM][INFO] Number of tokens per block: 32.
+[TensorRT-LLM][INFO] [MemUsageChange] Allocated 0.56 GiB for max tokens in paged KV cache (8224).
+[12/20/2025-04:21:50] [TRT-LLM] [I] Memory used after loading model weights (inside torch) in memory usage profiling: 63.52 GiB
+[12/20/2025-04:21:51] [TRT-LLM] [I] Memory dynamically allocated during inference (inside torch) in memory usage profiling: 0.85 GiB
+[12/20/2025-04:21:51] [TRT-LLM] [I] Memory used outside torch (e.g., NCCL and CUDA graphs) in memory usage profiling: 49.28 GiB
+[12/20/2025-04:21:51] [TRT-LLM] [I] Peak memory during memory usage profiling (torch + non-torch): 113.65 GiB, available KV cache memory when calculating max tokens: 5.95 GiB, fraction is set 0.9, kv size is 73728. device total memory 119.70 GiB, , tmp kv_mem 0.56 GiB
+[TensorRT-LLM][INFO] Number of tokens per block: 32.
+[TensorRT-LLM][INFO] [MemUsageChange] Allocated 5.95 GiB for max tokens in paged KV cache (86720).
+[12/20/2025-04:21:57] [TRT-LLM] [I] Setting PyTorch memory fraction to 0.598 (71.62 GiB)
+"""  # noqa: E501
+
+
+def test_a24_the_pool_of_tensorrt_llm_is_the_one_behind_its_measurement(tmp_path: Path) -> None:
+    path = tmp_path / "tensorrt.txt"
+    path.write_text(TENSORRT)
+    found = explain_log(Scenario(model="gpt-oss-120b", startup_log=str(path)), PlanOptions()).to_dict()
+    assert (found["engine"], found["kv_cache_tokens"], found["block_size"]) == ("TensorRT-LLM", 86_720, 32)
+    # The log says 73,728 B a token: all 36 layers, as if none had a window.
+    low, high = found["bytes_per_block_range"]
+    assert low <= 32 * 73_728 <= high
+    log = read(TENSORRT)
+    figures = (log.weights, log.activation, log.non_torch, log.total)
+    assert [figure.text for figure in figures if figure is not None] == ["63.52", "0.85", "49.28", "119.70"]
+
+
+def test_a24_two_starts_of_tensorrt_llm_are_two_starts() -> None:
+    log = read(TENSORRT.replace("5.95", "4.12").replace("86720", "60032") + TENSORRT)
+    assert log.kv_cache_tokens == 86_720
+    assert "2 starts that differ" in log.warnings[0]
+
+
+def test_a24_a_log_of_tensorrt_llm_calibrates_no_plan_and_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "tensorrt.txt"
+    path.write_text(TENSORRT)
+    with pytest.raises(InputError, match="a plan is not calibrated by a log of TensorRT-LLM"):
+        Scenario(model="gpt-oss-120b", gpu="H200", startup_log=str(path)).plan()

@@ -45,3 +45,20 @@ def test_b12_windows(ledger_of, window: int, retention: int | None) -> None:
     prompt = tokens(4096)
     # The same prompt leaves its last token to compute; a longer one finds the last block, and gives it back.
     assert serve_one_by_one(ledger, [prompt, prompt, [*prompt, *tokens(100, seed=2)]]) == [0, 4080, 4080]
+
+
+@pytest.mark.parametrize(
+    "eagle, order",
+    [
+        (True, [12, 11, 10, *range(13, 21), 4, 3, 2, 1, 9, 8, 7, 6, 5]),
+        (False, [12, 11, 6, 5, 4, *range(13, 21), 3, 2, 1, 10, 9, 8, 7]),
+    ],
+)
+def test_b12_the_block_in_which_a_prompt_ends_is_reused_as_late_as_in_vllm(ledger_of, eagle: bool, order) -> None:
+    """120 tokens: block 4 is not complete, and has the key of its first 16 tokens under EAGLE [0.32]."""
+    groups = [FullAttention(32), SlidingWindow(16, 64)]
+    ledger = ledger_of(20, groups=groups, use_eagle=eagle, retention_interval=0)
+    request = ledger.request("x", tokens(120))
+    assert ledger.allocator.allocate(request, 120) is not None
+    ledger.allocator.free("x")
+    assert ledger.allocator.pool.free_queue.order() == order

@@ -74,3 +74,10 @@ def test_e08_the_lines_for_people_name_the_size_and_the_count(follow, tmp_path, 
     seen = follow((1.0, [stored_map([1, 2], size=256)]), (20.0, [stored_map([11, 12, 13], size=64)]))
     lines = describe_report(json.loads(seen.out[-1]), {})
     assert "trace: 1 requests in blocks of 256 tokens, 1 left out" in lines
+
+
+def test_e08_the_end_of_a_prompt_inside_a_block_is_neither_a_request_nor_an_orphan(follow) -> None:
+    """vLLM names the key of 64 tokens before it, 9, which no block has: 576 + 64 tokens, of which 512 are whole."""
+    end = stored_map([3], parent=9, size=64, **GROUP)
+    seen = follow((1.0, [stored_map([1, 2], size=256, **GROUP), end]), (30.0, [stored_map([4], parent=9, size=256)]))
+    assert seen.figures("requests", "orphans", "num_blocks", "stored_tokens") == (2, 1, 4, 512 + 256)

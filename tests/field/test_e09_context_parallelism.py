@@ -1,5 +1,7 @@
 """E09: under decode context parallelism a published block has the tokens of all ranks (dynamo#13653; vllm#46394)."""
 
+import json
+
 import pytest
 from kvledger.backends.sinks.kv_events.content import ContentRegistry, ListedTokens, RequestContent
 from kvledger.backends.sinks.kv_events.encoder import KVEventEncoder
@@ -42,3 +44,22 @@ def test_e09_a_published_block_has_the_tokens_of_all_ranks(follow, wire, ranks: 
     assert seen.figures("block_sizes", "stored_tokens", "num_blocks") == ({"0": [size]}, size * num_hashes, num_hashes)
     assert [(row["input_length"], len(row["hash_ids"])) for row in seen.rows] == [(size * num_hashes, num_hashes)]
     assert seen["trace"]["block_size"] == size
+
+
+def test_e09_a_replay_has_blocks_of_all_ranks_tokens_and_each_rank_reads_its_share(tmp_path, kvledger) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [0, 1]}\n')
+    command = ["replay", str(trace), "--model", "deepseek-v3.2", "--gpu", "H200", "-tp", "8", "--json"]
+    reads = []
+    for ranks in (1, 2):
+        _, report, _ = kvledger(*command, "--decode-context-parallel-size", ranks)
+        assert f"FullAttention(block_size={16 * ranks})" in report
+        (per_token,) = json.loads(report)["assumptions"]["kv_bytes_per_token_per_rank"].values()
+        reads.append(per_token)
+    assert reads[0] == 2 * reads[1]
+
+
+def test_e09_ranks_without_a_model_are_refused(kvledger) -> None:
+    command = ["replay", "--workload", "sharegpt", "--num-gpu-blocks-override", "100", "-dcp", "2"]
+    code, _, err = kvledger(*command)
+    assert (code, "parallel sizes have no effect without --model" in err) == (2, True)

@@ -152,8 +152,10 @@ class ContentModel:
         return None
 
     def block_holds(self, block: int, group: int, tokens: Sequence[int]) -> bool:
-        """Whether a complete block holds the content of the last `block_size` of these tokens."""
-        return self._slots(block, group) == self.contents.of(tokens)[-self._groups[group].block_size :]
+        """Whether a block holds the content of the last of these tokens: a block of them, or what is left of one."""
+        size = self._groups[group].block_size
+        count = len(tokens) % size or size
+        return self._slots(block, group)[:count] == self.contents.of(tokens)[-count:]
 
     def find(self, tokens: Sequence[int], group: int, view: AllocatorView) -> bool:
         """Whether some findable block of the group holds the block that these tokens end."""

@@ -34,7 +34,8 @@ class AllocatorView:
         keyed: block -> (group, key) for every block that a lookup can find.
         found: (group, key) -> the blocks that carry the key, the one that a lookup returns first.
         num_placed: request id -> tokens that have slots.
-        key_prefix: key -> the tokens up to the end of its block, where keys can be read back.
+        key_prefix: key -> the tokens up to the end of its block (or of a prompt that ends inside it), where keys can be
+            read back.
     """
 
     num_blocks: int
@@ -51,6 +52,12 @@ class AllocatorView:
     def num_null_blocks(self) -> int:
         """1, or 0 for a manager without a null block."""
         return int(self.null_block is not None)
+
+    def end_of_key(self, block: int, default: int) -> int:
+        """Count the tokens that the key of a block covers, from the start of its request on; `default` if unknown."""
+        if self.keyed is None or self.key_prefix is None or block not in self.keyed:
+            return default
+        return len(self.key_prefix(self.keyed[block][1]))
 
     @cached_property
     def uses(self) -> IntArray:

@@ -32,27 +32,36 @@ SHAPE = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
 
 
 def random_groups(rng: random.Random) -> list[dict[str, Any]]:
-    size = rng.choice((4, 8, 16))
+    size = rng.choice((4, 8, 16, 32))
     full = {"kind": "full", "block_size": size}
     state = {"kind": "state", "block_size": size}
 
     def sliding(of: int) -> dict[str, Any]:
         return {"kind": "sliding", "block_size": of, "sliding_window": rng.choice((2, 9, 16, 33, 50, 100))}
 
+    chunked = {"kind": "chunked", "block_size": size, "attention_chunk_size": rng.choice((3, 4, 6)) * size}
     return rng.choice(
         (
             [full],
             [sliding(size)],
             [state],
+            [chunked],
+            [full, chunked],
             [full, sliding(size)],
             [full, sliding(2 * size)],
             [{**full, "block_size": 2 * size}, sliding(size)],
+            [{**full, "block_size": 3 * size}, sliding(2 * size)],
+            [full, {**full, "block_size": 2 * size}],
             [full, sliding(size), sliding(size)],
             [{**full, "block_size": 4 * size}, sliding(size), sliding(2 * size)],
+            [{**full, "block_size": 4 * size}, {**full, "block_size": 2 * size}, sliding(size)],
             [full, state],
             [full, state, state],
             [full, sliding(size), state],
+            [full, sliding(2 * size), state],
+            [sliding(size), state],
             [sliding(size), sliding(size)],
+            [sliding(size), sliding(2 * size)],
         )
     )
 
@@ -61,6 +70,10 @@ def spec_of(group: dict[str, Any]) -> Any:
     if group["kind"] == "sliding":
         return interface.SlidingWindowSpec(
             block_size=group["block_size"], sliding_window=group["sliding_window"], **SHAPE
+        )
+    if group["kind"] == "chunked":
+        return interface.ChunkedLocalAttentionSpec(
+            block_size=group["block_size"], attention_chunk_size=group["attention_chunk_size"], **SHAPE
         )
     if group["kind"] == "state":
         return interface.MambaSpec(
@@ -77,22 +90,20 @@ class History:
         groups = random_groups(rng)
         sizes = [group["block_size"] for group in groups]
         unit = math.lcm(*sizes)
-        windowed = any(group["kind"] != "full" for group in groups)
-        # Where a full-attention block is larger than a key's tokens, and keys look ahead or EAGLE is on, vLLM gives the
-        # unfinished last block of a prompt a key. No lookup of these groups reads it: a listed difference, edge 18.
-        self.has_keys_inside_full_blocks = groups[0]["kind"] == "full" and sizes[0] > math.gcd(*sizes)
+        windowed = any(group["kind"] in ("sliding", "state") for group in groups)
         self.has_states = any(group["kind"] == "state" for group in groups)
         self.header = {
             "type": "header",
             "seed": seed,
             "groups": groups,
-            "num_blocks": rng.choice((24, 60, 150, 400)) * (16 // min(sizes)) + 1,
+            "num_blocks": rng.choice((24, 60, 150, 400)) * 16 // min(sizes) + 1,
             "enable_caching": True,
             "max_model_len": MAX_MODEL_LEN,
             "max_in_flight_tokens": rng.choice((64, 128, MAX_MODEL_LEN)),
-            "retention_interval": rng.choice((0, 0, None, unit, 4 * unit)) if windowed else None,
+            "retention_interval": rng.choice((0, 0, None, unit, 4 * unit) if windowed else (0, None)),
             "watermark_blocks": 0,
-            "use_eagle": rng.random() < 0.5 and not self.has_keys_inside_full_blocks,
+            # vLLM refuses EAGLE over chunked attention.
+            "use_eagle": rng.random() < 0.5 and all(group["kind"] != "chunked" for group in groups),
             "num_lookahead_tokens": num_lookahead_tokens,
             "hash_block_size": math.gcd(*sizes),
             "scheduler_block_size": unit,
@@ -166,7 +177,10 @@ class History:
     def admit(self, number: int) -> None:
         request = self.waiting[number]
         request.num_computed_tokens = 0
-        blocks, hit, boundary = self.manager.get_computed_blocks(request)
+        # With several modules keys look further ahead than the token that a lookup leaves to compute.
+        ahead = self.header["num_lookahead_tokens"]
+        most = {"max_cache_hit_length": max(request.num_tokens - ahead, 0)} if ahead > 1 else {}
+        blocks, hit, boundary = self.manager.get_computed_blocks(request, **most)
         if boundary:
             request.shared_prefix_boundary = boundary
         ids = [[block.block_id for block in group] for group in blocks.blocks]
@@ -184,12 +198,13 @@ class History:
         start = request.num_computed_tokens
         append = int(start == request.num_tokens)
         if append:
-            if request.num_tokens >= MAX_MODEL_LEN - 8:
+            if request.num_tokens >= MAX_MODEL_LEN:
                 return self.end(number, "finish")
             token = self.stream_of[number] * STREAM + request.num_output_tokens
             request.append_output_token_ids(token)
         missing = request.num_tokens - start
         drafts = self.num_drafts if missing == 1 and request.num_output_tokens else 0
+        drafts = min(drafts, MAX_MODEL_LEN - request.num_tokens)
         count = missing + drafts if missing == 1 else self.chunk(request, start)
         if not count:
             return None
@@ -215,7 +230,7 @@ class History:
         if start >= prefill_end:
             return end - start
         if end < prefill_end:
-            end = max(end // size, start // size + 1) * size
+            end = min(max(end // size, start // size + 1) * size, request.num_tokens)
         last = (request.num_tokens - (not eagle)) // size * size - size * eagle
         junction = start + ((request.shared_prefix_boundary or 0) - start) // size * size
         next_boundary = (start // size + 1) * size if start % size else 0
@@ -282,6 +297,10 @@ class History:
                 block = rng.randrange(1, self.header["num_blocks"])
                 self.manager.evict_blocks({block})
                 self.note("evict", id=block)
+            elif draw < 0.99:
+                for number in list(self.running) if rng.random() < 0.5 else ():
+                    self.end(number, "finish")
+                self.note("reset", ok=self.manager.reset_prefix_cache())
         self.snapshot()
         return self.lines
 
@@ -297,8 +316,6 @@ def main() -> None:
     with gzip.open(options.out, "wt") as out:
         for seed in range(options.seed, options.seed + options.count):
             history = History(seed, options.lookahead)
-            if options.lookahead and history.has_keys_inside_full_blocks:
-                continue
             lines = history.run(options.operations)
             for line in (history.header, *lines):
                 out.write(json.dumps(line, separators=(",", ":")) + "\n")

@@ -19,6 +19,13 @@ FIELD_MUTANTS = (
         ("B12",),
     ),
     Mutant(
+        "the end of a prompt inside a block has no key",
+        "core/allocator/prompt_ends.py",
+        "is_due = end % size > 0 and known >= self._known_for(end, size)",
+        "is_due = False",
+        ("B12",),
+    ),
+    Mutant(
         "a state that a chunk overwrote is registered",
         "core/allocator/prefix_cache.py",
         "return index if passes else -1",
@@ -415,6 +422,13 @@ FIELD_MUTANTS = (
         "sim/logs/stream_requests.py",
         "if sequence.tail:\n            self._tip_after",
         "if False:\n            self._tip_after",
+        ("E08",),
+    ),
+    Mutant(
+        "the end of a prompt inside a block is a request",
+        "sim/logs/stream_requests.py",
+        "return is_of_group and not self._pool.is_end_of_prompt(event)",
+        "return is_of_group",
         ("E08",),
     ),
     Mutant(

@@ -25,10 +25,9 @@ from ....core.errors import InputError, MisuseError
 from ....core.keys.block_hash import BlockHasher, block_hasher
 from ....core.keys.extra_keys import ExtraKeys
 from ....core.keys.token_keys import TokenKeySource
-from ....core.scheduler.config import SchedulerConfig
+from ....core.scheduler.config import SchedulerConfig, SchedulerStats
 from ....core.scheduler.engine import EngineObserver
 from ....core.scheduler.scheduler import Scheduler
-from ....core.scheduler.stats import SchedulerStats
 from ....core.types import EventSink, Request
 from ..model.runner import ModelRunner
 from ..sampling.detokenizer import Tokenizer

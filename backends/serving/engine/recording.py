@@ -28,15 +28,19 @@ if TYPE_CHECKING:
     from .generation import Generation
 
 COMMAND: Final = "serve"
+# What wrote the log of a vLLM engine (backends/vllm).
+RECORDED_VLLM: Final = "vllm"
 
 # Allocator options that decisions depend on and the pool's first commit does not hold.
 _RULES: Final = ("retention_interval", "max_in_flight_tokens", "watermark_blocks", "use_eagle", "release", "orphans")
 
 
-def live_header(allocator: AllocatorConfig, scheduler: SchedulerConfig, facts: dict[str, Any]) -> dict[str, Any]:
+def live_header(
+    allocator: AllocatorConfig, scheduler: SchedulerConfig, facts: dict[str, Any], command: str = COMMAND
+) -> dict[str, Any]:
     """Return the header of a live run's log; `facts` are others about the run, as plain JSON values."""
     return {
-        "command": COMMAND,
+        "command": command,
         "allocator": {name: getattr(allocator, name) for name in _RULES},
         "scheduler": attrs.asdict(scheduler.for_content()),
         "facts": facts,

@@ -131,12 +131,24 @@ class KVEventEncoder:
             keys, own = event.keys[begin : begin + count], indices[begin : begin + count]
             begin += count
             content = self._content_in(row)
-            if self._wire == "vllm":
+            if start == stop and keys:
+                out.append(self._prompt_end(content, event.group, start, keys[0]))
+            elif self._wire == "vllm":
                 parent = event.parents[place]
                 hashed_parent = None if parent is None else self._as_hash(parent)
                 out.append(self._event(content, event.group, own, keys, hashed_parent, (start, stop)))
             else:
                 self._stored_runs(content, event.group, own, keys, out)
+
+    def _prompt_end(self, content: RequestContent, group: int, index: int, key: Key) -> BlockStored:
+        """Encode the end of a prompt inside a block (rule 23): one block of the size that keys have."""
+        size = self._hash_block_size
+        per_block = self._groups[group].block_size // size
+        chain = list(content.keys.keys(index * per_block, (index + 1) * per_block))
+        at = index * per_block + chain.index(key)
+        before = content.keys.keys(at - 1, at) if at else ()
+        parent = self._as_hash(before[0]) if before else None
+        return self._event(content, group, (at,), (key,), parent, (at, at + 1), size)
 
     def _stored_runs(
         self, content: RequestContent, group: int, indices: Sequence[int], keys: Sequence[Key], out: list[KVCacheEvent]
@@ -166,9 +178,10 @@ class KVEventEncoder:
         keys: Sequence[Key],
         parent: BlockHash | None,
         blocks: tuple[int, int],
+        block_size: int = 0,
     ) -> BlockStored:
         kind = self._groups[group]
-        size = kind.block_size
+        size = block_size or kind.block_size
         # As many extra keys as hashes, or None if there are no hashes.
         extra_keys: list[Any] | None = None
         if indices:

@@ -57,6 +57,7 @@ class ShadowPool:
         self.copies_in: Counter[str] = Counter()
         self.unknown_events: Counter[str] = Counter()
         self.num_orphans = 0
+        self._largest: dict[int, int] = {}  # the tokens of a whole block, by group, as far as the stream tells
         self.num_unknown_removals = 0
         self.num_stored = 0
         self.num_removed = 0
@@ -101,6 +102,16 @@ class ShadowPool:
             return []
         return unknown
 
+    def is_end_of_prompt(self, event: BlockStored) -> bool:
+        """Whether an event stores the end of a prompt inside a block, at a place that the stream does not tell.
+
+        vLLM publishes it as one block of the size that its keys have, behind the key before it, which no block has
+        unless the end lies right behind a whole block.
+        """
+        group, parent = event.group_idx or 0, event.parent_block_hash
+        is_part = len(event.block_hashes) == 1 and 0 < event.block_size < self._largest.get(group, 0)
+        return is_part and parent is not None and not self.num_copies_of(parent, group, GPU)
+
     def num_copies_of(self, hashed: BlockHash, group: int = 0, medium: str | None = None) -> int:
         """Return how many blocks carry a hash, in one medium or in all."""
         block = self.blocks.get((group, hashed))
@@ -141,9 +152,10 @@ class ShadowPool:
 
     def _store(self, event: BlockStored) -> None:
         group, medium, parent = event.group_idx or 0, event.on_medium, event.parent_block_hash
-        needs_parent = medium == GPU and event.needs_whole_prefix
+        needs_parent = medium == GPU and event.needs_whole_prefix and not self.is_end_of_prompt(event)
         if needs_parent and parent is not None and not self.num_copies_of(parent, group, GPU):
             self.num_orphans += len(event.block_hashes)
+        self._largest[group] = max(self._largest.get(group, 0), event.block_size)
         sizes = event.tokens_per_block()
         gained = self.gained(event)
         is_gained = None if gained is event.block_hashes else set(gained)
