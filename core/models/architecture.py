@@ -46,6 +46,7 @@ from .weights import (
     embedding,
     experts,
     gated_mlp,
+    plain_mlp,
     vector,
 )
 
@@ -247,15 +248,18 @@ class ByFields(Architecture):
     @functools.cached_property
     def heads(self) -> Heads:
         """Heads by the first name that is there; one KV head under `multi_query`, as many as heads unless given."""
+        section = self.fields.section("attn_config")  # DBRX
         fields = self.fields
+        if section is not None:
+            fields = ConfigFields({**section.values, **fields.values}, section.place)
         num_heads = fields.integer("num_attention_heads", "n_head", "n_heads", "num_heads")
-        names = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "num_attention_groups")
+        names = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_n_heads", "n_head_kv", "num_attention_groups")
         if fields.flag("multi_query_attention"):  # ChatGLM
             names = (*names, "multi_query_group_num")
-        given = self._agreed(*names)
+        given = _agreed(fields, *names)
         if fields.flag("multi_query") and not fields.flag("new_decoder_architecture"):  # Falcon
             given = 1
-        head_size = self._agreed("head_dim", "kv_channels", "head_size", "attention_head_dim")
+        head_size = _agreed(fields, "head_dim", "kv_channels", "head_size", "attention_head_dim")
         if head_size is None and self.hidden_size % num_heads:
             raise InputError(f"{fields.place}: hidden_size {self.hidden_size} is no multiple of {num_heads} heads")
         head_size = head_size or self.hidden_size // num_heads
@@ -265,13 +269,6 @@ class ByFields(Architecture):
             head_size=head_size,
             head_size_v=fields.integer_or("v_head_dim", head_size),
         )
-
-    def _agreed(self, *names: str) -> int | None:
-        """The number under any of these names; None if none is there. Raises InputError: they contradict each other."""
-        found = {name: self.fields.integer(name) for name in names if self.fields.has(name)}
-        if len(set(found.values())) > 1:
-            raise InputError(f"{self.fields.place}: {found} contradict each other")
-        return next(iter(found.values()), None)
 
     def layer_types(self) -> Sequence[str]:
         """As listed; by a pattern of letters (`LLLG`) or one full layer in so many; else all slide if any window."""
@@ -297,7 +294,10 @@ class ByFields(Architecture):
         count = next((name for name in counts if fields.has(name)), None)
         if count is None or not self.routes()[index]:
             inner = next((name for name in dense if fields.has(name)), None)
-            return gated_mlp(hidden_size, 4 * hidden_size if inner is None else fields.integer(inner))
+            # Models without the field (Bloom, Falcon) and those with squared ReLU (Nemotron) have no gate.
+            is_plain = inner is None or fields.get("hidden_act") in ("relu2", "relu_squared")
+            size = 4 * hidden_size if inner is None else fields.integer(inner)
+            return (plain_mlp if is_plain else gated_mlp)(hidden_size, size)
         size = fields.integer("moe_intermediate_size", "expert_intermediate_size", *dense)
         visited = fields.integer("num_experts_per_tok", "moe_top_k", "moe_k", "num_experts_per_token", "moe_topk")
         groups = experts(hidden_size, size, fields.integer(count), visited)
@@ -306,6 +306,14 @@ class ByFields(Architecture):
         names = (*names, "shared_intermediate_size")
         of_shared = next((fields.integer(name) for name in names if fields.get(name)), int(shared) * size)
         return (*groups, *gated_mlp(hidden_size, of_shared)) if of_shared else groups
+
+
+def _agreed(fields: ConfigFields, *names: str) -> int | None:
+    """The number under any of these names; None if none is there. Raises InputError: they contradict each other."""
+    found = {name: fields.integer(name) for name in names if fields.has(name)}
+    if len(set(found.values())) > 1:
+        raise InputError(f"{fields.place}: {found} contradict each other")
+    return next(iter(found.values()), None)
 
 
 # Sections of a config that describe the decoder beside encoders, nested ones with a dot.

@@ -148,6 +148,7 @@ _DECIDES = re.compile(
     | compress | latent_dim | kv_lora | index_head_dim | index_topk_(?:freq|pattern) | indexer_types | index_skip
     | index_source | sparse_att | _msa_ | kda_
     | mamba | ssm | recurrent | rwkv | conv_(?:kernel|l_cache|dim) | short_conv | state_size | lru_width
+    | attn_config | attention_other_setting | layer_group_size | lightning | retention
     | kv_heads_per | key_value_heads_per | num_attention_groups | multi_query | n_head_kv | num_kv_heads | n_kv_heads
     | kv_cache | cache_dtype
     """,
@@ -199,6 +200,8 @@ def _is_harmless(name: str, value: Any, fields: ConfigFields) -> bool:
     if value in (None, 0, -1, "") or value in ([], {}):
         return True
     if "window" in name and fields.values.get("use_sliding_window") is False:
+        return True
+    if name.startswith("cla_") and fields.values.get("use_cla") is False:  # Hunyuan's sharing across layers
         return True
     if "type_list" in name:  # one number a layer; 1: full attention
         return all(item == 1 for item in _items(value))

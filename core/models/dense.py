@@ -256,6 +256,23 @@ class Gemma4(Architecture):
         )
 
 
+@architectures.register("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration")
+class Gemma3n(Gemma3):
+    """Full and sliding layers of equal heads; the last `num_kv_shared_layers` read an earlier layer's cache."""
+
+    class_defaults: ClassVar = {"head_dim": 256, "num_kv_shared_layers": 15, "sliding_window": 512}
+    encoders = "vision and audio encoders"
+    full_every = 5
+
+    def caches(self) -> LayerCaches:
+        stored = self.num_layers - self.fields.integer_or("num_kv_shared_layers", 0)
+        return tuple(caches if index < stored else () for index, caches in enumerate(super().caches()))
+
+    def weights(self) -> weights.ModelWeights:
+        """Refuse: the parameters of its laurels and per-layer embeddings are not known here."""
+        raise InputError(f"{self.fields.place}: the parameters of Gemma 3n are not known here")
+
+
 @architectures.register("DeciLMForCausalLM")
 class DeciLM(Architecture):
     """Llama whose layers were searched one by one: each has its own KV heads and inner size, or lacks a part."""

@@ -86,6 +86,23 @@ class MLA(Architecture):
         return (*routed, *gated_mlp(hidden_size, shared * expert_size)) if shared else routed
 
 
+@architectures.register("LongcatFlashForCausalLM")
+class LongcatFlash(MLA):
+    """Two latent attentions and two dense MLPs in every layer, and experts beside them."""
+
+    def caches(self) -> LayerCaches:
+        return (((latent_cache(self.fields),) * 2),) * self.num_layers
+
+    def attention(self, index: int) -> Groups:
+        return super().attention(index) * 2
+
+    def mlp(self, index: int) -> Groups:
+        hidden_size, dense_size, expert_size, num_experts, visited = self.fields.integers(
+            "hidden_size", "ffn_hidden_size", "expert_ffn_hidden_size", "n_routed_experts", "moe_topk"
+        )
+        return (*gated_mlp(hidden_size, dense_size) * 2, *experts(hidden_size, expert_size, num_experts, visited))
+
+
 @architectures.register("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 class SparseMLA(MLA):
     """DeepSeek Sparse Attention: an indexer chooses the tokens that a layer reads."""

@@ -382,6 +382,57 @@ class Mamba2Hybrid(ByFields):
         return (*(super().attention(index) if attends else ()), *(states if has_state else ()))
 
 
+@architectures.register("JambaForCausalLM")
+class Jamba(ByFields):
+    """Mamba 1, and attention in one layer of `attn_layer_period`; experts in one of `expert_layer_period`."""
+
+    understands: ClassVar[frozenset[str]] = frozenset({"mamba_dt_rank", "mamba_expand", "sliding_window"})
+
+    def attends(self, index: int) -> bool:
+        """Whether a layer has attention instead of a state."""
+        period, offset = self.fields.integer("attn_layer_period"), self.fields.get("attn_layer_offset") or 0
+        return index % period == offset
+
+    @property
+    def width(self) -> int:
+        """Channels of a Mamba layer."""
+        return self.fields.integer_or("mamba_expand", 2) * self.hidden_size
+
+    def caches(self) -> LayerCaches:
+        state_size, kernel = self.fields.integers("mamba_d_state", "mamba_d_conv")
+        # Mamba 1 has a vector of the state's size for each channel, which is Mamba 2 with heads of one element.
+        state = Mamba2Cache(
+            conv_kernel_size=kernel,
+            num_heads=self.width,
+            head_dim=1,
+            num_groups=0,
+            state_size=state_size,
+            recurrent_dtype="bf16",
+        )
+        full = self.full_cache()
+        return tuple((full,) if self.attends(index) else (state,) for index in range(self.num_layers))
+
+    def attention(self, index: int) -> Groups:
+        if self.attends(index):
+            return super().attention(index)
+        hidden_size, width, kind = self.hidden_size, self.width, WeightKind.ATTENTION
+        state_size, kernel = self.fields.integers("mamba_d_state", "mamba_d_conv")
+        rank = self.fields.integer_or("mamba_dt_rank", -(-hidden_size // 16))
+        return (
+            column("in_proj", kind, hidden_size, 2 * width),
+            vector("conv1d, decays and skips", width * (kernel + state_size + 3)),
+            row("x_proj", kind, width, rank + 2 * state_size),
+            column("dt_proj", kind, rank, width),
+            row("out_proj", kind, width, hidden_size),
+        )
+
+    def mlp(self, index: int) -> Groups:
+        period, offset = self.fields.integer_or("expert_layer_period", 1), self.fields.get("expert_layer_offset") or 0
+        if index % period == offset and self.fields.integer_or("num_experts", 1) > 1:
+            return super().mlp(index)
+        return gated_mlp(self.hidden_size, self.fields.integer("intermediate_size"))
+
+
 def _mamba2(state: Mamba2Cache, hidden_size: int, conv_bias: bool) -> Groups:
     kind, width = WeightKind.ATTENTION, state.num_heads * state.head_dim
     biases = state.conv_channels * conv_bias

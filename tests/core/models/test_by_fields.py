@@ -58,6 +58,12 @@ def stored(architecture: str, **config: Any) -> tuple[str, ...]:
             {**OLD, "n_layer": 4, "multi_query": True, "num_kv_heads": 8, "new_decoder_architecture": True},
             "4 layers x 8 heads x (64 + 64) x 2 B (bf16)",
         ),
+        (
+            "DbrxForCausalLM",
+            {"dtype": "bfloat16", "n_layers": 4, "d_model": 1024, "n_heads": 16, "attn_config": {"kv_n_heads": 4}},
+            f"4 layers x {FULL}",
+        ),
+        ("HunYuanDenseV1ForCausalLM", {**PLAIN, "use_cla": False, "cla_share_factor": 2}, f"4 layers x {FULL}"),
         ("BloomForCausalLM", {**OLD, "n_layer": 4}, "4 layers x 16 heads x (64 + 64) x 2 B (bf16)"),
         (
             "Glm4MoeLiteForCausalLM",
@@ -79,6 +85,8 @@ def test_ordinary_keys_and_values_are_read_by_their_fields(architecture: str, co
         ({"layer_types": ["full_attention", "mamba", "full_attention", "mamba"]}, r"layer_types\[1\] is 'mamba'"),
         ({"layer_types": ["sliding_attention"] * 4}, "missing sliding_window"),
         ({"num_kv_heads": 8}, "contradict each other"),
+        ({"attention_other_setting": {"head_dim": 128}}, "attention_other_setting {...}"),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64, "layer_group_size": 8}, "layer_group_size 8"),
         ({"num_attention_heads": 7}, "no multiple of 7 heads"),
     ],
 )
@@ -176,3 +184,36 @@ def test_mamba_2_keeps_a_state_instead_of_attention_or_beside_it(
     assert found.state == states * 2 * (3 * (2_048 + 256) + 32 * 64 * 128)
     assert geometry.warnings == ()
     assert geometry.parameters > 0
+
+
+def test_jamba_has_mamba_1_in_all_layers_but_one_in_so_many():
+    config = {**PLAIN, "attn_layer_period": 4, "attn_layer_offset": 2, "mamba_d_state": 16, "mamba_d_conv": 4}
+    geometry = geometry_from_config({**config, "architectures": ["JambaForCausalLM"]}, "x")
+    found = geometry.sequence_bytes(1, "auto")
+    assert found.kv == 4 * 128 * 2
+    assert found.state == 3 * 2 * 2_048 * (3 + 16)  # `mamba1_state_shape` of vLLM 0.32
+    assert geometry.parameters > 0
+
+
+def test_longcat_has_two_latents_in_every_layer():
+    config = {**PLAIN, "num_layers": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    geometry = geometry_from_config({**config, "architectures": ["LongcatFlashForCausalLM"]}, "x")
+    assert geometry.sequence_bytes(1, "auto").kv == 4 * 2 * 576 * 2
+    assert len(geometry.layer_specs(16, "auto")) == 8
+
+
+def test_the_last_layers_of_gemma_3n_read_an_earlier_cache():
+    types = ["sliding_attention", "full_attention"] * 2
+    config = {**PLAIN, "layer_types": types, "sliding_window": 128, "num_kv_shared_layers": 2, "head_dim": 64}
+    geometry = geometry_from_config({**config, "architectures": ["Gemma3nForCausalLM"]}, "x")
+    assert geometry.bytes_per_token_formula("auto") == (f"1 layers x {FULL}{WINDOW}", f"1 layers x {FULL}")
+    with pytest.raises(InputError, match=r"parameters of Gemma 3n are not known here.*weights_bytes"):
+        _ = geometry.parameters
+
+
+def test_a_model_without_a_gate_has_two_matrices_in_its_mlp():
+    gated, plain = (
+        geometry_from_config({**PLAIN, "hidden_act": act, "architectures": ["NemotronForCausalLM"]}, "x").parameters
+        for act in ("silu", "relu2")
+    )
+    assert gated - plain == 4 * (1024 * 4096 - (1024 + 4096))
