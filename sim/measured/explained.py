@@ -440,11 +440,11 @@ def _with_factors(latency: LatencyModel, chosen: Mapping[str, float]) -> Latency
 
 
 def _error(run: MeasuredRun, simulated: Simulated, which: NDArray[np.bool_]) -> float:
-    """Mean absolute relative error of mean and median of TTFT, TPOT and E2E over some requests."""
+    """Mean absolute relative error of mean, median and p99 of TTFT, TPOT and E2E over some requests."""
     errors: list[float] = []
     for name in LATENCIES:
         measured, predicted = _measured(run, name)[which], getattr(simulated, name)[which]
-        errors += [abs(_statistic(predicted, s) / _statistic(measured, s) - 1) for s in ("mean", "p50")]
+        errors += [abs(_statistic(predicted, s) / _statistic(measured, s) - 1) for s in ("mean", "p50", "p99")]
     return float(np.mean(errors))
 
 

@@ -110,7 +110,7 @@ def render_page(result: ExplainedRun) -> str:
     sections = [
         ("answer", "How far off", joined(tag("dl", *cards, class_="answer"), errors, *calibrated)),
         ("why", "Why they differ", bullets(result.sentences())),
-        ("plots", "Request by request", joined(*drawn)),
+        ("requests", "Request by request", joined(*drawn)),
         ("worst", "The requests that differ most", worst),
         ("assumptions", "Assumptions", html_table("Assumptions", ("assumption", "value"), assumptions, left=(0, 1))),
     ]  # fmt: skip
