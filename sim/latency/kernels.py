@@ -170,7 +170,8 @@ class KernelLatency:
         factors, is_prefill = self.factors, load.num_prefill_tokens > 0
         seconds = float(factors.seconds(kernels, is_prefill, load.num_sampled, self.num_layers))
         self._tally[0] += seconds
-        self._tally[1] += sum([getattr(factors, name) * kernels[name] for name in self.measured if name in kernels])
+        measured = sum([getattr(factors, name) * kernels[name] for name in self.measured if name in kernels])
+        self._tally[1] += measured * (factors.prefill if is_prefill else factors.step)
         return seconds
 
     @functools.cached_property
@@ -202,7 +203,7 @@ class KernelLatency:
         shared = stages * ranks
         rank_tokens = (num_decode + num_prefill) / shared
         if ranks > 1 and num_prefill:  # all ranks wait for the one with the longest chunk
-            rank_tokens = num_decode / shared + max(num_prefill / ranks, max(count for count, _ in chunks)) / stages
+            rank_tokens = num_decode / shared + max([num_prefill / ranks, *(count for count, _ in chunks)]) / stages
         tokens = {True: (num_prefill + num_decode) / stages, False: rank_tokens}
         found = {name: curve.at(tokens[name in _OF_ALL_RANKS]) for name, curve in self.by_tokens.items()}
         context = decode_context / num_decode if num_decode else 0.0
