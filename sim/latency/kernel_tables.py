@@ -269,6 +269,6 @@ def _sequences(table: Mapping[str, NDArray[Any]], fits: NDArray[np.bool_], phase
 
 
 def _place(values: Floats, wanted: float) -> tuple[int, float]:
-    """The last value that is not above `wanted` but has one above it, and where between the two it lies (0 to 1)."""
-    index = int(np.clip(np.searchsorted(values, wanted, side="right") - 1, 0, len(values) - 2))
+    """The index of a value, and how far `wanted` lies between it and the next: above 1 beyond the last value."""
+    index = int(np.clip(np.searchsorted(values, wanted) - 1, 0, len(values) - 2))
     return index, max(0.0, float((wanted - values[index]) / (values[index + 1] - values[index])))

@@ -100,7 +100,7 @@ def write_database(root: Path) -> None:
         [
             {
                 "num_heads": 16, "kv_cache_dtype": "bfloat16", "gemm_type": "bfloat16", "batch_size": batch, "isl": 1,
-                "step": cached, "latency": 5.0,
+                "step": cached, "latency": 1.0,
             }
             for batch, cached in product((1, 64), counts)
         ],
