@@ -82,7 +82,8 @@ class KernelLatency:
             raise InputError("--latency kernels needs --model and --gpu: it sums kernels of both")
         document = None if inputs.calibration is None else read_factors(Path(inputs.calibration))
         if inputs.kernel_profile is not None:
-            profile = KernelProfile.read(inputs.kernel_profile, deployment.geometry.num_hidden_layers)
+            ranks = deployment.tensor_parallel_size
+            profile = KernelProfile.read(inputs.kernel_profile, deployment.geometry.num_hidden_layers, ranks)
             return cls.of_profile(profile, deployment.geometry, document)
         assert device is not None
         return cls.for_model(
@@ -101,13 +102,16 @@ class KernelLatency:
         cls, profile: KernelProfile, geometry: ModelGeometry, document: Mapping[str, Any] | None = None
     ) -> "KernelLatency":
         """The model of one server whose kernels were profiled; a `document` of factors calibrates it to its runs."""
+        sources = dict.fromkeys(("attention", *profile.by_tokens, "head"), profile.source)
+        if profile.by_sampled is None:
+            sources["head"] = "not profiled: counted as 0 s"
         return cls(
             by_tokens=profile.by_tokens,
-            by_sampled=profile.by_sampled,
+            by_sampled=profile.by_sampled or Curve((0.0,), (0.0,)),
             attention=profile,
             factors=factors_in(document or NO_FACTORS),
             num_layers=geometry.num_hidden_layers,
-            sources=dict.fromkeys(("attention", *profile.by_tokens, "head"), profile.source),
+            sources=sources,
             description=f"{geometry.name}, profiled",
         )
 

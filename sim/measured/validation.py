@@ -174,8 +174,7 @@ def predict(kernels: PointKernels, document: Mapping[str, Any] | None = None) ->
         ]
     in_tpot = np.where(kernels.is_prefill, factors.prefill, factors.step) * kernels.in_tpot
     shares = {
-        name: float(getattr(factors, name) * seconds @ in_tpot) / tpot_s
-        for name, seconds in kernels.kernels.items()
+        name: float(getattr(factors, name) * seconds @ in_tpot) / tpot_s for name, seconds in kernels.kernels.items()
     }
     return Prediction(
         point=kernels.point,

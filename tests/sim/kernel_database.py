@@ -118,7 +118,10 @@ def write_database(root: Path) -> None:
     write_table(
         root, "comm", "custom_allreduce_perf",
         [
-            {"num_gpus": 2, "message_size": 1 << power, "kernel_source": source, "latency": all_reduce_ms(1 << power) * factor}
+            {
+                "num_gpus": 2, "message_size": 1 << power, "kernel_source": source,
+                "latency": all_reduce_ms(1 << power) * factor,
+            }
             for power in range(10, 30)
             for source, factor in (("vLLM_custom_graph", 1.0), ("vLLM_custom_eager", 0.1))
         ],

@@ -107,7 +107,7 @@ def test_a_file_that_is_no_document_is_refused(text: str, said: str, tmp_path: P
 
 def test_a_missing_file_is_named_and_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "factors.json"
-    with pytest.raises(InputError, match="factors.json: No such file"):
+    with pytest.raises(InputError, match=r"factors.json: No such file"):
         read_factors(path)
     for gemm in (1.0, 2.0):
         path.write_text(json.dumps({**DOCUMENT, "all": {"gemm": gemm}}))

@@ -6,6 +6,7 @@ from kvledger.sim.latency.devices import find_device
 from kvledger.sim.latency.kernel_parts import AttentionOfLayers, KernelParts, LayerAttention, kernel_parts
 from kvledger.sim.latency.kernel_tables import Curve, Surface
 from kvledger.sim.latency.roofline import RooflineLatency
+
 from tests.sim.kernel_database import all_reduce_ms, experts_ms, gemm_ms, generation_ms
 
 pytestmark = pytest.mark.usefixtures("kernel_database")

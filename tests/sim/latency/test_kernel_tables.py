@@ -6,6 +6,7 @@ import pytest
 from kvledger.core.errors import InputError
 from kvledger.sim.latency.devices import find_device
 from kvledger.sim.latency.kernel_tables import Curve, KernelTables, Surface, has_kernel_tables
+
 from tests.sim.kernel_database import all_reduce_ms, experts_ms, gemm_ms, gemm_rows, generation_ms, write_table
 
 
