@@ -15,6 +15,7 @@ from .devices import Device
 
 CLASSES = ("gemm", "experts", "attention_decode", "attention_prefill", "collectives", "head", "elementwise")
 """Classes of kernels; each has a factor."""
+MAX_CAPTURED_TOKENS = 512  # of the largest step that a CUDA graph of vLLM holds, unless fewer sequences run
 COSTS = ("layer_s", "uncaptured_layer_s", "prefill_step_s", "step_s", "sequence_s")
 """Costs of the host, in seconds."""
 _OF_GROUPS = ("experts", "step", "prefill")  # factors that a kind of kernels or a pair can have
@@ -28,12 +29,12 @@ class KernelFactors:
     Attributes:
         gemm, experts, attention_decode, attention_prefill, collectives, head, elementwise: factors of classes.
         layer_s: time between the kernels of a layer.
-        uncaptured_layer_s: the host's launches for a layer in a step with prompt tokens, which no CUDA graph holds; the
-            step takes at least that long.
-        prefill_step_s: added to a step with prompt tokens.
+        uncaptured_layer_s: the host's launches for a layer in a step that no CUDA graph holds, because it has more
+            tokens than the largest graph: the step takes at least that long.
+        prefill_step_s: added to such a step; nearly all of them compute long prompts.
         step_s: added to every step: scheduling and inputs, as far as the GPU waits for them.
         sequence_s: added for each sampled token: sampling, and its way to the client.
-        step, prefill: factors of whole steps without and with prompt tokens.
+        step, prefill: factors of whole steps: those that a CUDA graph holds, and the others.
         is_of_pair: whether servers of the same model on the same device were measured.
         spread: 90 % of measured values lie within a factor of `1 + spread` of TPOT and of TTFT; None: not known.
         source: where the figures come from.
@@ -57,11 +58,11 @@ class KernelFactors:
     spread: tuple[float, float] | None = attrs.field(default=None, converter=attrs.converters.optional(tuple))
     source: str = "none: kernels as they were measured"
 
-    def seconds(self, kernels: Mapping[str, Any], is_prefill: Any, num_sampled: Any, num_layers: Any) -> Any:
+    def seconds(self, kernels: Mapping[str, Any], is_uncaptured: Any, num_sampled: Any, num_layers: Any) -> Any:
         """Seconds of a step from the seconds of its kernels by class; numbers, or arrays with one for each step."""
         total = self.layer_s * num_layers + sum([getattr(self, name) * seconds for name, seconds in kernels.items()])
         uncaptured = np.maximum(total, self.uncaptured_layer_s * num_layers) + self.prefill_step_s
-        total = np.where(is_prefill, uncaptured * self.prefill, total * self.step)
+        total = np.where(is_uncaptured, uncaptured * self.prefill, total * self.step)
         return total + self.step_s + self.sequence_s * num_sampled
 
     def assumptions(self) -> dict[str, object]:
@@ -140,8 +141,8 @@ class CalibratedLatency:
         return self._calibrated(scheduled_seconds(self.inner, step, num_steps_later, load), load)
 
     def _calibrated(self, seconds: float, load: StepLoad) -> float:
-        is_prefill = load.num_prefill_tokens > 0
-        return float(self.factors.seconds({"gemm": seconds}, is_prefill, load.num_sampled, 0))
+        is_uncaptured = load.num_tokens > MAX_CAPTURED_TOKENS
+        return float(self.factors.seconds({"gemm": seconds}, is_uncaptured, load.num_sampled, 0))
 
     def assumptions(self) -> dict[str, object]:
         changed = {name: getattr(self.factors, name) for name in ("step", "prefill", "step_s", "prefill_step_s")}

@@ -35,10 +35,11 @@ _FUSED = ("q_proj", "k_proj", "v_proj")
 _OF_LATENT_ATTENTION = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj", "o_proj")
 # Dtypes of the tables for weights of each kind, the best match first. Products of block-scaled weights were timed one
 # launch at a time, which took longer than the kernels: the times of the other 8-bit products stand for them.
-_GEMM_DTYPES = {"bf16": ("bfloat16",), "fp8": ("fp8",), "nvfp4": ("nvfp4",)}
+_GEMM_DTYPES = {"bf16": ("bfloat16",), "fp8": ("fp8",), "fp8_block": ("fp8",), "nvfp4": ("nvfp4",)}
 _EXPERT_DTYPES = {
     "bf16": ("bfloat16",),
-    "fp8": ("fp8_block", "fp8"),
+    "fp8": ("fp8", "fp8_block"),
+    "fp8_block": ("fp8_block", "fp8"),
     "nvfp4": ("nvfp4",),
     "mxfp4": ("w4a16_mxfp4",),
     "int4": ("int4_wo",),
@@ -169,8 +170,8 @@ class KernelParts:
                 self.sources.setdefault(name, f"measured ({wanted})")
                 return curve
         self.sources[name] = f"roofline: no times of {dtype} products"
-        bits = {"fp8": 8, "nvfp4": 4.5, "mxfp4": 4.25, "int4": 4.16}.get(dtype, 16)
-        return self._roofline(columns * inner * bits / 8, 2.0 * columns * inner, in_eight_bits=dtype == "fp8")
+        bits = {"fp8": 8, "fp8_block": 8, "nvfp4": 4.5, "mxfp4": 4.25, "int4": 4.16}.get(dtype, 16)
+        return self._roofline(columns * inner * bits / 8, 2.0 * columns * inner, in_eight_bits=dtype.startswith("fp8"))
 
     def _experts(self, layer: Groups) -> Curve:
         """Seconds of a layer's routed experts over the tokens of all ranks."""
@@ -308,12 +309,12 @@ class KernelParts:
         )
 
     def _dtype(self, group: WeightGroup) -> str:
-        """`bf16`, `fp8`, `int4`, `nvfp4` or `mxfp4`."""
+        """`bf16`, `fp8`, `fp8_block`, `int4`, `nvfp4` or `mxfp4`."""
         if self.scheme is None:
             return "bf16"
         bits = int(self.scheme.bits_of(group, self.model_bits))
         if bits >= 8:
-            return "fp8" if bits < 16 else "bf16"
+            return "bf16" if bits >= 16 else "fp8_block" if self.scheme.name == "fp8_block" else "fp8"
         name = self.scheme.name
         return name if name in ("nvfp4", "mxfp4") else "nvfp4" if name.startswith("modelopt") else "int4"
 

@@ -7,11 +7,12 @@ from typing import Any, ClassVar, Protocol
 
 import attrs
 
+from ...core.deployment.estimates import capture_sizes
 from ...core.errors import InputError, positive
 from ...core.models.geometry import ModelGeometry
 from ...core.types import ScheduledStep, StepLoad
 from .devices import Device
-from .kernel_factors import CLASSES, NO_FACTORS, KernelFactors, factors_in, read_factors
+from .kernel_factors import CLASSES, MAX_CAPTURED_TOKENS, NO_FACTORS, KernelFactors, factors_in, read_factors
 from .kernel_parts import kernel_parts
 from .kernel_profile import KernelProfile
 from .kernel_tables import Curve
@@ -38,8 +39,8 @@ class KernelLatency:
     """A step is the sum of its kernels, each at its measured time.
 
         gpu  = sum over classes of factor x seconds + layers x layer_s
-        gpu  = max(gpu, layers x uncaptured_layer_s) + prefill_step_s    with prompt tokens
-        time = gpu x (prefill with prompt tokens, else step) + step_s + sampled x sequence_s
+        gpu  = max(gpu, layers x uncaptured_layer_s) + prefill_step_s    if no CUDA graph holds the step
+        time = gpu x (prefill if no graph holds it, else step) + step_s + sampled x sequence_s
 
     With several data-parallel ranks each rank runs the attention and the dense products of its own requests, and all
     of them wait for the rank with the most tokens; experts see the tokens of all.
@@ -50,6 +51,7 @@ class KernelLatency:
         attention: times attention.
         factors: fitted factors of the classes, and costs of the host.
         num_layers: decoder layers.
+        max_captured_tokens: tokens of the largest step that a CUDA graph holds.
         data_parallel_size: ranks with requests of their own that run in step.
         pipeline_parallel_size: micro-batches in flight; a step is one round of them.
         longest_stage_share: layers of the longest pipeline stage divided by the mean.
@@ -65,6 +67,7 @@ class KernelLatency:
     attention: Attention
     factors: KernelFactors
     num_layers: int
+    max_captured_tokens: int = MAX_CAPTURED_TOKENS
     data_parallel_size: int = attrs.field(default=1, validator=positive)
     pipeline_parallel_size: int = attrs.field(default=1, validator=positive)
     longest_stage_share: float = 1.0
@@ -94,6 +97,7 @@ class KernelLatency:
             expert_parallel_size=deployment.tensor_parallel_size if inputs.enable_expert_parallel else 1,
             weights_dtype=inputs.weights_dtype,
             kv_cache_dtype=deployment.cache_dtype,
+            max_captured_tokens=0 if deployment.enforce_eager else capture_sizes(deployment.max_num_seqs)[-1],
             document=document,
         )
 
@@ -127,6 +131,7 @@ class KernelLatency:
         expert_parallel_size: int = 1,
         weights_dtype: str = "auto",
         kv_cache_dtype: str = "auto",
+        max_captured_tokens: int = MAX_CAPTURED_TOKENS,
         document: Mapping[str, Any] | None = None,
     ) -> "KernelLatency":
         """The model of one server, from the kernel database.
@@ -155,6 +160,7 @@ class KernelLatency:
             attention=parts.attention(),
             factors=factors_in(document or read_factors(), device, geometry.name, parts.dtypes),
             num_layers=geometry.num_hidden_layers,
+            max_captured_tokens=max_captured_tokens,
             data_parallel_size=data_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             longest_stage_share=roofline.longest_stage_share,
@@ -171,11 +177,11 @@ class KernelLatency:
         return self._total(self.kernels(chunks, load, load.decode_context_tokens), load)
 
     def _total(self, kernels: Mapping[str, float], load: StepLoad) -> float:
-        factors, is_prefill = self.factors, load.num_prefill_tokens > 0
-        seconds = float(factors.seconds(kernels, is_prefill, load.num_sampled, self.num_layers))
+        factors, is_uncaptured = self.factors, load.num_tokens > self.max_captured_tokens
+        seconds = float(factors.seconds(kernels, is_uncaptured, load.num_sampled, self.num_layers))
         self._tally[0] += seconds
         measured = sum([getattr(factors, name) * kernels[name] for name in self.measured if name in kernels])
-        self._tally[1] += measured * (factors.prefill if is_prefill else factors.step)
+        self._tally[1] += measured * (factors.prefill if is_uncaptured else factors.step)
         return seconds
 
     @functools.cached_property

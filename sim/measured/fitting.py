@@ -38,11 +38,10 @@ _ERROR = 0.06  # relative error of a good prediction; repeated measurements diff
 _PULL = 2.0  # how much an expected value counts beside the points
 _TTFT_WEIGHT = 0.6  # repeated measurements of TTFT differ about twice as much as those of TPOT
 _KERNELS_SPREAD = 0.35  # expected spread of the logarithm of a factor of one kind of kernels
-_POINTS_OF_NO_WEIGHT = 3.0  # a pair of card and model with so many points is pulled half way to 1
+_PAIR_SPREADS = (0.15, 0.25)  # the same of a pair's factors: steps that a CUDA graph holds, and the others
 _BINS = 20  # entries of a condensed schedule, with prompt tokens and without
 _SHARE_INSIDE = 0.9
 _FOLDS = 5
-_MOVES = np.concatenate([[0.0], np.linspace(-1.2, 1.2, 61)])  # of the logarithm of a pair's factor; 0 if none helps
 
 
 @attrs.frozen(kw_only=True)
@@ -95,7 +94,7 @@ class _Points:
         condensed = [_condensed(point) for point in points]
         self.points = points
         self.kernels = np.concatenate([part[0] for part in condensed])
-        self.is_prefill = np.concatenate([part[1] for part in condensed])
+        self.is_uncaptured = np.concatenate([part[1] for part in condensed])
         self.num_sampled = np.concatenate([part[2] for part in condensed])
         self.in_ttft = np.concatenate([part[3] for part in condensed])
         self.in_tpot = np.concatenate([part[4] for part in condensed])
@@ -129,7 +128,7 @@ class _Points:
             }
         with attrs.validators.disabled():  # arrays, with a factor for each step
             factors = KernelFactors(**values)
-        seconds = factors.seconds(columns, self.is_prefill, self.num_sampled, self.layers)
+        seconds = factors.seconds(columns, self.is_uncaptured, self.num_sampled, self.layers)
         ttft, tpot = (np.add.reduceat(seconds * weight, self.starts) for weight in (self.in_ttft, self.in_tpot))
         return ttft + HTTP_S, tpot
 
@@ -171,26 +170,28 @@ def _held_out(data: _Points, parts: Iterable[NDArray[np.bool_]]) -> Errors:
 
 
 def _fit(data: _Points, included: NDArray[np.bool_]) -> _Fitted:
-    """Shared factors, those of kinds of kernels, and those of pairs."""
+    """Shared factors, those of kinds of kernels, and those of pairs: without CUDA graphs, and with them."""
     from scipy.optimize import least_squares
 
     expected, spread = np.array(list(EXPECTED.values())).T
-    num_shared, num_kinds = len(expected), len(data.kinds)
+    sizes = np.cumsum([len(expected), len(data.kinds), len(data.pairs)])
     weights = np.where(included, 1.0, 0.0) / _ERROR
 
-    def residuals(values: Floats) -> Floats:
-        shared, of_kind = values[:num_shared] * spread, np.exp(values[num_shared:])
-        ttft, tpot = data.means(shared, of_kind)
-        errors = [np.log(tpot / data.measured[1]), _TTFT_WEIGHT * np.log(ttft / data.measured[0])]
-        far = np.concatenate([_bounded(error * weights) for error in errors])
-        pulled = (values[:num_shared] - expected / spread, values[num_shared:] / _KERNELS_SPREAD)
-        return np.concatenate([far, *(_PULL * pull for pull in pulled)])
+    def levels(values: Floats) -> _Fitted:
+        shared, of_kind, steps, prefills = np.split(values, sizes)
+        return shared * spread, np.exp(of_kind), (np.exp(steps), np.exp(prefills))
 
-    start = np.concatenate([expected / spread, np.zeros(num_kinds)])
-    least = np.concatenate([np.zeros(num_shared), np.full(num_kinds, -2.0)])
-    values = np.asarray(least_squares(residuals, start, bounds=(least, np.inf)).x)
-    shared, of_kind = values[:num_shared] * spread, np.exp(values[num_shared:])
-    return shared, of_kind, _pair_factors(data, included, shared, of_kind)
+    def residuals(values: Floats) -> Floats:
+        ttft, tpot = data.means(*levels(values))
+        errors = (np.log(tpot / data.measured[1]), _TTFT_WEIGHT * np.log(ttft / data.measured[0]))
+        pulls = (values - start) / scales
+        return np.concatenate([*(_bounded(error * weights) for error in errors), _PULL * pulls])
+
+    num_pairs = len(data.pairs)
+    start = np.concatenate([expected / spread, np.zeros(len(data.kinds) + 2 * num_pairs)])
+    scales = np.repeat([1.0, _KERNELS_SPREAD, *_PAIR_SPREADS], [len(expected), len(data.kinds), num_pairs, num_pairs])
+    least = np.where(np.arange(len(start)) < len(expected), 0.0, -2.0)
+    return levels(np.asarray(least_squares(residuals, start, bounds=(least, np.inf), ftol=1e-5, xtol=1e-4).x))
 
 
 def _bounded(errors: Floats) -> Floats:
@@ -198,31 +199,15 @@ def _bounded(errors: Floats) -> Floats:
     return np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
 
 
-def _pair_factors(data: _Points, included: NDArray[np.bool_], shared: Floats, of_kind: Floats) -> tuple[Floats, Floats]:
-    """Factors with the least mean relative errors of each pair, pulled towards 1 where it has few points."""
-    counts = np.bincount(data.pair[included], minlength=len(data.pairs))
-    trust = counts / (counts + _POINTS_OF_NO_WEIGHT)
-    logs = np.zeros((2, len(data.pairs)))  # of steps without prompt tokens, and with
-    for _ in range(2):  # TTFT depends on both factors, TPOT mostly on the first
-        for row, latency in ((0, 1), (1, 0)):
-            moved = logs[row] + _MOVES[:, None]
-            errors = np.empty(moved.shape)
-            for number, log in enumerate(moved):
-                logs[row] = log
-                means = data.means(shared, of_kind, (np.exp(trust * logs[0]), np.exp(trust * logs[1])))
-                error = np.where(included, np.abs(means[latency] / data.measured[latency] - 1), 0.0)
-                errors[number] = np.bincount(data.pair, error, len(data.pairs))
-            logs[row] = moved[errors.argmin(0), np.arange(len(data.pairs))]
-    return np.exp(trust * logs[0]), np.exp(trust * logs[1])
-
-
 def _condensed(point: PointKernels) -> tuple[Floats, NDArray[np.bool_], Floats, Floats, Floats]:
     """A point's steps as a few mean ones: alike in their prompts and in the time of their kernels."""
-    kernels = np.stack([np.broadcast_to(point.kernels.get(name, 0.0), point.is_prefill.shape) for name in CLASSES], 1)
+    kernels = np.stack(
+        [np.broadcast_to(point.kernels.get(name, 0.0), point.is_uncaptured.shape) for name in CLASSES], 1
+    )
     weight = point.in_ttft / point.in_ttft.sum() + point.in_tpot / point.in_tpot.sum()
-    order = np.lexsort((kernels.sum(1), point.is_prefill))
+    order = np.lexsort((kernels.sum(1), point.is_uncaptured))
     passed = np.cumsum(weight[order])
-    bins = np.minimum((passed / passed[-1] * 2 * _BINS).astype(int), 2 * _BINS - 1) * 2 + point.is_prefill[order]
+    bins = np.minimum((passed / passed[-1] * 2 * _BINS).astype(int), 2 * _BINS - 1) * 2 + point.is_uncaptured[order]
     starts = np.flatnonzero(np.diff(bins, prepend=-1))
 
     def mean(values: Floats) -> Floats:
@@ -230,7 +215,7 @@ def _condensed(point: PointKernels) -> tuple[Floats, NDArray[np.bool_], Floats, 
         return np.add.reduceat((values.T * weight).T[order], starts) / (total[:, None] if values.ndim > 1 else total)
 
     in_ttft, in_tpot = (np.add.reduceat(each[order], starts) for each in (point.in_ttft, point.in_tpot))
-    return mean(kernels), point.is_prefill[order][starts], mean(point.num_sampled), in_ttft, in_tpot
+    return mean(kernels), point.is_uncaptured[order][starts], mean(point.num_sampled), in_ttft, in_tpot
 
 
 def _document(data: _Points, fitted: _Fitted, source: str, held_points: Errors, held_pairs: Errors) -> dict[str, Any]:

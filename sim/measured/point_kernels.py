@@ -33,14 +33,14 @@ class PointKernels:
         point: what was measured.
         model: times a step.
         kernels: seconds by class of kernels of the mean step of each entry of the schedule: float64 `[num_entries]`.
-        is_prefill, num_sampled: whether it has prompt tokens, and its sampled tokens.
+        is_uncaptured, num_sampled: whether no CUDA graph holds it, and its sampled tokens.
         in_ttft, in_tpot: how often its time counts in the mean TTFT and TPOT.
     """
 
     point: MeasuredPoint
     model: KernelLatency | RooflineLatency
     kernels: Mapping[str, Floats]
-    is_prefill: NDArray[np.bool_]
+    is_uncaptured: NDArray[np.bool_]
     num_sampled: Floats
     in_ttft: Floats
     in_tpot: Floats
@@ -52,7 +52,7 @@ class PointKernels:
 
     def means_s(self, factors: KernelFactors) -> tuple[float, float]:
         """Mean TTFT and TPOT, seconds."""
-        seconds = factors.seconds(self.kernels, self.is_prefill, self.num_sampled, self.model.num_layers)
+        seconds = factors.seconds(self.kernels, self.is_uncaptured, self.num_sampled, self.model.num_layers)
         return float(seconds @ self.in_ttft) + HTTP_S, float(seconds @ self.in_tpot)
 
 
@@ -85,7 +85,7 @@ def kernels_of_point(point: MeasuredPoint) -> PointKernels:
         point=point,
         model=model,
         kernels={name: np.array([row[name] for row in rows]) for name in rows[0]},
-        is_prefill=np.array([load.num_prefill_tokens > 0 for load in schedule.first]),
+        is_uncaptured=np.array([load.num_tokens > model.max_captured_tokens for load in schedule.first]),
         num_sampled=np.array([load.num_sampled for load in schedule.first], dtype=float),
         in_ttft=schedule.in_ttft * num_steps,
         in_tpot=schedule.in_tpot * num_steps,

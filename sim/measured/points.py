@@ -16,8 +16,8 @@ COLUMNS = ("id", "backend", "model_path", "system", "mode", "isl", "osl", "batch
 TTFT, TPOT = "silicon_ttft_ms", "silicon_tpot_ms"
 # What a precision of the table is called as a quantization here.
 _QUANTIZATIONS = {"fp8": "fp8", "fp4": "nvfp4", "int4": "int4", "bf16": "none", "": "auto"}
-# Models whose checkpoints of one precision are quantized in another way than its name says.
-_OWN_FORMATS = {("gpt-oss", "nvfp4"): "auto"}
+# Precisions of the table that are those in which a model was published, by the method of its own config.
+_OWN_METHODS = (("fp8", "fp8"), ("int4", "compressed-tensors"))
 _SUFFIXES = r"(?i)[-_](fp8|nvfp4|fp4|int4|instruct|it|chat|bf16)$"
 
 
@@ -113,9 +113,15 @@ def _point(row: Mapping[str, str], place: str) -> MeasuredPoint:
         raise InputError(f"mode {row['mode']!r}: prefill and decode on separate engines")
     geometry = _geometry(row["model_path"])
     quantization = _QUANTIZATIONS.get(row.get("precision", ""), row.get("precision", ""))
-    for (model, named), actual in _OWN_FORMATS.items():
-        if geometry.name.startswith(model) and quantization == named:
-            quantization = actual
+    if geometry.name.startswith("gpt-oss"):  # published in mxfp4, which the tables call fp4
+        quantization = "auto"
+    own = (geometry.quantization_config or {}).get("quant_method")
+    is_own = (quantization, own) in _OWN_METHODS
+    is_published = (
+        quantization == "fp8" and row["model_path"].upper().endswith("FP8") and "nvidia/" not in row["model_path"]
+    )
+    is_requantized = quantization in ("fp8", "nvfp4") and not is_own and not is_published
+    quantization = "auto" if is_own else "fp8_block" if is_published else quantization
     tensor_parallel, expert_parallel = _count(row, "tp_size"), max(1, _count(row, "moe_ep_size", 1))
     per_node = max(1, _count(row, "attention_dp_size", 1))
     # Rows with data-parallel attention give the GPUs of a node as tp_size; rows that give no such ranks may spread
@@ -128,8 +134,7 @@ def _point(row: Mapping[str, str], place: str) -> MeasuredPoint:
         engine_version=row.get("backend_version", ""),
         geometry=geometry,
         quantization=quantization,
-        is_requantized=quantization == "nvfp4"
-        or (quantization == "fp8" and geometry.quantization_config is None and not row["model_path"].endswith("FP8")),
+        is_requantized=is_requantized,
         device=find_device(_device_name(row["system"])),
         tensor_parallel_size=1 if per_node > 1 else tensor_parallel,
         pipeline_parallel_size=_count(row, "pp_size", 1),

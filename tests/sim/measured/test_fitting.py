@@ -40,14 +40,14 @@ def _point(pair: tuple[str, str, str], number: int, draws: np.random.Generator) 
     """A benchmark of 400 steps, a tenth of them with prompt tokens; its measured means are those of known factors."""
     device, model, quantization = pair
     steps = 400
-    is_prefill = draws.uniform(size=steps) < 0.1
+    is_uncaptured = draws.uniform(size=steps) < 0.1
     users = 4 << number
     scale = {"gemm": 5e-3, "experts": 4e-3 * ("oss" in model), "attention_decode": 3e-3, "collectives": 1e-3}
     kernels = {
         name: np.exp(draws.uniform(-2.5, 1.0)) * each * (1 + users / 100) * draws.uniform(0.9, 1.1, steps)
         for name, each in scale.items()
     }
-    kernels["attention_prefill"] = is_prefill * draws.uniform(1e-3, 2e-2, steps)
+    kernels["attention_prefill"] = is_uncaptured * draws.uniform(1e-3, 2e-2, steps)
     if not scale["experts"]:
         del kernels["experts"]
     point = MeasuredPoint(
@@ -57,8 +57,8 @@ def _point(pair: tuple[str, str, str], number: int, draws: np.random.Generator) 
         output_len=128, ttft_ms=None, tpot_ms=None, place="",
     )  # fmt: skip
     found = PointKernels(
-        point=point, model=_model(model), kernels=kernels, is_prefill=is_prefill,
-        num_sampled=np.full(steps, float(users)), in_ttft=is_prefill * draws.uniform(size=steps) / 4, in_tpot=draws.uniform(0.5, 1.5, steps) / steps,
+        point=point, model=_model(model), kernels=kernels, is_uncaptured=is_uncaptured,
+        num_sampled=np.full(steps, float(users)), in_ttft=is_uncaptured * draws.uniform(size=steps) / 4, in_tpot=draws.uniform(0.5, 1.5, steps) / steps,
     )  # fmt: skip
     step, prefill = OF_PAIRS[pair]
     experts = EXPERTS_OF_B200 if device == "B200" else 1.0
@@ -138,7 +138,7 @@ def test_one_wild_point_hardly_moves_the_fit(points: Sequence[PointKernels], fit
 def test_condensed_steps_have_the_means_of_all_steps(points: Sequence[PointKernels]) -> None:
     shared = np.array(list(SHARED.values()))
     data = _Points(points)
-    assert len(data.owner) < 0.15 * sum(len(each.is_prefill) for each in points)
+    assert len(data.owner) < 0.15 * sum(len(each.is_uncaptured) for each in points)
     ttft, tpot = data.means(shared, np.ones(len(data.kinds)))
     factors = KernelFactors(**SHARED)
     exact = np.array([each.means_s(factors) for each in points])
