@@ -113,7 +113,7 @@ class ModelGeometry:
     @property
     def hidden_size(self) -> int:
         """Width of the residual stream."""
-        return self.fields.integer("hidden_size", "n_embd")
+        return self.fields.integer("hidden_size", "n_embd", "d_model")
 
     @property
     def vocab_size(self) -> int:
