@@ -27,7 +27,9 @@ def refused_options(vllm_config: Any) -> list[str]:
     return refused
 
 
-def refused_groups(kv_cache_config: Any, hash_block_size: int, enable_caching: bool, use_eagle: bool) -> list[str]:
+def refused_groups(
+    kv_cache_config: Any, hash_block_size: int, enable_caching: bool, use_eagle: bool, kv_cache_events: bool = False
+) -> list[str]:
     """List what the cache groups of a model need and our allocator does not do; empty if there is nothing."""
     groups = kv_cache_config.kv_cache_groups
     refused: list[str] = []
@@ -43,6 +45,13 @@ def refused_groups(kv_cache_config: Any, hash_block_size: int, enable_caching: b
             f"prefix hits that end inside a block: hash blocks of {hash_block_size} tokens in larger state blocks; "
             "--block-size gives both one size"
         )
+    if enable_caching and (use_eagle or kv_cache_events):
+        larger = [each.block_size for each in (group.kv_cache_spec for group in groups) if is_full(each)]
+        if any(size != hash_block_size for size in larger):
+            refused.append(
+                f"EAGLE or KV events where full attention has blocks of {larger} tokens and hash blocks have "
+                f"{hash_block_size}: vLLM registers a prompt's last hash block inside such a block"
+            )
     flagged = [group.is_eagle_group for group in groups]
     if use_eagle and any(flagged) and not all(flagged):
         refused.append("EAGLE layers in cache groups of their own: the hits of those groups alone lose a block")
@@ -53,6 +62,11 @@ def refuse(what: str, refused: list[str]) -> None:
     """Raise `InputError` with everything that `what` does not do, if there is anything."""
     if refused:
         raise InputError(f"{what} does not support: {'; '.join(refused)}")
+
+
+def is_full(spec: Any) -> bool:
+    """Whether a spec is full attention, MLA included."""
+    return type(getattr(spec, "first_spec", spec)) in (specs.FullAttentionSpec, specs.MLAAttentionSpec)
 
 
 def kind_of(spec: Any, enable_caching: bool = True) -> CacheKind:
@@ -74,7 +88,7 @@ def kind_of(spec: Any, enable_caching: bool = True) -> CacheKind:
         raise InputError(f"{name} in the cache mode {spec.mamba_cache_mode!r}; use --mamba-cache-mode align")
     if not spec.prefix_cacheable:
         raise InputError(f"{name} without prefix caching")
-    if type(spec) in (specs.FullAttentionSpec, specs.MLAAttentionSpec):
+    if is_full(spec):
         return FullAttention(size)
     if type(spec) in (specs.SlidingWindowSpec, specs.SlidingWindowMLASpec):
         if spec.extra_retained_tokens:
@@ -98,10 +112,11 @@ def allocator_config(
     watermark: float = 0.0,
     max_num_reqs: int = 256,
     eviction: str = "lru",
+    kv_cache_events: bool = False,
 ) -> AllocatorConfig:
     """Return the allocator config under which our allocator decides what vLLM's manager with these options decides.
 
-    The arguments but the last two are those of vLLM's `KVCacheManager`.
+    The arguments but `max_num_reqs` and `eviction` are those of vLLM's `KVCacheManager`.
 
     Args:
         kv_cache_config: vLLM's `KVCacheConfig`: groups, blocks and retention.
@@ -114,11 +129,13 @@ def allocator_config(
         watermark: share of the blocks that an admission leaves free.
         max_num_reqs: most requests that hold blocks at the same time.
         eviction: name of the eviction policy.
+        kv_cache_events: whether vLLM publishes KV events.
 
     Raises:
         InputError: what our allocator does not do, everything in one message.
     """
-    refuse("kvledger's manager", refused_groups(kv_cache_config, hash_block_size, enable_caching, use_eagle))
+    needs = refused_groups(kv_cache_config, hash_block_size, enable_caching, use_eagle, kv_cache_events)
+    refuse("kvledger's manager", needs)
     known = [name for name in eviction_order_names() if name != BELADY]
     if eviction not in known:
         raise InputError(f"{EVICTION} is {eviction!r}; the eviction policies are {', '.join(known)}")

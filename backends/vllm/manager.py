@@ -100,6 +100,7 @@ class LedgerManager(KVCacheManager):
             watermark,
             max_num_reqs,
             eviction,
+            enable_kv_cache_events,
         )
         self.max_model_len = max_model_len
         self.enable_caching = enable_caching

