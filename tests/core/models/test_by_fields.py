@@ -245,3 +245,22 @@ def test_a_model_with_latents_and_no_experts_has_dense_layers():
     geometry = geometry_from_config(config, "x")
     groups = [group for layer in geometry.weights.layers for group in layer if group.name == "down_proj"]
     assert [group.parameters for group in groups] == [1024 * 4096] * 4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "state"),
+    [
+        ("MambaForCausalLM", {"intermediate_size": 2048, "state_size": 16, "time_step_rank": 64}, 2_048 * (3 + 16)),
+        (
+            "Mamba2ForCausalLM",
+            {"num_heads": 32, "head_dim": 64, "n_groups": 1, "state_size": 128},
+            3 * (2_048 + 256) + 32 * 64 * 128,
+        ),
+    ],
+)
+def test_models_of_states_alone_are_planned(architecture: str, config: dict[str, Any], state: int):
+    sizes = {name: PLAIN[name] for name in ("dtype", "num_hidden_layers", "hidden_size", "vocab_size")}
+    geometry = geometry_from_config({**sizes, **config, "conv_kernel": 4, "architectures": [architecture]}, "x")
+    found = geometry.sequence_bytes(1_000, "auto")
+    assert (found.kv, found.state) == (0, 4 * 2 * state)
+    assert geometry.parameters > 0
