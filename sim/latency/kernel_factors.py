@@ -1,6 +1,5 @@
 """Factors on measured kernel times, and costs of the host: fitted to measured servers, kept in kernel_factors.json."""
 
-import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ CLASSES = ("gemm", "experts", "attention_decode", "attention_prefill", "collecti
 """Classes of kernels; each has a factor."""
 COSTS = ("layer_s", "uncaptured_layer_s", "prefill_step_s", "step_s", "sequence_s")
 """Costs of the host, in seconds."""
+_OF_GROUPS = ("experts", "step", "prefill")  # factors that a kind of kernels or a pair can have
 FITTED = Path(__file__).with_name("kernel_factors.json")
 
 
@@ -74,7 +74,6 @@ class KernelFactors:
         return {**factors, **costs, **known, "factors_source": self.source}
 
 
-@functools.cache
 def read_factors(path: Path = FITTED) -> Mapping[str, Any]:
     """The document of a fit: of `kvledger validate --fit`, or the shipped one.
 
@@ -86,8 +85,16 @@ def read_factors(path: Path = FITTED) -> Mapping[str, Any]:
         raise InputError(f"{path}: {error.strerror or error}") from error
     except ValueError as error:
         raise InputError(f"{path}: not a JSON document: {error}") from error
-    if not isinstance(document, dict) or not {"source", "all", "kernels", "pairs"} <= set(document):
-        raise InputError(f"{path}: not a file of factors; kvledger validate --fit and kvledger explain-run write them")
+    try:
+        kinds = [(group, ("kernels",)) for group in document["kernels"]]
+        pairs = [(pair, ("device", "model", "dtypes")) for pair in document["pairs"]]
+        for group, names in (*kinds, *pairs, ({}, ())):
+            _ = [group[name] for name in names]
+            own = {name: group[name] for name in _OF_GROUPS if name in group}
+            KernelFactors(**{**document["all"], **own, "source": document["source"]})
+    except (KeyError, TypeError, InputError) as error:
+        what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else error
+        raise InputError(f"{path}: not a file of factors, as kvledger validate --fit writes it: {what}") from error
     return document
 
 
@@ -105,7 +112,7 @@ def factors_in(
         *(each for each in document["pairs"] if (each["device"], each["model"], each["dtypes"]) == pair),
     ]
     for group in groups:
-        for name in ("experts", "step", "prefill"):
+        for name in _OF_GROUPS:
             values[name] = values.get(name, 1.0) * group.get(name, 1.0)
         values["spread"] = group.get("spread", values.get("spread"))
     own, source = any("model" in group for group in groups), document["source"]

@@ -73,15 +73,8 @@ class Curve:
         return Curve(self.counts, tuple(seconds * factor for seconds in self.seconds))
 
     def __add__(self, other: "Curve") -> "Curve":
-        return self._with(other, lambda one, two: one + two)
-
-    def least(self, other: "Curve") -> "Curve":
-        """At each count the shorter of the two."""
-        return self._with(other, min)
-
-    def _with(self, other: "Curve", combine: Callable[[float, float], float]) -> "Curve":
         counts = tuple(sorted({*self.counts, *other.counts}))
-        return Curve(counts, tuple(combine(self.at(count), other.at(count)) for count in counts))
+        return Curve(counts, tuple(self.at(count) + other.at(count) for count in counts))
 
 
 @attrs.frozen(eq=False)
@@ -122,7 +115,7 @@ def has_kernel_tables(device: Device) -> bool:
     return True
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen
 class KernelTables:
     """The kernel times of one GPU type in the database. Every look-up returns None where nothing was measured."""
 
@@ -154,9 +147,12 @@ class KernelTables:
         second, inner_share = _place(sizes, inner)
         below = seconds[first, second] * (1 - inner_share) + seconds[first, second + 1] * inner_share
         above = seconds[first + 1, second] * (1 - inner_share) + seconds[first + 1, second + 1] * inner_share
-        return Curve(tuple(rows.tolist()), tuple((below * (1 - share) + above * share).tolist()))
+        found = below * (1 - share) + above * share
+        if not np.isfinite(found).all():  # beyond the largest products, where nothing bounds a hole
+            return None
+        return Curve(tuple(rows.tolist()), tuple(found.tolist()))
 
-    @functools.lru_cache(maxsize=16)  # noqa: B019 - one instance per GPU type
+    @functools.lru_cache(maxsize=16)  # noqa: B019 - instances of one GPU type are equal
     def _gemm_grid(self, dtype: str) -> tuple[Floats, Floats, Floats] | None:
         """Rows; sizes of the other two axes; seconds `[columns, inner, rows]`, which never fall along any axis."""
         for table in self._tables("gemm", "gemm_perf"):
@@ -273,6 +269,6 @@ def _sequences(table: Mapping[str, NDArray[Any]], fits: NDArray[np.bool_], phase
 
 
 def _place(values: Floats, wanted: float) -> tuple[int, float]:
-    """The last value that is not above `wanted` but has one above it, and where between the two it lies (0 to 1)."""
-    index = int(np.clip(np.searchsorted(values, wanted, side="right") - 1, 0, len(values) - 2))
+    """The index of a value, and how far `wanted` lies between it and the next: above 1 beyond the last value."""
+    index = int(np.clip(np.searchsorted(values, wanted) - 1, 0, len(values) - 2))
     return index, max(0.0, float((wanted - values[index]) / (values[index + 1] - values[index])))

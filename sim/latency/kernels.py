@@ -82,7 +82,8 @@ class KernelLatency:
             raise InputError("--latency kernels needs --model and --gpu: it sums kernels of both")
         document = None if inputs.calibration is None else read_factors(Path(inputs.calibration))
         if inputs.kernel_profile is not None:
-            profile = KernelProfile.read(inputs.kernel_profile, deployment.geometry.num_hidden_layers)
+            ranks = deployment.tensor_parallel_size
+            profile = KernelProfile.read(inputs.kernel_profile, deployment.geometry.num_hidden_layers, ranks)
             return cls.of_profile(profile, deployment.geometry, document)
         assert device is not None
         return cls.for_model(
@@ -101,13 +102,16 @@ class KernelLatency:
         cls, profile: KernelProfile, geometry: ModelGeometry, document: Mapping[str, Any] | None = None
     ) -> "KernelLatency":
         """The model of one server whose kernels were profiled; a `document` of factors calibrates it to its runs."""
+        sources = dict.fromkeys(("attention", *profile.by_tokens, "head"), profile.source)
+        if profile.by_sampled is None:
+            sources["head"] = "not profiled: counted as 0 s"
         return cls(
             by_tokens=profile.by_tokens,
-            by_sampled=profile.by_sampled,
+            by_sampled=profile.by_sampled or Curve((0.0,), (0.0,)),
             attention=profile,
             factors=factors_in(document or NO_FACTORS),
             num_layers=geometry.num_hidden_layers,
-            sources=dict.fromkeys(("attention", *profile.by_tokens, "head"), profile.source),
+            sources=sources,
             description=f"{geometry.name}, profiled",
         )
 
@@ -170,7 +174,8 @@ class KernelLatency:
         factors, is_prefill = self.factors, load.num_prefill_tokens > 0
         seconds = float(factors.seconds(kernels, is_prefill, load.num_sampled, self.num_layers))
         self._tally[0] += seconds
-        self._tally[1] += sum([getattr(factors, name) * kernels[name] for name in self.measured if name in kernels])
+        measured = sum([getattr(factors, name) * kernels[name] for name in self.measured if name in kernels])
+        self._tally[1] += measured * (factors.prefill if is_prefill else factors.step)
         return seconds
 
     @functools.cached_property
@@ -202,7 +207,7 @@ class KernelLatency:
         shared = stages * ranks
         rank_tokens = (num_decode + num_prefill) / shared
         if ranks > 1 and num_prefill:  # all ranks wait for the one with the longest chunk
-            rank_tokens = num_decode / shared + max(num_prefill / ranks, max(count for count, _ in chunks)) / stages
+            rank_tokens = num_decode / shared + max([num_prefill / ranks, *(count for count, _ in chunks)]) / stages
         tokens = {True: (num_prefill + num_decode) / stages, False: rank_tokens}
         found = {name: curve.at(tokens[name in _OF_ALL_RANKS]) for name, curve in self.by_tokens.items()}
         context = decode_context / num_decode if num_decode else 0.0

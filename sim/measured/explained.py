@@ -270,6 +270,8 @@ def explain_run(
         InputError: a file cannot be read or written, or the scenario lacks something.
         DoesNotFitError: a request of the run does not fit.
     """
+    if asked.calibrate is not None and not Path(asked.calibrate).resolve().parent.is_dir():
+        raise InputError(f"--calibrate {asked.calibrate}: its folder does not exist")
     run = read_run(Path(asked.run), None if asked.tokens is None else Path(asked.tokens))
     scenario = with_facts(scenario, run)
     engine = engine_of(scenario)

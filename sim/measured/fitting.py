@@ -12,7 +12,9 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from ...core.errors import InputError
 from ..latency.kernel_factors import CLASSES, KernelFactors, kernels_of
+from ..latency.kernel_tables import INSTALL
 from .point_kernels import HTTP_S, PointKernels
 
 Floats = NDArray[np.float64]
@@ -58,7 +60,7 @@ class Errors:
 
 @attrs.frozen(kw_only=True, eq=False)
 class FittedFactors:
-    """The document of a fit, as kernel_factors.toml holds it, and its errors in and out of sample.
+    """The document of a fit, as kernel_factors.json holds it, and its errors in and out of sample.
 
     Attributes:
         document: `all`, `kernels`, `pairs`, `source`.
@@ -79,9 +81,9 @@ class FittedFactors:
             errors: Errors = getattr(self, name)
             row: dict[str, float] = {}
             for latency, each in (("ttft", errors.ttft), ("tpot", errors.tpot)):
-                row[f"{latency}_mape"] = float(np.nanmean(np.abs(each)))
-                row[f"{latency}_median"] = float(np.nanmedian(np.abs(each)))
-                row[f"{latency}_bias"] = float(np.nanmean(each))
+                row[f"{latency}_mape"] = float(np.mean(np.abs(each)))
+                row[f"{latency}_median"] = float(np.median(np.abs(each)))
+                row[f"{latency}_bias"] = float(np.mean(each))
             out[name] = row
         return out
 
@@ -102,8 +104,8 @@ class _Points:
         self.owner = np.repeat(np.arange(len(points)), sizes)
         self.layers = np.array([point.model.num_layers for point in points])[self.owner]
         self.measured = (
-            np.array([(point.point.ttft_ms or np.nan) / 1e3 for point in points]),
-            np.array([(point.point.tpot_ms or np.nan) / 1e3 for point in points]),
+            np.array([point.point.ttft_ms for point in points], dtype=float) / 1e3,
+            np.array([point.point.tpot_ms for point in points], dtype=float) / 1e3,
         )
         self.pairs, self.pair = np.unique([point.point.pair for point in points], return_inverse=True)
         names = [kernels_of(p.point.device, p.dtypes) if "experts" in p.kernels else "" for p in points]
@@ -135,8 +137,12 @@ class _Points:
 def fit_kernel_factors(points: Sequence[PointKernels], source: str) -> FittedFactors:
     """Fit all levels to points, and predict each point from fits that have not seen it.
 
-    `source` says in a sentence what was measured. Raises InputError: no point of measured kernels has both latencies.
+    Points without both latencies are left out; `source` says in a sentence what was measured. Raises InputError: no
+    point is left.
     """
+    points = [each for each in points if each.point.ttft_ms is not None and each.point.tpot_ms is not None]
+    if not points:
+        raise InputError(f"no point has both latencies, and kernel times of its card: {INSTALL}")
     data = _Points(points)
     everything = np.ones(len(points), dtype=bool)
     fitted = _fit(data, everything)

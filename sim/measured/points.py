@@ -165,7 +165,8 @@ def _count(row: Mapping[str, str], name: str, default: int | None = None) -> int
     text = row.get(name, "")
     if not text and default is not None:
         return default
-    return int(_number(text, name, lambda value: value >= 0 and value == int(value)))
+    least = 1 if default is None else 0  # tables write 0 for ranks that a server does not have
+    return int(_number(text, name, lambda value: value >= least and value == int(value)))
 
 
 def _measured(row: Mapping[str, str], name: str) -> float | None:

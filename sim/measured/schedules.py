@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from ...core.allocator.config import AllocatorConfig
 from ...core.cache_kinds import FullAttention
+from ...core.errors import DoesNotFitError
 from ...core.scheduler.config import SchedulerConfig
 from ...core.scheduler.scheduler import StepOutcome
-from ...core.types import ScheduledStep, StepLoad, StepResult
+from ...core.types import LatencyModel, ScheduledStep, StepLoad, StepResult
 from ..engine.engine import NANOSECONDS, RunListener
 from ..engine.metrics import RequestRecord
 from ..engine.replay import replay
@@ -75,9 +76,8 @@ def blocks_of(num_tokens: int) -> int:
     return math.ceil((num_tokens + 1) / BLOCK_SIZE)
 
 
-@functools.lru_cache(maxsize=512)
-def schedule_of(question: BenchmarkQuestion) -> Schedule:
-    """Run a benchmark on the simulated engine, with asynchronous scheduling.
+def run_benchmark(question: BenchmarkQuestion, latency: LatencyModel, listener: RunListener) -> list[RequestRecord]:
+    """Run a benchmark on the simulated engine, with asynchronous scheduling; returns its requests.
 
     Raises DoesNotFitError: the pool is too small for a request.
     """
@@ -91,7 +91,7 @@ def schedule_of(question: BenchmarkQuestion) -> Schedule:
         max_concurrency=question.concurrency,
         num_prompts=PROMPTS_PER_USER * question.concurrency,
     )
-    steps, records = _Steps(), list[RequestRecord]()
+    records: list[RequestRecord] = []
     replay(
         open_benchmark(parameters),
         allocator=AllocatorConfig(
@@ -104,12 +104,29 @@ def schedule_of(question: BenchmarkQuestion) -> Schedule:
         scheduler=SchedulerConfig(
             max_num_seqs=question.max_num_seqs, max_num_batched_tokens=question.max_num_batched_tokens
         ),
-        latency=LinearLatency(),
+        latency=latency,
         trace_block_size=None,
-        listeners=[steps],
+        listeners=[listener],
         on_finished=records.append,
         async_scheduling=True,
     )
+    rejected = parameters.num_prompts - len(records)
+    if rejected:
+        raise DoesNotFitError(
+            f"{rejected:,} of {parameters.num_prompts:,} requests of up to {longest:,} tokens do not fit into"
+            f" {question.num_blocks} blocks of {BLOCK_SIZE}"
+        )
+    return records
+
+
+@functools.lru_cache(maxsize=512)
+def schedule_of(question: BenchmarkQuestion) -> Schedule:
+    """The steps of `run_benchmark`, which every latency model takes alike.
+
+    Raises DoesNotFitError: the pool is too small for a request.
+    """
+    steps = _Steps()
+    records = run_benchmark(question, LinearLatency(), steps)
     ends = np.array(steps.ends_ns)
     ttft, tpot = np.zeros(len(ends) + 1), np.zeros(len(ends) + 1)
     for record in records:

@@ -172,9 +172,9 @@ def predict(kernels: PointKernels, document: Mapping[str, Any] | None = None) ->
             (value * 1e3 / (1 + spread), value * 1e3 * (1 + spread))
             for value, spread in zip((tpot_s, ttft_s), factors.spread, strict=True)
         ]
+    in_tpot = np.where(kernels.is_prefill, factors.prefill, factors.step) * kernels.in_tpot
     shares = {
-        name: float(getattr(factors, name) * seconds @ kernels.in_tpot) / tpot_s
-        for name, seconds in kernels.kernels.items()
+        name: float(getattr(factors, name) * seconds @ in_tpot) / tpot_s for name, seconds in kernels.kernels.items()
     }
     return Prediction(
         point=kernels.point,

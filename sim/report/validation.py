@@ -28,7 +28,7 @@ def print_validation(result: ValidationResult) -> None:
     for name, group in GROUPS.items():
         rows = [
             (
-                row["group"],
+                _group(row["group"]),
                 row["points"],
                 *(_cell(row, latency, kind) for latency in ("tpot", "ttft") for kind in _KINDS),
             )

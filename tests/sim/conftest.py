@@ -52,3 +52,27 @@ def recorded(record: Callable, tmp_path_factory: pytest.TempPathFactory) -> tupl
     """(the log of a run, the report of the run)."""
     directory = tmp_path_factory.mktemp("recorded") / "run.log"
     return str(directory), record(directory)
+
+
+@pytest.fixture(scope="session")
+def kernel_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the path that holds the small kernel database, written once."""
+    pytest.importorskip("pyarrow")
+    from tests.sim.kernel_database import write_database
+
+    folder = tmp_path_factory.mktemp("packages")
+    write_database(folder)
+    return folder
+
+
+@pytest.fixture
+def kernel_database(kernel_packages: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The small kernel database in place of an installed one."""
+    monkeypatch.syspath_prepend(str(kernel_packages))
+    return kernel_packages
+
+
+@pytest.fixture
+def no_kernel_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where no kernel database is installed."""
+    monkeypatch.setattr("kvledger.sim.latency.kernel_tables.PACKAGE", "a_package_that_is_not_there")

@@ -1,0 +1,183 @@
+"""Runs of real servers: every format of a benchmark client gives the same requests."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvledger.core.errors import InputError
+from kvledger.sim.measured.runs import BLOCK_SIZE, MeasuredRun, read_run
+
+# Two requests: sent at 100 and 100.5 s; 40 and 20 tokens in, 3 and 1 out; first tokens after 0.2 and 0.3 s.
+VLLM_BENCH = {
+    "date": "20261201",
+    "start_times": [100.0, 100.5, 101.0],
+    "input_lens": [40, 20, 30],
+    "output_lens": [3, 1, 0],
+    "ttfts": [0.2, 0.3, 0.0],
+    "itls": [[0.05, 0.05], [], []],
+}
+GUIDELLM = {
+    "benchmarks": [
+        {
+            "requests": {
+                "successful": [
+                    {
+                        "request_id": "a",
+                        "request_start_time": 100.0,
+                        "prompt_tokens": 40,
+                        "output_tokens": 3,
+                        "time_to_first_token_ms": 200.0,
+                        "request_latency": 0.3,
+                    },
+                    {
+                        "request_id": "b",
+                        "request_start_time": 100.5,
+                        "prompt_tokens": 20,
+                        "output_tokens": 1,
+                        "time_to_first_token_ms": 300.0,
+                        "request_latency": 0.3,
+                    },
+                ],
+                "errored": [{"request_id": "c"}],
+                "incomplete": [],
+            }
+        }
+    ]
+}
+
+
+def aiperf(name: str, start_ns: int, tokens: tuple[int, int], ttft_ms: float, latency_ms: float) -> dict[str, Any]:
+    return {
+        "metadata": {"x_request_id": name, "request_start_ns": start_ns},
+        "metrics": {
+            "input_sequence_length": {"value": tokens[0], "unit": "tokens"},
+            "output_sequence_length": {"value": tokens[1], "unit": "tokens"},
+            "time_to_first_token": {"value": ttft_ms, "unit": "ms"},
+            "request_latency": {"value": latency_ms, "unit": "ms"},
+        },
+        "error": None,
+    }
+
+
+AIPERF = [
+    aiperf("a", 100_000_000_000, (40, 3), 200.0, 300.0),
+    aiperf("b", 100_500_000_000, (20, 1), 300.0, 300.0),
+    {"metadata": {"x_request_id": "c"}, "metrics": {"error_isl": {"value": 3}}, "error": {"code": 499}},
+]
+LLMSERVINGSIM = [
+    {
+        "request_id": "a",
+        "input_toks": 40,
+        "output_toks": 3,
+        "queued_ts": 7.0,
+        "scheduled_ts": 7.1,
+        "first_token_ts": 7.2,
+        "last_token_ts": 7.3,
+    },
+    {
+        "request_id": "b",
+        "input_toks": 20,
+        "output_toks": 1,
+        "queued_ts": 7.5,
+        "scheduled_ts": 7.5,
+        "first_token_ts": 7.8,
+        "last_token_ts": 7.8,
+    },
+]
+
+
+def write(path: Path, *documents: Any) -> Path:
+    text = "".join(json.dumps(document) + "\n" for document in documents)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+@pytest.fixture(params=["vLLM bench", "GuideLLM", "AIPerf", "LLMServingSim"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> MeasuredRun:
+    documents = {"vLLM bench": [VLLM_BENCH], "GuideLLM": [GUIDELLM], "AIPerf": AIPERF, "LLMServingSim": LLMSERVINGSIM}
+    found = read_run(write(tmp_path / "run.json", *documents[request.param]))
+    assert found.format == request.param
+    return found
+
+
+def test_every_format_gives_the_same_requests(run: MeasuredRun) -> None:
+    first, second = run.requests
+    assert (first.sent_s, first.input_len, first.output_len) == (0.0, 40, 3)
+    assert (second.sent_s, second.input_len, second.output_len) == (pytest.approx(0.5), 20, 1)
+    assert (first.ttft_s, first.e2e_s, first.tpot_s) == (pytest.approx(0.2), pytest.approx(0.3), pytest.approx(0.05))
+    assert (second.ttft_s, second.tpot_s) == (pytest.approx(0.3), None)
+
+
+def test_requests_without_an_answer_are_counted(run: MeasuredRun) -> None:
+    assert run.num_failed == (0 if run.format == "LLMServingSim" else 1)
+
+
+def test_times_of_an_engine_are_without_its_http_server(run: MeasuredRun) -> None:
+    assert run.in_engine == (run.format == "LLMServingSim")
+    assert (run.requests[0].queue_s is not None) == run.in_engine
+
+
+def test_blocks_are_shared_up_to_the_first_token_that_differs(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.jsonl", *LLMSERVINGSIM)
+    tokens = write(
+        tmp_path / "tokens.jsonl.gz",
+        {"input_tok_ids": list(range(40))},
+        {"input_tok_ids": [*range(BLOCK_SIZE), 9, 9, 9, 9]},
+    )
+    first, second = (request.hash_ids for request in read_run(path, tokens).requests)
+    assert first is not None and second is not None
+    assert (len(first), len(second)) == (3, 2)
+    assert first[0] == second[0] and first[1] != second[1]
+
+
+def test_tokens_of_other_requests_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.jsonl", *LLMSERVINGSIM)
+    few = write(tmp_path / "few.jsonl", {"input_tok_ids": list(range(40))})
+    with pytest.raises(InputError, match="1 prompts for 2 requests"):
+        read_run(path, few)
+    short = write(tmp_path / "short.jsonl", {"input_tok_ids": [1] * 39}, {"input_tok_ids": [1] * 20})
+    with pytest.raises(InputError, match="39 tokens; request a has 40"):
+        read_run(path, short)
+
+
+def test_files_beside_a_run_state_the_server(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.req.jsonl", *LLMSERVINGSIM)
+    cache = {"num_gpu_blocks": 77, "block_size": 16, "enable_prefix_caching": True}
+    write(tmp_path / "x.meta.json", {"engine_kwargs": {"max_num_seqs": 5, "max_model_len": None}, "kv_cache": cache})
+    (tmp_path / "x.ts.csv").write_text("t,running,waiting,kv_cache_pct\n1.0,2,0,50.0\n")
+    run = read_run(path)
+    assert run.facts == {
+        "max_num_seqs": 5,
+        "num_gpu_blocks_override": 77,
+        "block_size": 16,
+        "enable_prefix_caching": True,
+    }
+    assert run.series is not None
+    assert run.series.columns == {"time_s": [1.0], "running": [2.0], "waiting": [0.0], "kv_cache_usage": [0.5]}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("not json", "not JSON"),
+        ('{"a": 1}', "no run that is known here"),
+        ('{"ttfts": [0.1], "start_times": [1.0]}', "read as vLLM bench, but KeyError: 'input_lens'"),
+        (
+            '{"ttfts": [0.0], "start_times": [1.0], "input_lens": [1], "output_lens": [0], "itls": [[]]}',
+            "none of the 1",
+        ),
+    ],
+)
+def test_a_file_that_is_no_run_is_refused_by_name(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=reason) as raised:
+        read_run(path)
+    assert str(path) in str(raised.value)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="No such file"):
+        read_run(tmp_path / "none.json")
