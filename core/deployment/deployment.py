@@ -138,7 +138,7 @@ class Deployment:
                     f"max_model_len is {self.max_model_len}; give at least 1, or -1 for the longest that fits"
                 )
             return self.max_model_len
-        limit = self.geometry.max_position_embeddings
+        limit = self.geometry.default_max_model_len
         if limit is None:
             raise InputError(f"{self.geometry.name}: the config has no longest sequence; give max_model_len")
         return limit

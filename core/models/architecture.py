@@ -243,7 +243,10 @@ class ByFields(Architecture):
     any other field that could decide what is stored is refused: see `unread_fields`.
     """
 
-    understands: ClassVar[frozenset[str]] = frozenset({"sliding_window", "sliding_window_size", "max_window_layers"})
+    understands: ClassVar[frozenset[str]] = frozenset(
+        {"sliding_window", "sliding_window_size", "sliding_window_pattern", "max_window_layers"}
+        | {"global_attn_every_n_layers"}
+    )
 
     @functools.cached_property
     def heads(self) -> Heads:
@@ -298,14 +301,25 @@ class ByFields(Architecture):
             is_plain = inner is None or fields.get("hidden_act") in ("relu2", "relu_squared")
             size = 4 * hidden_size if inner is None else fields.integer(inner)
             return (plain_mlp if is_plain else gated_mlp)(hidden_size, size)
-        size = fields.integer("moe_intermediate_size", "expert_intermediate_size", *dense)
-        visited = fields.integer("num_experts_per_tok", "moe_top_k", "moe_k", "num_experts_per_token", "moe_topk")
-        groups = experts(hidden_size, size, fields.integer(count), visited)
-        shared = fields.get("n_shared_experts") or fields.get("num_shared_experts") or 0
+        size = self._in_layer(index, "moe_intermediate_size", "expert_intermediate_size", *dense)
+        visited = self._in_layer(
+            index, "num_experts_per_tok", "moe_top_k", "moe_k", "num_experts_per_token", "moe_topk"
+        )
+        groups = experts(hidden_size, size, self._in_layer(index, count), visited)
         names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "share_expert_dim")
         names = (*names, "shared_intermediate_size")
-        of_shared = next((fields.integer(name) for name in names if fields.get(name)), int(shared) * size)
+        of_shared = next((self._in_layer(index, name) for name in names if fields.get(name)), 0)
+        if not of_shared:
+            counts = ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts")
+            of_shared = size * next((self._in_layer(index, name) for name in counts if fields.get(name)), 0)
         return (*groups, *gated_mlp(hidden_size, of_shared)) if of_shared else groups
+
+    def _in_layer(self, index: int, *names: str) -> int:
+        """A number under the first of these names that is there, or that of the layer where it is a list."""
+        name = next((name for name in names if self.fields.has(name)), names[0])
+        if isinstance(self.fields.get(name), list):
+            return self.fields.integer_list(name)[index]
+        return self.fields.integer(name)
 
 
 def _agreed(fields: ConfigFields, *names: str) -> int | None:

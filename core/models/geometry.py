@@ -91,18 +91,33 @@ class ModelGeometry:
 
     @property
     def max_position_embeddings(self) -> int | None:
-        """Longest sequence the model was made for; None where the config does not say.
+        """Positions of the config, the least under any of its names; None where it does not say."""
+        return min((self.fields.integer(name) for name in _LENGTHS if self.fields.has(name)), default=None)
 
-        The least under any of the names that vLLM 0.32 looks for, times the factor of a rope scaling that is not part
-        of it.
-        """
-        found = [self.fields.integer(name) for name in _LENGTHS if self.fields.has(name)]
+    @property
+    def longest_request(self) -> int | None:
+        """Longest request that vLLM 0.32 accepts: the positions, times the factor of a scaling that they leave out."""
+        positions, (kind, factor) = self.max_position_embeddings, self._rope_scaling
+        is_scaled = kind in _SCALED_ROPE or "gemma3" in str(self.fields.get("model_type"))
+        return positions if positions is None or factor is None or is_scaled else int(positions * factor)
+
+    @property
+    def default_max_model_len(self) -> int | None:
+        """Longest request unless one is given: `longest_request`, or the unscaled positions under LongRoPE."""
+        original = self.fields.get("original_max_position_embeddings")
+        if self._rope_scaling[0] in ("longrope", "su") and isinstance(original, int):
+            return original
+        return self.longest_request
+
+    @property
+    def _rope_scaling(self) -> tuple[str | None, float | None]:
+        """Kind and factor of the scaling of rotary positions."""
         rope = self.fields.get("rope_parameters") or self.fields.get("rope_scaling")
-        if not found or not isinstance(rope, Mapping) or "gemma3" in str(self.fields.get("model_type")):
-            return min(found, default=None)
+        if not isinstance(rope, Mapping):
+            return None, None
         values = cast("Mapping[str, Any]", rope)
-        factor = values.get("factor") if values.get("rope_type", values.get("type")) not in _SCALED_ROPE else None
-        return int(min(found) * factor) if isinstance(factor, int | float) and factor > 0 else min(found)
+        factor = values.get("factor")
+        return values.get("rope_type", values.get("type")), factor if isinstance(factor, int | float) else None
 
     @property
     def num_attention_heads(self) -> int | None:
@@ -113,7 +128,7 @@ class ModelGeometry:
     @property
     def hidden_size(self) -> int:
         """Width of the residual stream."""
-        return self.fields.integer("hidden_size", "n_embd")
+        return self.fields.integer("hidden_size", "n_embd", "d_model")
 
     @property
     def vocab_size(self) -> int:

@@ -71,7 +71,9 @@ class MLA(Architecture):
 
     def mlp(self, index: int) -> Groups:
         hidden_size, dense_size = self.fields.integers("hidden_size", "intermediate_size")
-        return self.expert_groups() if self.routes()[index] else gated_mlp(hidden_size, dense_size)
+        counts = ("n_routed_experts", "num_local_experts", "num_experts")
+        routes = any(self.fields.has(name) for name in counts) and self.routes()[index]
+        return self.expert_groups() if routes else gated_mlp(hidden_size, dense_size)
 
     def expert_groups(self) -> Groups:
         """Routed and shared experts of one layer."""

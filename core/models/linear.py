@@ -399,38 +399,88 @@ class Jamba(ByFields):
         return self.fields.integer_or("mamba_expand", 2) * self.hidden_size
 
     def caches(self) -> LayerCaches:
-        state_size, kernel = self.fields.integers("mamba_d_state", "mamba_d_conv")
-        # Mamba 1 has a vector of the state's size for each channel, which is Mamba 2 with heads of one element.
-        state = Mamba2Cache(
-            conv_kernel_size=kernel,
-            num_heads=self.width,
-            head_dim=1,
-            num_groups=0,
-            state_size=state_size,
-            recurrent_dtype="bf16",
-        )
         full = self.full_cache()
+        state = _mamba1_state(self.width, *self.fields.integers("mamba_d_state", "mamba_d_conv"))
         return tuple((full,) if self.attends(index) else (state,) for index in range(self.num_layers))
 
     def attention(self, index: int) -> Groups:
         if self.attends(index):
             return super().attention(index)
-        hidden_size, width, kind = self.hidden_size, self.width, WeightKind.ATTENTION
-        state_size, kernel = self.fields.integers("mamba_d_state", "mamba_d_conv")
-        rank = self.fields.integer_or("mamba_dt_rank", -(-hidden_size // 16))
-        return (
-            column("in_proj", kind, hidden_size, 2 * width),
-            vector("conv1d, decays and skips", width * (kernel + state_size + 3)),
-            row("x_proj", kind, width, rank + 2 * state_size),
-            column("dt_proj", kind, rank, width),
-            row("out_proj", kind, width, hidden_size),
-        )
+        state = _mamba1_state(self.width, *self.fields.integers("mamba_d_state", "mamba_d_conv"))
+        return _mamba1(state, self.hidden_size, self.fields.integer_or("mamba_dt_rank", -(-self.hidden_size // 16)))
 
     def mlp(self, index: int) -> Groups:
         period, offset = self.fields.integer_or("expert_layer_period", 1), self.fields.get("expert_layer_offset") or 0
         if index % period == offset and self.fields.integer_or("num_experts", 1) > 1:
             return super().mlp(index)
         return gated_mlp(self.hidden_size, self.fields.integer("intermediate_size"))
+
+
+@architectures.register("MambaForCausalLM", "FalconMambaForCausalLM")
+class Mamba(Architecture):
+    """Mamba 1 in every layer, and nothing else."""
+
+    tied_by_default = True
+
+    @property
+    def state(self) -> Mamba2Cache:
+        """The state of a layer."""
+        return _mamba1_state(*self.fields.integers("intermediate_size", "state_size", "conv_kernel"))
+
+    def caches(self) -> LayerCaches:
+        return ((self.state,),) * self.num_layers
+
+    def layer(self, index: int) -> Groups:
+        rank = self.fields.integer("time_step_rank")
+        return (*_mamba1(self.state, self.hidden_size, rank), vector("norm", self.hidden_size))
+
+
+@architectures.register("Mamba2ForCausalLM")
+class Mamba2(Mamba):
+    """Mamba 2 in every layer, and nothing else."""
+
+    understands: ClassVar[frozenset[str]] = frozenset({"chunk_size"})
+
+    @property
+    def state(self) -> Mamba2Cache:
+        num_heads, head_dim, groups, state_size, kernel = self.fields.integers(
+            "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"
+        )
+        return Mamba2Cache(
+            conv_kernel_size=kernel,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            num_groups=groups,
+            state_size=state_size,
+            recurrent_dtype="bf16",
+        )
+
+    def layer(self, index: int) -> Groups:
+        conv_bias = self.fields.flag("use_conv_bias", default=True)
+        return (*_mamba2(self.state, self.hidden_size, conv_bias), vector("norm", self.hidden_size))
+
+
+def _mamba1_state(width: int, state_size: int, kernel: int) -> Mamba2Cache:
+    """Mamba 1 has a vector of the state's size for each channel, which is Mamba 2 with heads of one element."""
+    return Mamba2Cache(
+        conv_kernel_size=kernel,
+        num_heads=width,
+        head_dim=1,
+        num_groups=0,
+        state_size=state_size,
+        recurrent_dtype="bf16",
+    )
+
+
+def _mamba1(state: Mamba2Cache, hidden_size: int, rank: int) -> Groups:
+    width, kind = state.num_heads, WeightKind.ATTENTION
+    return (
+        column("in_proj", kind, hidden_size, 2 * width),
+        vector("conv1d, decays and skips", width * (state.conv_kernel_size + state.state_size + 3)),
+        row("x_proj", kind, width, rank + 2 * state.state_size),
+        column("dt_proj", kind, rank, width),
+        row("out_proj", kind, width, hidden_size),
+    )
 
 
 def _mamba2(state: Mamba2Cache, hidden_size: int, conv_bias: bool) -> Groups:

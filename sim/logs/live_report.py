@@ -90,7 +90,7 @@ class LiveReport:
 
     @property
     def replay_options(self) -> str:
-        """The linear model as options of `kvledger replay`."""
+        """The linear model as options of `kvledger replay`, with the live engine's way to run and no HTTP server."""
         costs = next(model.after for model in self.models if model.name == "linear")
         assert isinstance(costs, FittedLatency)
         options = {
@@ -98,7 +98,8 @@ class LiveReport:
             "--us-per-prefill-token": costs.costs.get("num_prefill_tokens", 0.0) * 1e6,
             "--us-per-decoding-sequence": costs.costs.get("num_decode_tokens", 0.0) * 1e6,
         }
-        return "--latency linear " + " ".join(f"{name} {value:.6g}" for name, value in options.items())
+        costs_given = " ".join(f"{name} {value:.6g}" for name, value in options.items())
+        return f"--latency linear {costs_given} --no-async-scheduling --http-ms 0"
 
     def to_json(self) -> Document:
         """Plain values for `--json`."""

@@ -56,7 +56,7 @@ def _batch_limits(scenario: Scenario) -> dict[str, int]:
     if tokens is None:
         longest = scenario.max_model_len if (scenario.max_model_len or 0) > 0 else None
         if longest is None and scenario.model is not None and not scenario.enable_chunked_prefill:
-            longest = load_geometry(scenario.model).max_position_embeddings
+            longest = load_geometry(scenario.model).default_max_model_len
         if longest is not None and not scenario.enable_chunked_prefill:
             usual_tokens = max(longest, usual_tokens)
         if longest is not None:

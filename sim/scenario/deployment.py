@@ -63,7 +63,7 @@ def read_question(scenario: Scenario) -> PlanQuestion:
     semantics, fraction = _budget(scenario)
     reserve_graphs = _reserve_graphs(scenario, assumptions)
     log = None if scenario.startup_log is None else read_log(scenario.startup_log)
-    if (own := geometry.max_position_embeddings) is not None and scenario.max_model_len is None:
+    if (own := geometry.default_max_model_len) is not None and scenario.max_model_len is None:
         assumptions.append(f"--max-model-len {own:,}, what the model was made for")
     elif own is not None and scenario.max_model_len == -1:
         assumptions.append(f"--max-model-len auto: the longest that fits, up to the model's own {own:,}")
@@ -120,7 +120,7 @@ def _refuse_what_vllm_refuses(geometry: ModelGeometry, scenario: Scenario) -> No
             f"--tensor-parallel-size {ranks} does not divide the {heads} attention heads of {geometry.name}, so vLLM"
             " refuses to start"
         )
-    own, wanted = geometry.max_position_embeddings, scenario.max_model_len
+    own, wanted = geometry.longest_request, scenario.max_model_len
     if own is not None and wanted is not None and wanted > own:
         raise InputError(
             f"--max-model-len {wanted:,} is beyond the {own:,} tokens that {geometry.name} was made for, so vLLM"

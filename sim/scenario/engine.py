@@ -263,7 +263,7 @@ def _facts(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any]:
         "num_blocks_if_estimates_are_off": list(plan.blocks_range),
     }
     facts |= {"rules_of": f"vLLM {_rules_of(scenario)}", **_stated(engine_defaults(scenario))}
-    own = deployment.geometry.max_position_embeddings
+    own = deployment.geometry.default_max_model_len
     if scenario.max_model_len is None and own is not None and plan.pool.max_model_len < own:
         facts["longest_request"] = f"{plan.pool.max_model_len:,} tokens, as the pool holds; the model's own is {own:,}"
     if deployment.geometry.warnings:

@@ -20,7 +20,7 @@ TRAFFIC, MODEL, HARDWARE, ENGINE = "Traffic", "Model", "Hardware", "Engine"
 LATENCY, FLEET, SEARCH, OUTPUT = "Latency model", "Fleet", "Search", "Output"
 PANELS = (TRAFFIC, MODEL, HARDWARE, ENGINE, LATENCY, FLEET, SEARCH, OUTPUT)
 
-# Amounts of a GPU's memory below this were meant in another unit.
+# Amounts of a GPU's memory below this, without a unit, were meant in another one.
 SMALLEST_AMOUNT = 1 << 16
 _MULTIPLES = {"k": 10**3, "K": 1 << 10, "M": 1 << 20}
 _COUNT = re.compile(r"\s*(-?[0-9][0-9_,]*)\s*([kKM]?)\s*\Z")
@@ -125,7 +125,8 @@ def _converter(field: "attrs.Attribute[Any]", hint: Any) -> Any:
             raise InputError(f"{spelling(field)} is {number}; it must be at least {how.least}")
         if how.most is not None and number > how.most:
             raise InputError(f"{spelling(field)} is {number}; it must be at most {how.most:,}")
-        if how.unit == "bytes" and how.panel == HARDWARE and 0 < number < SMALLEST_AMOUNT:
+        without_unit = how.unit == "bytes" and not isinstance(number, Amount)
+        if without_unit and how.panel == HARDWARE and 0 < number < SMALLEST_AMOUNT:
             raise InputError(f"{spelling(field)} is {number}, which are bytes; did you mean {int(number)}GiB?")
         return number
 

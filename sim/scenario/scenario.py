@@ -163,14 +163,14 @@ class Scenario:
         None,
         ENGINE,
         "Requests that run at the same time. Unless given: vLLM's for the GPU (1,024 from 70 GiB on but on A100, else "
-        "256).",
+        "256; serve: 256).",
         metavar="REQUESTS",
     )
     max_num_batched_tokens: int | None = option(
         None,
         ENGINE,
         "Tokens that one step computes at most. Unless given: vLLM's server's for the GPU (16,384 from 160 GiB on, "
-        "8,192 from 70 GiB on but on A100, else 2,048).",
+        "8,192 from 70 GiB on but on A100, else 2,048; serve: 2,048).",
         metavar="TOKENS",
     )
     enable_prefix_caching: bool = option(True, ENGINE, "Reuse cached prefixes.")

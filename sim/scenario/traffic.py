@@ -106,7 +106,8 @@ def _given(scenario: Scenario, names: Iterable[str]) -> dict[str, Any]:
 def _refuse(scenario: Scenario, names: Iterable[str], traffic: str) -> None:
     for name, value in _given(scenario, names).items():
         option = _argument(name).replace("_", "-")
-        raise InputError(f"--{option} {value} has no effect on {traffic}; leave it out")
+        shown = f"--{option} {value}" if not isinstance(value, bool) else "--closed-loop" if value else "--open-loop"
+        raise InputError(f"{shown} has no effect on {traffic}; leave it out")
 
 
 def _argument(name: str) -> str:

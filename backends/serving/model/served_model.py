@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 
 from ....core.errors import InputError
+from ....core.models.architecture import architectures
 from ....core.models.config_fields import ConfigFields
 from ....core.models.geometry import ModelGeometry, geometry_from_config
 from ....core.models.layer_cache import AttentionCache
@@ -61,12 +62,13 @@ def transformers_geometry(model: Any) -> ModelGeometry:
         "architectures": [architecture],
         "dtype": str(model.dtype).removeprefix("torch."),
     }
+    architectures.get(architecture)  # a server computes with more than the fields that a reader by fields asks for
     geometry = geometry_from_config(values, architecture, f"the config of {architecture}")
     served_layers(geometry)
+    # The limit has the scaling of positions in it.
     limit = length_limit(model, geometry.max_position_embeddings).num_tokens
-    if limit == geometry.max_position_embeddings:
-        return geometry
-    fields = {**geometry.fields.values, "max_position_embeddings": limit}
+    scaling: dict[str, Any] = {"rope_parameters": None, "rope_scaling": None}
+    fields = {**geometry.fields.values, **scaling, "max_position_embeddings": limit}
     return attrs.evolve(geometry, fields=ConfigFields(fields, geometry.fields.place))
 
 

@@ -42,6 +42,16 @@ def stored(architecture: str, **config: Any) -> tuple[str, ...]:
             {**PLAIN, "sliding_window": 128, "global_attn_every_n_layers": 2},
             f"2 layers x {FULL}{WINDOW}; 2 layers x {FULL}",
         ),
+        (
+            "AfmoeForCausalLM",
+            {
+                **PLAIN,
+                "sliding_window": 128,
+                "global_attn_every_n_layers": 4,
+                "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            },
+            f"3 layers x {FULL}{WINDOW}; 1 layers x {FULL}",
+        ),
         ("SeedOssForCausalLM", {**PLAIN, "head_dim": 128}, "4 layers x 4 heads x (128 + 128) x 2 B (bf16)"),
         (
             "ChatGLMModel",
@@ -217,3 +227,40 @@ def test_a_model_without_a_gate_has_two_matrices_in_its_mlp():
         for act in ("silu", "relu2")
     )
     assert gated - plain == 4 * (1024 * 4096 - (1024 + 4096))
+
+
+def test_numbers_of_experts_may_be_listed_layer_by_layer():
+    single = {"num_experts": 8, "moe_intermediate_size": 512, "moe_topk": 2, "num_shared_expert": 1}
+    listed = {name: [value] * 4 for name, value in single.items() if name != "num_experts"}
+    counts = [
+        geometry_from_config({**PLAIN, **config, "architectures": ["HunYuanMoEV1ForCausalLM"]}, "x").parameters
+        for config in (single, {**single, **listed})
+    ]
+    assert counts[0] == counts[1]
+
+
+def test_a_model_with_latents_and_no_experts_has_dense_layers():
+    latents = {"kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
+    config = {**PLAIN, **latents, "v_head_dim": 64, "architectures": ["MiniCPM3ForCausalLM"]}
+    geometry = geometry_from_config(config, "x")
+    groups = [group for layer in geometry.weights.layers for group in layer if group.name == "down_proj"]
+    assert [group.parameters for group in groups] == [1024 * 4096] * 4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "state"),
+    [
+        ("MambaForCausalLM", {"intermediate_size": 2048, "state_size": 16, "time_step_rank": 64}, 2_048 * (3 + 16)),
+        (
+            "Mamba2ForCausalLM",
+            {"num_heads": 32, "head_dim": 64, "n_groups": 1, "state_size": 128},
+            3 * (2_048 + 256) + 32 * 64 * 128,
+        ),
+    ],
+)
+def test_models_of_states_alone_are_planned(architecture: str, config: dict[str, Any], state: int):
+    sizes = {name: PLAIN[name] for name in ("dtype", "num_hidden_layers", "hidden_size", "vocab_size")}
+    geometry = geometry_from_config({**sizes, **config, "conv_kernel": 4, "architectures": [architecture]}, "x")
+    found = geometry.sequence_bytes(1_000, "auto")
+    assert (found.kv, found.state) == (0, 4 * 2 * state)
+    assert geometry.parameters > 0

@@ -313,3 +313,21 @@ def test_fields_that_a_config_leaves_out_have_the_default_of_their_class_and_are
     assert geometry.layers == builtin_geometry("gemma-3-4b").layers
     assert "head_dim 256" in geometry.from_class
     assert builtin_geometry("gemma-3-4b").from_class == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "longest", "default"),
+    [
+        ({}, 2_048, 2_048),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 8_192, 8_192),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, 4_096, 4_096),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 2_048, 2_048),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, 2_048, 2_048),
+        ({"rope_scaling": {"rope_type": "default"}, "model_max_length": 1_024}, 1_024, 1_024),
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 512}, 2_048, 512),
+    ],
+)
+def test_the_longest_request_follows_the_scaling_of_positions(config: dict, longest: int, default: int) -> None:
+    """`_get_and_verify_max_len` of vLLM 0.32."""
+    geometry = geometry_from_config({**LLAMA, **config}, "x")
+    assert (geometry.longest_request, geometry.default_max_model_len) == (longest, default)

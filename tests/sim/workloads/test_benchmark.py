@@ -146,7 +146,7 @@ def test_engines_that_stop_with_work_left_are_an_error():
         ({"max_concurrency": 5}, "--max-concurrency 5 needs --input-len too"),
         ({"input_len": 5, "output_len": 5, "workload": "code"}, "not more than one of them"),
         ({"max_concurrency": 5, "trace": ("a.csv",)}, "not more than one of them"),
-        ({"input_len": 5, "output_len": 5, "closed_loop": True}, "--closed-loop True has no effect on a benchmark"),
+        ({"input_len": 5, "output_len": 5, "closed_loop": True}, "--closed-loop has no effect on a benchmark"),
         ({"input_len": 5, "output_len": 5, "tokenizer": "chars:4"}, "--tokenizer chars:4 has no effect on a benchmark"),
         ({"input_len": 5, "output_len": 5, "rate_scale": 2}, "rate_scale 2 has no effect without a request_rate"),
         ({"input_len": 5, "output_len": 5, "range_ratio": 1}, r"range_ratio is 1.0; it must be 0 or more, and below 1"),
