@@ -76,6 +76,7 @@ def devices() -> dict[str, Device]:
     # times the compute capability. B300, GB200 and GB300 are a GPU's share of the datasheet of HGX or NVL72.
     presets = (
         ("A10", 24, _assumed_total(24, 0.925, _GDDR), 0.60, 125, None, _PCIE4, 86),
+        ("A10G", 24, _assumed_total(24, 0.925, _GDDR), 0.60, 70, None, _PCIE4, 86),
         ("L4", 24, _assumed_total(24, 0.925, _GDDR), 0.30, 121, 242, _PCIE4, 89),
         ("L20", 48, _assumed_total(48, 0.925, _GDDR), 0.864, 119.5, 239, _PCIE4, 89),
         ("L40S", 48, _assumed_total(48, 0.925, _GDDR), 0.864, 362, 733, _PCIE4, 89),
@@ -93,6 +94,7 @@ def devices() -> dict[str, Device]:
         ("B300", 288, _assumed_total(288, 0.93, _ULTRA), 8.0, 2250, 4500, _NVLINK5, 103),
         ("GB300", 288, _assumed_total(288, 0.93, _ULTRA), 8.0, 2500, 5000, _NVLINK5, 103),
         ("MI300X", 192, _assumed_total(192, 0.99, _HBM), 5.3, 1307, 2615, _INFINITY, 0),
+        ("MI325X", 256, _assumed_total(256, 0.99, _HBM), 6.0, 1307, 2615, _INFINITY, 0),
         ("MI355X", 288, _assumed_total(288, 0.99, _HBM), 8.0, 2517, 5033, _INFINITY4, 0),
     )
     return {

@@ -95,7 +95,9 @@ def read_factors(path: Path = FITTED) -> Mapping[str, Any]:
             KernelFactors(**{**document["all"], **own, "source": document["source"]})
     except (KeyError, TypeError, InputError) as error:
         what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else error
-        raise InputError(f"{path}: not a file of factors, as kvledger validate --fit writes it: {what}") from error
+        raise InputError(
+            f"{path}: not a file of factors, as validate --fit and explain-run --calibrate write them: {what}"
+        ) from error
     return document
 
 

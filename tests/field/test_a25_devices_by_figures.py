@@ -140,6 +140,8 @@ def test_a25_an_unknown_name_says_how_to_describe_a_device() -> None:
         ("GB200", 186, 8.0),
         ("B300", 288, 8.0),
         ("GB300", 288, 8.0),
+        ("NVIDIA A10G", 24, 0.6),
+        ("AMD Instinct MI325X", 256, 6.0),
         ("AMD Instinct MI355X", 288, 8.0),
     ],
 )

@@ -213,17 +213,25 @@ def test_a_calibration_replaces_the_shipped_factors(tmp_path: Path) -> None:
     assert latency.factors == KernelFactors(step_s=9.0, source="own runs")
 
 
-def test_a_calibration_works_on_every_model(tmp_path: Path) -> None:
+def test_a_calibration_scales_the_steps_of_other_models_and_adds_to_them(tmp_path: Path) -> None:
     path = tmp_path / "own.json"
-    path.write_text('{"source": "one run", "all": {"step": 2.0, "step_s": 0.001}, "kernels": [], "pairs": []}')
-    load = StepLoad(0, 4, 0, 400, 4)
-    plain, calibrated = (make_latency("linear", inputs(calibration=name)) for name in (None, str(path)))
-    assert calibrated.step_seconds(load) == pytest.approx(2 * plain.step_seconds(load) + 1e-3)
-    assert calibrated.assumptions()["calibration"] == "one run"
+    found = {"step": 2.0, "prefill": 3.0, "step_s": 0.5, "prefill_step_s": 0.25}
+    path.write_text(json.dumps({"source": "own runs", "all": found, "kernels": [], "pairs": []}))
+    plain, calibrated = (make_latency("roofline", inputs(calibration=each)) for each in (None, str(path)))
+    for step in (step_of([], contexts=[9]), step_of([(64, 0)]), step_of([(600, 0)])):
+        seconds, is_uncaptured = plain.step_seconds(step.load), step.load.num_tokens > 512
+        expected = 3 * (seconds + 0.25) + 0.5 if is_uncaptured else 2 * seconds + 0.5
+        assert calibrated.step_seconds(step.load) == pytest.approx(expected)
+        assert scheduled_seconds(calibrated, step, 0, step.load) == calibrated.step_seconds(step.load)
+    assert calibrated.assumptions()["calibration"] == "own runs"
 
 
-def test_a_calibration_that_is_missing_or_has_no_effect_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["kernels", "roofline"])
+def test_a_calibration_that_is_missing_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nowhere.json: No such file"):
-        make_latency("kernels", inputs(calibration=str(tmp_path / "nowhere.json")))
+        make_latency(name, inputs(calibration=str(tmp_path / "nowhere.json")))
+
+
+def test_a_profile_has_no_effect_on_other_models() -> None:
     with pytest.raises(InputError, match=r"--kernel-profile here has no effect on --latency linear"):
         make_latency("linear", inputs(kernel_profile="here"))

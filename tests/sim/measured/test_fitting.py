@@ -58,7 +58,8 @@ def _point(pair: tuple[str, str, str], number: int, draws: np.random.Generator) 
     )  # fmt: skip
     found = PointKernels(
         point=point, model=_model(model), kernels=kernels, is_uncaptured=is_uncaptured,
-        num_sampled=np.full(steps, float(users)), in_ttft=is_uncaptured * draws.uniform(size=steps) / 4, in_tpot=draws.uniform(0.5, 1.5, steps) / steps,
+        num_sampled=np.full(steps, float(users)), in_ttft=is_uncaptured * draws.uniform(size=steps) / 4,
+        in_tpot=draws.uniform(0.5, 1.5, steps) / steps,
     )  # fmt: skip
     step, prefill = OF_PAIRS[pair]
     experts = EXPERTS_OF_B200 if device == "B200" else 1.0
