@@ -28,6 +28,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 import attrs
@@ -330,9 +331,9 @@ def main(directory: str, flush: str) -> int:
 
 
 def answer(**fields: str) -> None:
-    """Tell the engine, which waits for one line."""
-    sys.stdout.write(json.dumps(fields) + "\n")
-    sys.stdout.flush()
+    """Tell the engine, which waits for one line, unless it has died meanwhile."""
+    with suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), json.dumps(fields).encode() + b"\n")
 
 
 if __name__ == "__main__":
