@@ -323,6 +323,7 @@ def main(directory: str, flush: str) -> int:
         answer(error=str(error))
         return 2
     log = EngineLog(durable, allocator, now)
+    durable.flush()  # from here on there is a log that verifies, whoever is killed
     answer(directory=directory)
     for message in stream:
         log.apply(marshal.loads(message))
