@@ -230,6 +230,7 @@ class EngineLog:
     ) -> None:
         self._commit()
         self._num_requests += 1
+        self._now.ns = max(self._now.ns, round(arrival * 1e9))
         self._num_prompt_tokens[request] = num_prompt
         facts = {"max_tokens": max_tokens, "priority": priority}
         self._log.note(RequestArrived(request, arrival, num_prompt, prompt_keys=tuple(keys), facts=facts))
