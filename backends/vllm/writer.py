@@ -28,6 +28,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 import attrs
@@ -229,6 +230,7 @@ class EngineLog:
     ) -> None:
         self._commit()
         self._num_requests += 1
+        self._now.ns = max(self._now.ns, round(arrival * 1e9))
         self._num_prompt_tokens[request] = num_prompt
         facts = {"max_tokens": max_tokens, "priority": priority}
         self._log.note(RequestArrived(request, arrival, num_prompt, prompt_keys=tuple(keys), facts=facts))
@@ -322,6 +324,7 @@ def main(directory: str, flush: str) -> int:
         answer(error=str(error))
         return 2
     log = EngineLog(durable, allocator, now)
+    durable.flush()  # from here on there is a log that verifies, whoever is killed
     answer(directory=directory)
     for message in stream:
         log.apply(marshal.loads(message))
@@ -330,9 +333,9 @@ def main(directory: str, flush: str) -> int:
 
 
 def answer(**fields: str) -> None:
-    """Tell the engine, which waits for one line."""
-    sys.stdout.write(json.dumps(fields) + "\n")
-    sys.stdout.flush()
+    """Tell the engine, which waits for one line, unless it has died meanwhile."""
+    with suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), json.dumps(fields).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from ...backends.sinks.log.reader import LogReader
 from ...backends.sinks.log.rows import LoggedCommit, RequestArrived, RequestEnded, StepComputed
 from ...core.allocator.allocator import KVCacheAllocator
 from ...core.errors import DoesNotFitError, InputError, KVLedgerError
-from ...core.events import TokensPlaced, as_ints
+from ...core.events import CacheReset, TokensPlaced, as_ints
 from ...core.ledger.replay_checks import CheckedReplay
 from ...core.ledger.state import LedgerState
 from ...core.scheduler.scheduler import Scheduler
@@ -77,6 +77,13 @@ class _EngineRerun:
         for event in record.commit.events:
             if isinstance(event, TokensPlaced):  # vLLM's recorder places the tokens of a step together
                 self._schedule(event)
+            elif isinstance(event, CacheReset):
+                if len(self._scheduler.running_rows):
+                    raise _Diverged(
+                        f"after step {self._found.steps} the engine was told to preempt all requests and to reset its "
+                        "cache, which is not decided again"
+                    )
+                self._scheduler.reset_prefix_cache()
 
     def _schedule(self, placed: TokensPlaced) -> None:
         step = self._scheduler.schedule()

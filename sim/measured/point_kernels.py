@@ -124,7 +124,7 @@ def _cache_dtype(point: MeasuredPoint) -> str:
     published recipes set them: pools of 16 bits could not hold the requests that ran there at once.
     """
     is_blackwell = (point.device.cuda_capability or 0) // 10 == 10
-    return "fp8" if point.is_requantized or (is_blackwell and point.quantization == "fp8") else "auto"
+    return "fp8" if point.is_requantized or (is_blackwell and point.precision == "fp8") else "auto"
 
 
 def _num_blocks(point: MeasuredPoint) -> int:

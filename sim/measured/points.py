@@ -28,7 +28,9 @@ class MeasuredPoint:
     Attributes:
         name: the row's id.
         engine, engine_version: what served.
-        geometry, quantization: model, and a quantization scheme, `auto` or `none`.
+        geometry: the model.
+        precision: as the table says.
+        quantization: a quantization scheme, `auto` (the model's own) or `none`.
         is_requantized: whether its checkpoint is a quantized copy of what the model's makers published.
         device: GPU type.
         tensor_parallel_size, pipeline_parallel_size, data_parallel_size, expert_parallel_size: ranks. With several
@@ -43,6 +45,7 @@ class MeasuredPoint:
     engine: str
     engine_version: str
     geometry: ModelGeometry
+    precision: str
     quantization: str
     is_requantized: bool
     device: Device
@@ -60,7 +63,7 @@ class MeasuredPoint:
     @property
     def pair(self) -> str:
         """Card, model and precision: `H100 | llama-3.1-70b | fp8`."""
-        return " | ".join((self.device.name, self.geometry.name, self.quantization))
+        return " | ".join((self.device.name, self.geometry.name, self.precision))
 
 
 @attrs.frozen
@@ -133,6 +136,7 @@ def _point(row: Mapping[str, str], place: str) -> MeasuredPoint:
         engine=row["backend"],
         engine_version=row.get("backend_version", ""),
         geometry=geometry,
+        precision=row.get("precision", "") or "own",
         quantization=quantization,
         is_requantized=is_requantized,
         device=find_device(_device_name(row["system"])),

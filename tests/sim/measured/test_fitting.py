@@ -52,7 +52,7 @@ def _point(pair: tuple[str, str, str], number: int, draws: np.random.Generator) 
         del kernels["experts"]
     point = MeasuredPoint(
         name=f"{model}-{number}", engine="vllm", engine_version="0.19.0", geometry=load_geometry(model),
-        quantization=quantization, is_requantized=False, device=find_device(device), tensor_parallel_size=1,
+        precision=quantization, quantization=quantization, is_requantized=False, device=find_device(device), tensor_parallel_size=1,
         pipeline_parallel_size=1, data_parallel_size=1, expert_parallel_size=1, concurrency=users, input_len=1024,
         output_len=128, ttft_ms=None, tpot_ms=None, place="",
     )  # fmt: skip
