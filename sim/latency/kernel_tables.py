@@ -76,6 +76,11 @@ class Curve:
         counts = tuple(sorted({*self.counts, *other.counts}))
         return Curve(counts, tuple(self.at(count) + other.at(count) for count in counts))
 
+    def least(self, other: "Curve") -> "Curve":
+        """At every count of either the shorter of the two."""
+        counts = tuple(sorted({*self.counts, *other.counts}))
+        return Curve(counts, tuple(min(self.at(count), other.at(count)) for count in counts))
+
 
 @attrs.frozen(eq=False)
 class Surface:

@@ -43,7 +43,7 @@ def test_predictions_are_told_by_card_pair_and_load_beside_what_was_left_out(kvl
         "model nobody/unknown is not built in",
     ]
     assert [(row["group"], row["points"]) for row in found["by_card"]] == [("H200", 6), ("L4", 1)]
-    assert [row["group"] for row in found["by_pair"]] == ["H200 | llama-3.1-8b | none", "L4 | llama-3.1-8b | none"]
+    assert [row["group"] for row in found["by_pair"]] == ["H200 | llama-3.1-8b | bf16", "L4 | llama-3.1-8b | bf16"]
     rows = {row["name"]: row for row in found["points"]}
     assert {row["rests_on"] for name, row in rows.items() if name != "a"} == {"kernels"}
     assert rows["a"]["rests_on"] == "roofline"
