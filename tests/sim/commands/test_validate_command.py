@@ -9,6 +9,7 @@ import pytest
 
 from tests.sim.latency.test_kernel_profile import write_profile
 from tests.sim.measured.test_points import write_points
+from tests.sim.measured.test_results import SUMMARY
 
 Run = Callable[..., tuple[int, str, str]]
 SHORT = {"isl": "256", "osl": "32", "tp_size": "1", "precision": "bf16"}
@@ -139,3 +140,18 @@ def test_a_replay_says_what_share_of_its_time_rests_on_measured_kernels(kvledger
     assumptions = json.loads(out)["assumptions"]
     assert assumptions["kernel_sources"]["gemm"] == "measured (bfloat16)"
     assert 0 < float(assumptions["time_in_measured_kernels"].partition("%")[0]) <= 100
+
+
+@pytest.mark.usefixtures("kernel_database")
+def test_a_result_file_is_one_point_of_the_server_that_options_name(
+    kvledger: Run, points: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({**SUMMARY, "completed": 100, "total_input_tokens": 25600, "total_output_tokens": 3200}))
+    found = document(kvledger, path, *LLAMA)
+    (row,) = found["points"]
+    assert (row["concurrency"], row["input_len"], row["output_len"]) == (8, 256, 32)
+    assert row["tpot_error"] == pytest.approx(row["tpot_ms"] / 9 - 1)
+    assert row["rests_on"] == "kernels"
+    assert "give the --model and --gpu" in refused(kvledger, path)
+    assert "--gpu H200 has no effect on a table" in refused(kvledger, points, "--gpu", "H200")
