@@ -85,6 +85,15 @@ def test_a_fit_written_to_a_file_gives_the_same_figures_as_that_file_in_a_later_
     assert "every fifth point left out in turn" in out
 
 
+@pytest.mark.usefixtures("kernel_database")
+def test_shares_of_kernels_count_the_factors_of_whole_steps(kvledger: Run, points: Path, tmp_path: Path) -> None:
+    path = tmp_path / "half.json"
+    half = {"step": 0.5, "prefill": 0.5}
+    path.write_text(json.dumps({"source": "half", "all": half, "kernels": [], "pairs": []}))
+    rows = [row for row in document(kvledger, points, "--calibration", path)["points"] if row["rests_on"] == "kernels"]
+    assert [row["shares"]["host"] for row in rows] == pytest.approx([0] * 6, abs=1e-9)  # no costs of the host are given
+
+
 def refused(run: Run, *arguments: object) -> str:
     code, out, err = run("validate", *arguments)
     assert (code, out) == (2, "")
