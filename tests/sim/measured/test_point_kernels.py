@@ -11,6 +11,7 @@ from kvledger.sim.latency.roofline import RooflineLatency
 from kvledger.sim.measured.point_kernels import HTTP_S, kernels_of_point
 from kvledger.sim.measured.schedules import BenchmarkQuestion, run_benchmark
 
+from tests.sim.kernel_database import generation_ms
 from tests.sim.measured.test_points import point
 
 pytestmark = pytest.mark.usefixtures("kernel_database")
@@ -34,8 +35,7 @@ def test_longer_contexts_within_an_entry_are_counted_by_their_mean(tmp_path: Pat
     found = kernels_of_point(point(tmp_path / "points.csv", **{**SHORT, "osl": "4096", "batch_size": "1"}))
     decode_s = found.kernels["attention_decode"] @ found.in_tpot
     mean_context = 0.9 * 512 + 0.9 * 4096 / 2
-    expected = 32 * (0.003 + mean_context / 1e8) / 1e3  # as generation_ms of the small database says
-    assert decode_s == pytest.approx(expected, rel=0.01)
+    assert decode_s == pytest.approx(32 * generation_ms(1, round(mean_context)) / 1e3, rel=0.03)
 
 
 def test_without_tables_of_the_card_the_roofline_times_the_steps(tmp_path: Path) -> None:
