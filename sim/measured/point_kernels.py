@@ -70,6 +70,7 @@ def kernels_of_point(point: MeasuredPoint) -> PointKernels:
             concurrency=point.concurrency,
             input_len=point.input_len,
             output_len=point.output_len,
+            shortest=point.shortest,
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS * point.data_parallel_size,
             num_blocks=blocks if blocks < most else None,

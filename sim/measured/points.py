@@ -37,6 +37,7 @@ class MeasuredPoint:
             data-parallel ranks a node's `tensor_parallel_size` GPUs each run the attention of their own requests.
         concurrency: users of the whole server.
         input_len, output_len: the longest prompt and output, tokens.
+        shortest: of the longest: lengths are drawn uniformly between the two.
         ttft_ms, tpot_ms: means; None where not measured.
         place: file and line.
     """
@@ -59,6 +60,7 @@ class MeasuredPoint:
     ttft_ms: float | None
     tpot_ms: float | None
     place: str
+    shortest: float = 0.8
 
     @property
     def pair(self) -> str:

@@ -13,11 +13,13 @@ from ...core.errors import InputError, KVLedgerError
 from ..figures import Document
 from ..latency.kernel_factors import KernelFactors, factors_in, read_factors
 from ..latency.kernels import KernelLatency
-from ..scenario.options import LATENCY, OUTPUT, TRAFFIC, option, options
+from ..scenario.options import LATENCY, OUTPUT, TRAFFIC, option, options, texts_of
 from ..scenario.results import Table
+from ..scenario.scenario import Scenario
 from .fitting import FittedFactors, fit_kernel_factors
 from .point_kernels import PointKernels, kernels_of_point
 from .points import LeftOut, MeasuredPoint, read_points
+from .results import is_result, read_result
 
 
 @attrs.frozen(kw_only=True)
@@ -193,8 +195,9 @@ class ValidateOptions:
     """A table of measured points, and what to do with it."""
 
     file: str = option(
-        attrs.NOTHING, TRAFFIC, "CSV table of measured serving points (docs/latency.md).", is_argument=True
-    )
+        attrs.NOTHING, TRAFFIC, "CSV table of measured serving points, or result file of a benchmark client"
+        " (docs/latency.md).", is_argument=True,
+    )  # fmt: skip
     engine: str = option("vllm", TRAFFIC, "Rows of this engine only; all for every engine.")
     calibration: str | None = option(
         None, LATENCY, "Factors of an earlier --fit in place of the shipped ones.", metavar="FILE"
@@ -202,13 +205,24 @@ class ValidateOptions:
     fit: str | None = option(None, OUTPUT, "Fit the factors to these points and write them here.", metavar="FILE")
 
 
-def validate(asked: ValidateOptions, on_progress: Callable[[int, int], None] | None = None) -> ValidationResult:
+def validate(
+    asked: ValidateOptions,
+    scenario: Scenario | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> ValidationResult:
     """Predict every point of a table; with `fit`, by factors fitted to them, which are written to that file.
 
-    `on_progress` gets the points done and all points. Raises InputError: a file cannot be read or written, or no point
-    can be asked.
+    A result file is one point; `scenario` has the fields `SHAPE` of the server that was measured. `on_progress` gets
+    the points done and all points. Raises InputError: a file cannot be read or written, or no point can be asked.
     """
-    points, left_out = read_points(Path(asked.file), None if asked.engine == "all" else asked.engine)
+    server, left_out = scenario or Scenario(), list[LeftOut]()
+    if is_result(Path(asked.file)):
+        points = [read_result(Path(asked.file), server)]
+    elif given := texts_of(server):
+        name, value = next(iter(given.items()))
+        raise InputError(f"--{name} {value} has no effect on a table, whose rows state their servers; leave it out")
+    else:
+        points, left_out = read_points(Path(asked.file), None if asked.engine == "all" else asked.engine)
     kernels: list[PointKernels] = []
     for done, point in enumerate(points, start=1):
         try:

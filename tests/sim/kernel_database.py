@@ -13,8 +13,8 @@ ATTENTION = ((32, 8, 128, (0,)), (16, 4, 128, (0,)), (64, 8, 64, (0, 128)))
 
 
 def gemm_ms(rows: int, columns: int, inner: int) -> float:
-    """Of a matrix product: a launch, its weights, and its arithmetic."""
-    return 0.002 + columns * inner * 2 / 4e9 + rows * columns * inner * 2 / 6e11
+    """Of a matrix product: a launch, its sums over the inner axis, its weights, and its arithmetic."""
+    return 0.002 + inner / 1e6 + columns * inner * 2 / 4e9 + rows * columns * inner * 2 / 6e11
 
 
 def context_ms(tokens: int) -> float:
@@ -24,7 +24,7 @@ def context_ms(tokens: int) -> float:
 
 def generation_ms(sequences: int, cached: int) -> float:
     """Of the attention of sequences that decode."""
-    return 0.003 + sequences * cached / 1e8
+    return 0.003 + sequences * cached / 1e6
 
 
 def experts_ms(tokens: int) -> float:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.sim.latency.test_kernel_profile import write_profile
 from tests.sim.measured.test_points import write_points
+from tests.sim.measured.test_results import SUMMARY
 
 Run = Callable[..., tuple[int, str, str]]
 SHORT = {"isl": "256", "osl": "32", "tp_size": "1", "precision": "bf16"}
@@ -84,6 +85,15 @@ def test_a_fit_written_to_a_file_gives_the_same_figures_as_that_file_in_a_later_
     assert "every fifth point left out in turn" in out
 
 
+@pytest.mark.usefixtures("kernel_database")
+def test_shares_of_kernels_count_the_factors_of_whole_steps(kvledger: Run, points: Path, tmp_path: Path) -> None:
+    path = tmp_path / "half.json"
+    half = {"step": 0.5, "prefill": 0.5}
+    path.write_text(json.dumps({"source": "half", "all": half, "kernels": [], "pairs": []}))
+    rows = [row for row in document(kvledger, points, "--calibration", path)["points"] if row["rests_on"] == "kernels"]
+    assert [row["shares"]["host"] for row in rows] == pytest.approx([0] * 6, abs=1e-9)  # no costs of the host are given
+
+
 def refused(run: Run, *arguments: object) -> str:
     code, out, err = run("validate", *arguments)
     assert (code, out) == (2, "")
@@ -139,3 +149,18 @@ def test_a_replay_says_what_share_of_its_time_rests_on_measured_kernels(kvledger
     assumptions = json.loads(out)["assumptions"]
     assert assumptions["kernel_sources"]["gemm"] == "measured (bfloat16)"
     assert 0 < float(assumptions["time_in_measured_kernels"].partition("%")[0]) <= 100
+
+
+@pytest.mark.usefixtures("kernel_database")
+def test_a_result_file_is_one_point_of_the_server_that_options_name(
+    kvledger: Run, points: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({**SUMMARY, "completed": 100, "total_input_tokens": 25600, "total_output_tokens": 3200}))
+    found = document(kvledger, path, *LLAMA)
+    (row,) = found["points"]
+    assert (row["concurrency"], row["input_len"], row["output_len"]) == (8, 256, 32)
+    assert row["tpot_error"] == pytest.approx(row["tpot_ms"] / 9 - 1)
+    assert row["rests_on"] == "kernels"
+    assert "give the --model and --gpu" in refused(kvledger, path)
+    assert "--gpu H200 has no effect on a table" in refused(kvledger, points, "--gpu", "H200")

@@ -123,6 +123,7 @@ def test_sequences_that_verify_drafts_read_their_cache_once_and_are_no_chunks() 
     assert found["gemm"] == 8
     assert found["attention_decode"] == 2 * 10
     assert found["attention_prefill"] == 0
+    assert kernels_of(model(), step_of([(8, 0)], contexts=[9, 9], num_drafts=3))["attention_prefill"] == 64
 
 
 def test_wrappers_pass_the_chunks_on() -> None:
