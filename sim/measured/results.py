@@ -38,6 +38,7 @@ def read_result(path: Path, scenario: Scenario) -> MeasuredPoint:
         engine="vllm",
         engine_version="",
         geometry=geometry,
+        precision=scenario.quantization or "own",
         quantization=quantization,
         is_requantized=quantization not in ("auto", "none") and geometry.quantization_config is None,
         device=find_device(scenario.gpu),
