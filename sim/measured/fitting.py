@@ -65,18 +65,21 @@ class FittedFactors:
         document: `all`, `kernels`, `pairs`, `source`.
         in_sample: errors on the points of the fit.
         held_points: errors on every fifth of the points in turn, fitted to the others.
-        held_pairs: errors on each pair of card and model, fitted to the others.
+        held_pairs, held_models, held_cards: errors on each pair of card and model, on each model on all cards, and on
+            each card with all models, fitted to the others.
     """
 
     document: Mapping[str, Any]
     in_sample: Errors
     held_points: Errors
     held_pairs: Errors
+    held_models: Errors
+    held_cards: Errors
 
     def summary(self) -> dict[str, dict[str, float]]:
         """Mean absolute errors, medians and bias of TTFT and TPOT, in sample and out of sample."""
         out: dict[str, dict[str, float]] = {}
-        for name in ("in_sample", "held_points", "held_pairs"):
+        for name in ("in_sample", "held_points", "held_pairs", "held_models", "held_cards"):
             errors: Errors = getattr(self, name)
             row: dict[str, float] = {}
             for latency, each in (("ttft", errors.ttft), ("tpot", errors.tpot)):
@@ -147,12 +150,21 @@ def fit_kernel_factors(points: Sequence[PointKernels], source: str) -> FittedFac
     fitted = _fit(data, everything)
     folds = np.random.default_rng(0).integers(_FOLDS, size=len(points))
     held_points = _held_out(data, [folds == fold for fold in range(_FOLDS)])
-    held_pairs = _held_out(data, [data.pair == pair for pair in range(len(data.pairs))])
+    held_pairs, held_models, held_cards = (
+        _held_out(data, [names == name for name in np.unique(names)])
+        for names in (
+            data.pair,
+            np.array([each.point.geometry.name for each in points]),
+            np.array([each.point.device.name for each in points]),
+        )
+    )
     return FittedFactors(
         document=_document(data, fitted, source, held_points, held_pairs),
         in_sample=Errors.of(data.means(*fitted), data.measured),
         held_points=held_points,
         held_pairs=held_pairs,
+        held_models=held_models,
+        held_cards=held_cards,
     )
 
 

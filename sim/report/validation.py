@@ -38,9 +38,7 @@ def print_validation(result: ValidationResult) -> None:
     if result.fitted is not None:
         rows = [
             (
-                {"in_sample": "in sample", "held_points": "every fifth point left out in turn"}.get(
-                    where, "each card and model left out in turn"
-                ),
+                _SAMPLES[where],
                 *(percent(row[f"{latency}_{kind}"], 1) for latency in ("tpot", "ttft") for kind in _KINDS[:3]),
             )
             for where, row in result.fitted.summary().items()
@@ -60,6 +58,13 @@ def _group(name: str) -> str:
     return f"{int(name):,}" if name.isdigit() and int(name) < 1 << 20 else "more" if name.isdigit() else name
 
 
+_SAMPLES = {
+    "in_sample": "in sample",
+    "held_points": "every fifth point left out in turn",
+    "held_pairs": "each card and model left out in turn",
+    "held_models": "each model left out in turn",
+    "held_cards": "each card left out in turn",
+}
 _KINDS = ("mape", "median", "bias", "inside")
 
 
