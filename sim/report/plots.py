@@ -352,6 +352,16 @@ PLOT_TEXTS = {
         "One bar of KV memory per allocator: slots that hold tokens, reserved slots that will be filled, reserved "
         "slots that never are, and the rest. The table below lists the shares.",
     ),
+    "plot-validation-tpot": PlotText(
+        "TPOT of measured points",
+        "Time per output token, predicted against measured",
+        "A point for each measured server: its measured and its predicted time per output token, by card.",
+    ),
+    "plot-validation-ttft": PlotText(
+        "TTFT of measured points",
+        "Time to first token, predicted against measured",
+        "A point for each measured server: its measured and its predicted time to first token, by card.",
+    ),
     "plot-run-ttft": PlotText(
         "TTFT of every request",
         "Time to first token, measured and predicted",

@@ -2,9 +2,10 @@
 
 from collections import Counter
 
-from ..figures import percent
+from ..figures import Document, percent
 from ..measured.validation import GROUPS, Prediction, ValidationResult
 from .console import headline, print_hanging, print_list, table
+from .plots import LEGEND_ABOVE, axis_of, layout_of, logarithmic, scatter
 
 _WORST = 10
 _REASONS = 5
@@ -92,3 +93,34 @@ def _explained(prediction: Prediction) -> str:
     ranks = f"{point.tensor_parallel_size} x {point.data_parallel_size} GPUs"
     shape = f"{point.concurrency:,} users, {point.input_len:,} in, {point.output_len:,} out, {ranks}"
     return f"{point.name} ({point.pair}; {shape}): {'; '.join(measured)}. Of TPOT: {parts}"
+
+
+def validation_plots(result: ValidationResult) -> dict[str, Document]:
+    """Predicted against measured TPOT and TTFT of every point, by card; a line marks where both are equal."""
+    out: dict[str, Document] = {}
+    colours = ("--lru", "--engine", "--optimum", "--weights", "--activation", "--graphs", "--pool", "--outside")
+    cards = sorted({prediction.point.device.name for prediction in result.predictions})
+    for name, plot_id in (("tpot", "plot-validation-tpot"), ("ttft", "plot-validation-ttft")):
+        data: list[Document] = []
+        for place, card in enumerate(cards):
+            pairs = [
+                (value, getattr(prediction, f"{name}_ms"))
+                for prediction in result.predictions
+                if prediction.point.device.name == card
+                and (value := getattr(prediction.point, f"{name}_ms")) is not None
+            ]
+            marker = {"color": colours[place % len(colours)], "size": 6, "opacity": 0.7}
+            hover = f"measured %{{x:,.4~g}} ms, predicted %{{y:,.4~g}} ms<extra>{card}</extra>"
+            measured, predicted = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            data.append(scatter(card, measured, predicted, "markers", hover, marker=marker))
+        ends = [value for line in data for value in line["x"]] or [1.0]
+        equal = [min(ends), max(ends)]
+        data.append(scatter("equal", equal, equal, "lines", line={"color": "--muted", "dash": "dash", "width": 1}))
+        layout = layout_of(
+            height=520,
+            xaxis=axis_of(f"measured {name.upper()}, ms", **logarithmic(ends)),
+            yaxis=axis_of(f"predicted {name.upper()}, ms", **logarithmic([y for line in data for y in line["y"]])),
+            legend=LEGEND_ABOVE,
+        )
+        out[plot_id] = {"data": data, "layout": layout}
+    return out
