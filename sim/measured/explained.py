@@ -20,7 +20,7 @@ from ..scenario.engine import Engine, engine_of
 from ..scenario.options import OUTPUT, TRAFFIC, option, options
 from ..scenario.results import Table
 from ..scenario.scenario import Scenario
-from .runs import BLOCK_SIZE, MeasuredRun, read_run
+from .runs import MeasuredRun, read_run
 
 Floats = NDArray[np.float64]
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
@@ -336,7 +336,7 @@ def simulate(run: MeasuredRun, engine: Engine, latency: LatencyModel) -> Simulat
         allocator=engine.parts.allocator,
         scheduler=engine.parts.scheduler,
         latency=latency,
-        trace_block_size=BLOCK_SIZE if known else None,
+        trace_block_size=run.hash_block_size if known else None,
         drafts=engine.parts.drafts_of(0),
         async_scheduling=engine.parts.async_scheduling,
         http_s=engine.parts.http_s,

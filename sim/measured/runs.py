@@ -4,6 +4,7 @@ vLLM bench      one JSON document of `vllm bench serve --save-result --save-deta
 GuideLLM        its benchmarks.json; the first benchmark
 AIPerf          profile_export.jsonl, a record a line
 LLMServingSim   *.req.jsonl, a record a line, timed inside the engine; beside it *.meta.json and *.ts.csv
+kvledger        the directory of `kvledger serve --log`, or of a vLLM that kvledger recorded
 """
 
 import csv
@@ -59,6 +60,7 @@ class MeasuredRun:
         name, format: of the file.
         in_engine: whether times are the engine's own, without the HTTP server.
         facts: options of a scenario that files beside it state, by field.
+        hash_block_size: tokens of a block of `hash_ids`.
         series: columns over time (`time_s`, `running`, `waiting`, `kv_cache_usage`), where there are some.
     """
 
@@ -68,6 +70,7 @@ class MeasuredRun:
     format: str
     in_engine: bool
     facts: Mapping[str, Any]
+    hash_block_size: int = BLOCK_SIZE
     series: Table | None = None
 
     def traffic(self) -> Iterator[TraceRequest]:
@@ -82,6 +85,8 @@ def read_run(path: Path, tokens: Path | None = None) -> MeasuredRun:
     Raises InputError: the file cannot be read, is of no known format, or holds no answered request; or the tokens are
     not those of its requests.
     """
+    if path.is_dir():
+        return _live_run(path)
     text = _text(path)
     first = text.lstrip()[:1]
     try:
@@ -112,6 +117,80 @@ def read_run(path: Path, tokens: Path | None = None) -> MeasuredRun:
         in_engine=name == "LLMServingSim",
         facts=facts,
         series=series,
+    )
+
+
+def _live_run(path: Path) -> MeasuredRun:
+    """The requests of a live engine's log: a token of a request comes at the end of the step that computes it."""
+    from ...backends.serving.engine.recording import COMMAND
+    from ...backends.sinks.log.rows import LoggedCommit, RequestArrived, RequestEnded, StepComputed
+    from ...core.events import RowsAssigned, TokensPlaced, as_ints
+    from ..traces.logged import is_live, open_event_log, open_logged_trace
+
+    reader = open_event_log(path)
+    if not is_live(reader):
+        raise InputError(f"{path}: not the log of a live engine")
+    arrived: dict[str, tuple[float, int]] = {}  # seconds of the engine's clock, and tokens of the prompt
+    first_ns: dict[str, int] = {}
+    last_ns: dict[str, tuple[int, int]] = {}  # the end of the last step, and tokens of the output
+    request_in: dict[int, str] = {}
+    reached: set[str] = set()  # requests whose whole prompt the running step computes
+    offset_ns, now_ns = float("inf"), 0
+    for record in reader.records():
+        now_ns = record.time_ns or now_ns
+        if isinstance(record, LoggedCommit):
+            for event in record.commit.events:
+                if isinstance(event, RowsAssigned):
+                    request_in.update(zip(as_ints(event.rows), event.requests, strict=True))
+                elif isinstance(event, TokensPlaced):
+                    columns = (as_ints(event.rows), as_ints(event.first_positions), as_ints(event.counts))
+                    for row, first, count in zip(*columns, strict=True):
+                        request = request_in[row]
+                        if request in arrived and first + count >= arrived[request][1]:
+                            reached.add(request)
+        elif isinstance(record.note, RequestArrived):
+            note = record.note
+            arrived[note.request_id] = (note.arrival_s, note.num_prompt_tokens)
+            offset_ns = min(offset_ns, now_ns - note.arrival_s * 1e9)
+        elif isinstance(record.note, StepComputed):
+            for request in reached:
+                first_ns.setdefault(request, now_ns)
+            reached.clear()
+        elif isinstance(record.note, RequestEnded) and record.note.reason not in ("abort", "error"):
+            last_ns[record.note.request_id] = (now_ns, record.note.num_output_tokens)
+    blocks = [row.hash_ids for row in open_logged_trace(path)]
+    requests: list[MeasuredRequest] = []
+    names = sorted(arrived, key=lambda name: arrived[name][0])
+    for name, ids in zip(names, blocks if len(blocks) == len(names) else [None] * len(names), strict=True):
+        if name not in last_ns or name not in first_ns:
+            continue
+        sent_s, num_prompt = arrived[name]
+        first_s, last_s = ((each - offset_ns) / 1e9 - sent_s for each in (first_ns[name], last_ns[name][0]))
+        requests.append(
+            MeasuredRequest(
+                name=name, sent_s=sent_s, input_len=num_prompt, output_len=last_ns[name][1],
+                ttft_s=first_s, e2e_s=max(first_s, last_s), hash_ids=ids,
+            )
+        )  # fmt: skip
+    if not requests:
+        raise InputError(f"{path}: none of the {len(arrived):,} requests was answered")
+    start, created, header = requests[0].sent_s, reader.created, reader.manifest.header
+    facts: dict[str, Any] = {
+        "num_gpu_blocks_override": created.num_blocks,
+        "block_size": created.groups[0].block_size,
+        "enable_prefix_caching": created.enable_caching,
+        **{name: header["scheduler"][name] for name in ("max_num_seqs", "max_num_batched_tokens")},
+    }
+    if header["command"] == COMMAND:
+        facts["async_scheduling"] = False  # our engine plans a step when the one before has ended
+    return MeasuredRun(
+        requests=[attrs.evolve(request, sent_s=request.sent_s - start) for request in requests],
+        num_failed=len(arrived) - len(requests),
+        name=path.name,
+        format="kvledger",
+        in_engine=True,
+        facts=facts,
+        hash_block_size=created.hash_block_size,
     )
 
 

@@ -181,3 +181,45 @@ def test_a_file_that_is_no_run_is_refused_by_name(tmp_path: Path, text: str, rea
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="No such file"):
         read_run(tmp_path / "none.json")
+
+
+def test_a_log_of_a_live_engine_gives_the_times_at_which_its_steps_ended(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="event logs need pyarrow")
+    from kvledger.backends.serving.engine.recording import live_header
+    from kvledger.backends.sinks import Clock, DurableLog, FlushPolicy, RequestArrived, RequestEnded, StepComputed
+    from kvledger.core import AllocatorConfig, FullAttention, KVCacheAllocator, Request, SchedulerConfig, StepLoad
+
+    milliseconds = 0
+    clock = Clock("unix", lambda: 5_000_000_000 + milliseconds * 1_000_000)  # the engine's own clock began 5 s before
+    config = AllocatorConfig(num_blocks=20, groups=[FullAttention(4)], max_model_len=40)
+    header = live_header(config, SchedulerConfig(max_num_seqs=4), {})
+    with DurableLog.create(tmp_path / "live", flush=FlushPolicy(every_commits=1), clock=clock, header=header) as log:
+        allocator = KVCacheAllocator(config, sinks=[log])
+        first, second = Request("first", 6), Request("second", 9)
+        for request in (first, second):
+            milliseconds += 10
+            seconds, facts = milliseconds / 1000, {"max_tokens": 2, "priority": 0}
+            log.note(RequestArrived(request.request_id, seconds, request.num_prompt_tokens, facts=facts))
+        #                 the end of the step, and the tokens of each request in it: the second prompt takes two steps
+        for end, tokens in [(100, {first: 6, second: 5}), (150, {first: 1, second: 4}), (180, {second: 1})]:
+            for request, count in tokens.items():
+                assert allocator.allocate(request, count)
+            milliseconds = end
+            log.note(StepComputed(1, StepLoad(sum(tokens.values()), 0, 1, 0, 1)))
+            for request in tokens:
+                if (request, end) in ((first, 150), (second, 180)):
+                    log.note(RequestEnded(request.request_id, "length", 2))
+    run = read_run(tmp_path / "live")
+    assert run.format == "kvledger" and run.in_engine and run.num_failed == 0
+    assert run.facts == {
+        "num_gpu_blocks_override": 20,
+        "block_size": 4,
+        "enable_prefix_caching": True,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 8192,
+        "async_scheduling": False,
+    }
+    assert [(each.input_len, each.output_len) for each in run.requests] == [(6, 2), (9, 2)]
+    assert [each.sent_s for each in run.requests] == pytest.approx([0.0, 0.01])
+    assert [each.ttft_s for each in run.requests] == pytest.approx([0.09, 0.13])
+    assert [each.e2e_s for each in run.requests] == pytest.approx([0.14, 0.16])
