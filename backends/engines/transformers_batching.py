@@ -39,7 +39,7 @@ def ledger_cache(eviction: str = "lru", sinks: Sequence[EventSink] = ()) -> Iter
     Raises:
         InputError: this version of transformers has another kind of paged cache.
     """
-    api = import_module(_API)
+    api: Any = import_module(_API)
     theirs, made = api.PagedAttentionCache, []
     missing = [name for name in ("can_store_request_tokens", "evict_cached_blocks") if not hasattr(theirs, name)]
     if missing:
