@@ -1,1 +1,1 @@
-"""Our allocator inside engines whose cache managers are small: nano-vllm's block manager."""
+"""Our allocator inside engines with small cache managers: nano-vllm, transformers' continuous batching."""

@@ -315,7 +315,8 @@ class Recorder:
         What the pipe has taken is logged whatever becomes of this process.
         """
         if self._facts:
-            message = marshal.dumps(self._facts)
+            # Version 2 looks for no repeated objects, which takes longer than to write them again.
+            message = marshal.dumps(self._facts, 2)
             self._facts.clear()
             self._num_told = 0
             self._unsent += LENGTH.pack(len(message)) + message

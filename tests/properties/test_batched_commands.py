@@ -125,3 +125,26 @@ def test_a_decode_step_of_many_requests_is_that_of_single_ones() -> None:
             assert adapter.allocator.append(np.array([row]))
 
     assert compare(("full", "sliding", "state"), at_once, one_by_one) >= 10
+
+
+def test_blocks_registered_after_their_step_are_those_that_the_append_would_have_registered() -> None:
+    """What an asynchronous loop does: a step fills blocks whose last tokens are known only when it has run."""
+    registered: list[int] = []
+
+    def at_once(adapter: LedgerAdapter) -> bool:
+        rows, allocator = rows_of(adapter), adapter.allocator
+        placed = allocator.state.num_placed[rows].copy()
+        if (placed >= allocator.config.max_model_len).any() or allocator.state.guarded:
+            return False
+        if not allocator.append(rows, num_known_tokens=placed):
+            return False
+        before = allocator.pool.num_keyed_blocks
+        allocator.register(rows, placed + 1)
+        registered.append(allocator.pool.num_keyed_blocks - before)
+        return True
+
+    def one_by_one(adapter: LedgerAdapter) -> None:
+        assert adapter.allocator.append(rows_of(adapter))
+
+    assert compare(("full", "sliding", "chunked"), at_once, one_by_one) >= 10
+    assert sum(registered) > 0

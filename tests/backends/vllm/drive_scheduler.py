@@ -46,7 +46,7 @@ def run(workload: dict[str, Any], mode: str, model: str, directory: Path | None)
     recording = recorder.Recorder(scheduler, directory / name)
     sent: list[Any] = []
     dumps = recorder.marshal.dumps
-    recorder.marshal.dumps = lambda facts: sent.append(list(facts)) or dumps(facts)
+    recorder.marshal.dumps = lambda facts, version: sent.append(list(facts)) or dumps(facts, version)
     recording.attach()
     steps = driven.run()
     recording.close()
