@@ -14,7 +14,7 @@ from ...core.types import EventSink, Request
 from .blocks import BlockObjects, LedgerBlocks
 from .config import allocator_config
 from .names import KVCacheManager, RequestStatus, scheduling, specs, utils
-from .pool import LedgerPool
+from .pool import Coordinator, GroupFacts, LedgerPool
 
 _NEVER = 1 << 62
 
@@ -425,24 +425,6 @@ class LedgerManager(KVCacheManager):
         return self.ledger.hits_state_of_this_step(match) or any(
             match.keys[group] and (group, match.keys[group][-1]) in self._states_of_step for group in self._state_groups
         )
-
-
-@attrs.frozen
-class GroupFacts:
-    """What vLLM's scheduler reads of a group's manager."""
-
-    block_size: int
-    kv_cache_spec: Any
-    retains_longer_hit: bool = False
-
-
-@attrs.frozen
-class Coordinator:
-    """What vLLM's scheduler reads of its coordinator."""
-
-    single_type_managers: Sequence[GroupFacts]
-    enable_partial_hash_hits: bool = False
-    eagle_group_ids: frozenset[int] = frozenset()
 
 
 def reason_of(request: Any) -> FreeReason:

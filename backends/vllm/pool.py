@@ -1,6 +1,9 @@
-"""What vLLM reads of its block pool: how much is free, and the KV events of our commits."""
+"""What vLLM reads of its block pool and its coordinator: how much is free, groups, and the KV events of our commits."""
 
+from collections.abc import Sequence
 from typing import Any
+
+import attrs
 
 from ...core.allocator.config import AllocatorConfig
 from ...core.allocator.prefix_cache import PrefixMatch
@@ -108,3 +111,21 @@ class LedgerPool(BlockPool):
                 )
             )
             at += count
+
+
+@attrs.frozen
+class GroupFacts:
+    """What vLLM's scheduler reads of a group's manager."""
+
+    block_size: int
+    kv_cache_spec: Any
+    retains_longer_hit: bool = False
+
+
+@attrs.frozen
+class Coordinator:
+    """What vLLM's scheduler reads of its coordinator."""
+
+    single_type_managers: Sequence[GroupFacts]
+    enable_partial_hash_hits: bool = False
+    eagle_group_ids: frozenset[int] = frozenset()
