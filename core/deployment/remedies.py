@@ -232,7 +232,7 @@ class FittingValues:
     to_gpu_limit: WholeBlocks  # the largest within the free memory of the device; a block more is refused at start-up
     max_model_len: int | None  # longest request of this pool; None if windows bound what any request holds
     gpu_memory_utilization: float  # largest that passes the check at start-up
-    suggested_vllm: KVBytesSuggestion  # vLLM's suggestion: the graph memory twice and 150 MiB off
+    suggested_vllm: KVBytesSuggestion  # by vLLM: the graph memory twice and 150 MiB off; at least 0
 
 
 def fitting_values(plan: DeploymentPlan) -> FittingValues:
@@ -249,6 +249,7 @@ def fitting_values(plan: DeploymentPlan) -> FittingValues:
         other = max(stage.ledger.non_kv_bytes + stage.graph_bytes_beside for stage in plan.stages)
         return largest_fitting(limit_bytes - other, 0, per_block)
 
+    suggested = ledger.suggested_by_vllm(reserved_graphs + plan.bottleneck_stage.graph_bytes_beside)
     return FittingValues(
         same_pool=WholeBlocks(num_blocks=plan.num_blocks, bytes_per_block=per_block),
         to_requested_limit=largest(requested - reserved),
@@ -257,7 +258,10 @@ def fitting_values(plan: DeploymentPlan) -> FittingValues:
         gpu_memory_utilization=largest_utilization(
             deployment.total_bytes, deployment.free_bytes + deployment.externally_held_bytes
         ),
-        suggested_vllm=ledger.suggested_by_vllm(reserved_graphs + plan.bottleneck_stage.graph_bytes_beside),
+        suggested_vllm=KVBytesSuggestion(
+            to_requested_limit_bytes=max(suggested.to_requested_limit_bytes, 0),
+            to_gpu_limit_bytes=max(suggested.to_gpu_limit_bytes, 0),
+        ),
     )
 
 

@@ -200,14 +200,14 @@ class MemoryLedger:
     def suggested_by_vllm(self, graph_bytes: int) -> KVBytesSuggestion:
         """The pool sizes that vLLM suggests after start-up: limit - everything else - *actual* graphs - 150 MiB.
 
-        The graph memory counts twice if its estimate was reserved, since that is part of everything else. 0 where
-        nothing is left.
+        The graph memory counts twice if its estimate was reserved, since that is part of everything else. Below 0
+        where nothing is left.
         Source: golden/memory.jsonl, `available_memory`.
         """
         used = self.non_kv_bytes + graph_bytes + SUGGESTION_MARGIN_BYTES
         return KVBytesSuggestion(
-            to_requested_limit_bytes=max(self.budget.requested_bytes - used, 0),
-            to_gpu_limit_bytes=max(self.budget.free_bytes - used, 0),
+            to_requested_limit_bytes=self.budget.requested_bytes - used,
+            to_gpu_limit_bytes=self.budget.free_bytes - used,
         )
 
     def row(self, name: str) -> LedgerRow:

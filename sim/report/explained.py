@@ -59,7 +59,9 @@ def _worst_rows(result: ExplainedRun) -> list[tuple[str, ...]]:
             for name in ("queue_s", "ttft_s", "e2e_s", "tpot_s")
         ]
         counts = (f"{row['input_len']:,}", f"{row['output_len']:,}")
-        rows.append((row["request"], seconds(row["sent_s"]), *counts, *both, f"{row['predicted_preemptions']} times"))
+        request = row["request"]
+        short = request if len(request) <= 15 else f"{request[:9]}…{request[-5:]}"  # the JSON has it whole
+        rows.append((short, seconds(row["sent_s"]), *counts, *both, f"{row['predicted_preemptions']} times"))
     return rows
 
 

@@ -13,7 +13,6 @@ from kvledger.core.keys.token_keys import TokenKeySource
 from kvledger.core.scheduler.config import SchedulerConfig
 from kvledger.core.scheduler.scheduler import Scheduler
 from kvledger.core.types import StepLoad
-from kvledger.sim.engine.arrivals import TraceKeySource
 
 from tests.field.kv_streams import Followed
 
@@ -81,6 +80,8 @@ class DrivenScheduler(Scheduler):
 
     def submit_new(self, name: str, prompt: int, output: int, ordinal: int | None = None, **more: Any) -> None:
         """A request of so many tokens; with an ordinal it has keys, and shares no content with any other ordinal."""
+        from kvledger.sim.engine.arrivals import TraceKeySource  # needs simpy, which a machine with a GPU may lack
+
         keys = None if ordinal is None else TraceKeySource(None, prompt, ordinal, 16, None)
         self.submit(Request(name, prompt, output, keys, **more))
 

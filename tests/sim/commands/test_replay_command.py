@@ -81,7 +81,10 @@ def test_drafts_and_swapping_reach_the_engine() -> None:
         ((*QUICK, "--gpu", "H100"), "--gpu and --kv-cache-memory-bytes size a pool for a model; give --model too"),
         ((*QUICK, *POOL, "--kv-cache-dtype", "fp8"), "have no effect without --model"),
         ((*QUICK, *POOL, "--latency", "roofline"), "--latency roofline needs --model and --gpu"),
-        ((*QUICK, *POOL, "--latency", "guess"), "unknown latency model 'guess'; known: kernels, linear, roofline"),
+        (
+            (*QUICK, *POOL, "--latency", "guess"),
+            "unknown latency model 'guess'; known: roofline, kernels, linear, table",
+        ),
         ((*QUICK, *POOL, "--preemption-mode", "swap"), "--preemption-mode swap and --swap-link-gb-s go together"),
         ((*QUICK, *POOL, "--num-speculative-tokens", "2"), "go together; neither has a default"),
         ((*QUICK, *POOL, "--eviction", "random"), "unknown eviction policy 'random'; known: lru, fifo"),

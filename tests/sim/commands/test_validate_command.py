@@ -74,7 +74,7 @@ def test_a_fit_written_to_a_file_gives_the_same_figures_as_that_file_in_a_later_
 ) -> None:
     path = tmp_path / "factors.json"
     shipped, fitted = document(kvledger, points), document(kvledger, points, "--fit", path)
-    assert set(fitted["fit"]) == {"in_sample", "held_points", "held_pairs"}
+    assert set(fitted["fit"]) == {"in_sample", "held_points", "held_pairs", "held_models", "held_cards"}
     again = document(kvledger, points, "--calibration", path)
     assert {**fitted, "fit": None} == {**again, "fit": None}
     errors = [found["by_card"][0]["tpot_mape"] for found in (shipped, fitted)]
