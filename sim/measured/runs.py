@@ -4,7 +4,7 @@ vLLM bench      one JSON document of `vllm bench serve --save-result --save-deta
 GuideLLM        its benchmarks.json; the first benchmark
 AIPerf          profile_export.jsonl, a record a line
 LLMServingSim   *.req.jsonl, a record a line, timed inside the engine; beside it *.meta.json and *.ts.csv
-kvledger        the directory of `kvledger serve --log`, or of a vLLM that kvledger recorded
+kvledger        the directory of `kvledger serve --log`
 """
 
 import csv
@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 
 from ...core.errors import InputError
+from ...core.events import Commit, RowsAssigned, TokensPlaced, as_ints
 from ..scenario.results import Table
 from ..traces.trace import TraceRequest
 
@@ -86,6 +87,10 @@ def read_run(path: Path, tokens: Path | None = None) -> MeasuredRun:
     not those of its requests.
     """
     if path.is_dir():
+        if tokens is not None:
+            raise InputError(
+                f"--tokens {tokens} has no effect on {path}: a log holds the blocks of its prompts; leave it out"
+            )
         return _live_run(path)
     text = _text(path)
     first = text.lstrip()[:1]
@@ -120,78 +125,96 @@ def read_run(path: Path, tokens: Path | None = None) -> MeasuredRun:
     )
 
 
+@attrs.define(eq=False)
+class _Served:
+    """A request of a live engine: the ends of its prompt's last step and of its own last, ns of the log's clock."""
+
+    name: str
+    arrival_s: float
+    num_prompt_tokens: int
+    first_ns: int | None = None
+    last_ns: int | None = None
+
+
 def _live_run(path: Path) -> MeasuredRun:
     """The requests of a live engine's log: a token of a request comes at the end of the step that computes it."""
     from ...backends.serving.engine.recording import COMMAND
     from ...backends.sinks.log.rows import LoggedCommit, RequestArrived, RequestEnded, StepComputed
-    from ...core.events import RowsAssigned, TokensPlaced, as_ints
-    from ..traces.logged import is_live, open_event_log, open_logged_trace
+    from ..traces.logged import open_event_log, open_logged_trace
 
     reader = open_event_log(path)
-    if not is_live(reader):
-        raise InputError(f"{path}: not the log of a live engine")
-    arrived: dict[str, tuple[float, int]] = {}  # seconds of the engine's clock, and tokens of the prompt
-    first_ns: dict[str, int] = {}
-    last_ns: dict[str, tuple[int, int]] = {}  # the end of the last step, and tokens of the output
+    header = reader.manifest.header
+    if header.get("command") != COMMAND:
+        command = header.get("command", "no command")
+        raise InputError(
+            f"{path}: the log of {command}, not of kvledger serve; `kvledger log replay` runs other logs again"
+        )
+    served: list[_Served] = []
+    running: dict[str, _Served] = {}  # by id: a later request may reuse one
     request_in: dict[int, str] = {}
-    reached: set[str] = set()  # requests whose whole prompt the running step computes
+    prompt_ends: list[_Served] = []  # those whose whole prompt the running step computes
     offset_ns, now_ns = float("inf"), 0
     for record in reader.records():
         now_ns = record.time_ns or now_ns
         if isinstance(record, LoggedCommit):
-            for event in record.commit.events:
-                if isinstance(event, RowsAssigned):
-                    request_in.update(zip(as_ints(event.rows), event.requests, strict=True))
-                elif isinstance(event, TokensPlaced):
-                    columns = (as_ints(event.rows), as_ints(event.first_positions), as_ints(event.counts))
-                    for row, first, count in zip(*columns, strict=True):
-                        request = request_in[row]
-                        if request in arrived and first + count >= arrived[request][1]:
-                            reached.add(request)
-        elif isinstance(record.note, RequestArrived):
-            note = record.note
-            arrived[note.request_id] = (note.arrival_s, note.num_prompt_tokens)
+            for request, end in _placed(record.commit, request_in):
+                if request in running and end >= running[request].num_prompt_tokens:
+                    prompt_ends.append(running[request])
+        elif isinstance(note := record.note, RequestArrived):
+            running[note.request_id] = _Served(note.request_id, note.arrival_s, note.num_prompt_tokens)
+            served.append(running[note.request_id])
             offset_ns = min(offset_ns, now_ns - note.arrival_s * 1e9)
-        elif isinstance(record.note, StepComputed):
-            for request in reached:
-                first_ns.setdefault(request, now_ns)
-            reached.clear()
-        elif isinstance(record.note, RequestEnded) and record.note.reason not in ("abort", "error"):
-            last_ns[record.note.request_id] = (now_ns, record.note.num_output_tokens)
-    blocks = [row.hash_ids for row in open_logged_trace(path)]
+        elif isinstance(note, StepComputed):
+            for each in prompt_ends:
+                each.first_ns = each.first_ns or now_ns
+            prompt_ends.clear()
+        elif isinstance(note, RequestEnded) and note.reason not in ("abort", "error"):
+            running[note.request_id].last_ns = now_ns
     requests: list[MeasuredRequest] = []
-    names = sorted(arrived, key=lambda name: arrived[name][0])
-    for name, ids in zip(names, blocks if len(blocks) == len(names) else [None] * len(names), strict=True):
-        if name not in last_ns or name not in first_ns:
+    in_order = sorted(served, key=lambda each: each.arrival_s)
+    for each, row in zip(in_order, open_logged_trace(path), strict=True):
+        if each.first_ns is None or each.last_ns is None:
             continue
-        sent_s, num_prompt = arrived[name]
-        first_s, last_s = ((each - offset_ns) / 1e9 - sent_s for each in (first_ns[name], last_ns[name][0]))
+        first_s, last_s = ((ns - offset_ns) / 1e9 - each.arrival_s for ns in (each.first_ns, each.last_ns))
         requests.append(
             MeasuredRequest(
-                name=name, sent_s=sent_s, input_len=num_prompt, output_len=last_ns[name][1],
-                ttft_s=first_s, e2e_s=max(first_s, last_s), hash_ids=ids,
+                name=each.name,
+                sent_s=row.arrival_s,
+                input_len=row.input_length,
+                output_len=row.output_length,
+                ttft_s=first_s,
+                e2e_s=max(first_s, last_s),
+                hash_ids=row.hash_ids,
             )
-        )  # fmt: skip
+        )
     if not requests:
-        raise InputError(f"{path}: none of the {len(arrived):,} requests was answered")
-    start, created, header = requests[0].sent_s, reader.created, reader.manifest.header
-    facts: dict[str, Any] = {
-        "num_gpu_blocks_override": created.num_blocks,
-        "block_size": created.groups[0].block_size,
-        "enable_prefix_caching": created.enable_caching,
-        **{name: header["scheduler"][name] for name in ("max_num_seqs", "max_num_batched_tokens")},
-    }
-    if header["command"] == COMMAND:
-        facts["async_scheduling"] = False  # our engine plans a step when the one before has ended
+        raise InputError(f"{path}: none of the {len(served):,} requests was answered")
+    created = reader.created
     return MeasuredRun(
-        requests=[attrs.evolve(request, sent_s=request.sent_s - start) for request in requests],
-        num_failed=len(arrived) - len(requests),
+        requests=requests,
+        num_failed=len(served) - len(requests),
         name=path.name,
         format="kvledger",
         in_engine=True,
-        facts=facts,
+        facts={
+            "num_gpu_blocks_override": created.num_blocks,
+            "block_size": created.groups[0].block_size,
+            "enable_prefix_caching": created.enable_caching,
+            "async_scheduling": False,  # our engine plans a step when the one before has ended
+            **{name: header["scheduler"][name] for name in ("max_num_seqs", "max_num_batched_tokens")},
+        },
         hash_block_size=created.hash_block_size,
     )
+
+
+def _placed(commit: Commit, request_in: dict[int, str]) -> Iterator[tuple[str, int]]:
+    """Each request whose tokens a commit places, and the position behind the last; keeps which row is whose."""
+    for event in commit.events:
+        if isinstance(event, RowsAssigned):
+            request_in.update(zip(as_ints(event.rows), event.requests, strict=True))
+        elif isinstance(event, TokensPlaced):
+            columns = (as_ints(event.rows), as_ints(event.first_positions), as_ints(event.counts))
+            yield from ((request_in[row], first + count) for row, first, count in zip(*columns, strict=True))
 
 
 def _text(path: Path) -> str:

@@ -219,7 +219,20 @@ def test_a_log_of_a_live_engine_gives_the_times_at_which_its_steps_ended(tmp_pat
         "max_num_batched_tokens": 8192,
         "async_scheduling": False,
     }
+    assert [each.name for each in run.requests] == ["first", "second"]
     assert [(each.input_len, each.output_len) for each in run.requests] == [(6, 2), (9, 2)]
     assert [each.sent_s for each in run.requests] == pytest.approx([0.0, 0.01])
     assert [each.ttft_s for each in run.requests] == pytest.approx([0.09, 0.13])
     assert [each.e2e_s for each in run.requests] == pytest.approx([0.14, 0.16])
+    with pytest.raises(InputError, match="has no effect on .*live: a log holds the blocks"):
+        read_run(tmp_path / "live", Path("prompts.jsonl"))
+
+
+def test_a_log_of_another_command_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="event logs need pyarrow")
+    from kvledger.backends.sinks import DurableLog, FlushPolicy
+
+    with DurableLog.create(tmp_path / "bare", flush=FlushPolicy(every_commits=1), header={"command": "replay"}):
+        pass
+    with pytest.raises(InputError, match="the log of replay, not of kvledger serve"):
+        read_run(tmp_path / "bare")
