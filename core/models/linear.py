@@ -1,6 +1,7 @@
 """States beside attention: gated delta nets (Qwen 3 Next, 3.5 and later), KDA (Kimi), LFM2 and Nemotron-H."""
 
 import functools
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 import attrs
@@ -270,17 +271,8 @@ class NemotronH(Architecture):
     @property
     def state(self) -> Mamba2Cache:
         """The state of a Mamba layer; its matrices are fp32 unless the config says otherwise."""
-        num_heads, head_dim, state_size, kernel, groups = self.fields.integers(
-            "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "conv_kernel", "n_groups"
-        )
-        return Mamba2Cache(
-            conv_kernel_size=kernel,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_groups=groups,
-            state_size=state_size,
-            recurrent_dtype=self.fields.text("mamba_ssm_cache_dtype") or "fp32",
-        )
+        sizes = self.fields.integers("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
+        return _mamba2_state(sizes, self.fields.text("mamba_ssm_cache_dtype") or "fp32")
 
     def caches(self) -> LayerCaches:
         full = self.full_cache()
@@ -348,16 +340,8 @@ class Mamba2Hybrid(ByFields):
     @property
     def state(self) -> Mamba2Cache:
         """The state of a layer with Mamba 2."""
-        num_heads, head_dim, groups, state_size, kernel = self.fields.integers(
-            "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"
-        )
-        return Mamba2Cache(
-            conv_kernel_size=kernel,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_groups=groups,
-            state_size=state_size,
-            recurrent_dtype="bf16",
+        return _mamba2_state(
+            self.fields.integers("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
         )
 
     @functools.cached_property
@@ -443,17 +427,7 @@ class Mamba2(Mamba):
 
     @property
     def state(self) -> Mamba2Cache:
-        num_heads, head_dim, groups, state_size, kernel = self.fields.integers(
-            "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"
-        )
-        return Mamba2Cache(
-            conv_kernel_size=kernel,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_groups=groups,
-            state_size=state_size,
-            recurrent_dtype="bf16",
-        )
+        return _mamba2_state(self.fields.integers("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"))
 
     def layer(self, index: int) -> Groups:
         conv_bias = self.fields.flag("use_conv_bias", default=True)
@@ -462,13 +436,19 @@ class Mamba2(Mamba):
 
 def _mamba1_state(width: int, state_size: int, kernel: int) -> Mamba2Cache:
     """Mamba 1 has a vector of the state's size for each channel, which is Mamba 2 with heads of one element."""
+    return _mamba2_state((width, 1, 0, state_size, kernel))
+
+
+def _mamba2_state(sizes: Iterable[int], recurrent_dtype: str = "bf16") -> Mamba2Cache:
+    """The state of heads, of a head's width, of groups, of a group's state and of the convolution, in this order."""
+    num_heads, head_dim, num_groups, state_size, conv_kernel_size = sizes
     return Mamba2Cache(
-        conv_kernel_size=kernel,
-        num_heads=width,
-        head_dim=1,
-        num_groups=0,
+        conv_kernel_size=conv_kernel_size,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_groups=num_groups,
         state_size=state_size,
-        recurrent_dtype="bf16",
+        recurrent_dtype=recurrent_dtype,
     )
 
 

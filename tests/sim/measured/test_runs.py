@@ -224,7 +224,7 @@ def test_a_log_of_a_live_engine_gives_the_times_at_which_its_steps_ended(tmp_pat
     assert [each.sent_s for each in run.requests] == pytest.approx([0.0, 0.01])
     assert [each.ttft_s for each in run.requests] == pytest.approx([0.09, 0.13])
     assert [each.e2e_s for each in run.requests] == pytest.approx([0.14, 0.16])
-    with pytest.raises(InputError, match="has no effect on .*live: a log holds the blocks"):
+    with pytest.raises(InputError, match=r"has no effect on .*live: a log holds the blocks"):
         read_run(tmp_path / "live", Path("prompts.jsonl"))
 
 
