@@ -5,11 +5,17 @@ from typing import Any
 from ...core.allocator.config import AllocatorConfig
 from ...core.cache_kinds import CacheKind, ChunkedLocal, FullAttention, SequenceState, SlidingWindow
 from ...core.errors import InputError
-from ...core.pool.eviction_order import BELADY, eviction_order_names
+from ...core.pool.eviction_order import eviction_order_names
 from .names import specs, utils
 
 # The option of `--additional-config` that names the eviction policy.
 EVICTION = "kvledger_eviction"
+# Who refuses what, and how an engine starts without it.
+MANAGER, RECORDER = "kvledger's manager", "kvledger's recorder"
+_WAYS_OUT = {
+    MANAGER: "leave out --scheduler-cls to serve with vLLM's own",
+    RECORDER: "unset KVLEDGER_RECORD to serve without",
+}
 
 
 def refused_options(vllm_config: Any) -> list[str]:
@@ -59,9 +65,9 @@ def refused_groups(
 
 
 def refuse(what: str, refused: list[str]) -> None:
-    """Raise `InputError` with everything that `what` does not do, if there is anything."""
+    """Raise `InputError` with everything that `what` (manager or recorder) does not do, if there is anything."""
     if refused:
-        raise InputError(f"{what} does not support: {'; '.join(refused)}")
+        raise InputError(f"{what} does not support: {'; '.join(refused)}. Change that, or {_WAYS_OUT[what]}")
 
 
 def is_full(spec: Any) -> bool:
@@ -113,6 +119,7 @@ def allocator_config(
     max_num_reqs: int = 256,
     eviction: str = "lru",
     kv_cache_events: bool = False,
+    asks: str = MANAGER,
 ) -> AllocatorConfig:
     """Return the allocator config under which our allocator decides what vLLM's manager with these options decides.
 
@@ -130,15 +137,15 @@ def allocator_config(
         max_num_reqs: most requests that hold blocks at the same time.
         eviction: name of the eviction policy.
         kv_cache_events: whether vLLM publishes KV events.
+        asks: who needs it, `MANAGER` or `RECORDER`, for the error.
 
     Raises:
         InputError: what our allocator does not do, everything in one message.
     """
     needs = refused_groups(kv_cache_config, hash_block_size, enable_caching, use_eagle, kv_cache_events)
-    refuse("kvledger's manager", needs)
-    known = [name for name in eviction_order_names() if name != BELADY]
-    if eviction not in known:
-        raise InputError(f"{EVICTION} is {eviction!r}; the eviction policies are {', '.join(known)}")
+    refuse(asks, needs)
+    if eviction not in eviction_order_names():
+        raise InputError(f"{EVICTION} is {eviction!r}; the eviction policies are {', '.join(eviction_order_names())}")
     return AllocatorConfig(
         num_blocks=kv_cache_config.num_blocks,
         groups=[kind_of(group.kv_cache_spec, enable_caching) for group in kv_cache_config.kv_cache_groups],

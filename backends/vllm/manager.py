@@ -12,7 +12,7 @@ from ...core.errors import DoesNotFitError, InputError
 from ...core.events import FreeReason, Key
 from ...core.types import EventSink, Request
 from .blocks import BlockObjects, LedgerBlocks
-from .config import allocator_config
+from .config import MANAGER, allocator_config, refuse
 from .names import KVCacheManager, RequestStatus, scheduling, specs, utils
 from .pool import Coordinator, GroupFacts, LedgerPool
 
@@ -88,7 +88,7 @@ class LedgerManager(KVCacheManager):
             InputError: our allocator does not do what an argument asks for.
         """
         if metrics_collector is not None:
-            raise InputError("kvledger's manager does not support vLLM's block residency metrics (--kv-cache-metrics)")
+            refuse(MANAGER, ["vLLM's block residency metrics (--kv-cache-metrics)"])
         config = allocator_config(
             kv_cache_config,
             max_model_len,
@@ -113,7 +113,6 @@ class LedgerManager(KVCacheManager):
         self.num_kv_cache_groups = len(config.groups)
         self.watermark_blocks = config.watermark_blocks
         self.mamba_shared_prefix_checkpoint = False
-        self.retained_hit_group_ids = ()
         groups = kv_cache_config.kv_cache_groups
         self.kv_cache_event_metadata = tuple(
             [

@@ -119,7 +119,6 @@ class GroupFacts:
 
     block_size: int
     kv_cache_spec: Any
-    retains_longer_hit: bool = False
 
 
 @attrs.frozen
@@ -128,4 +127,3 @@ class Coordinator:
 
     single_type_managers: Sequence[GroupFacts]
     enable_partial_hash_hits: bool = False
-    eagle_group_ids: frozenset[int] = frozenset()

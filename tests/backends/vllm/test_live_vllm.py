@@ -94,6 +94,23 @@ def test_an_engine_generates_the_same_tokens_by_the_same_steps(model: str, optio
     assert ours == own
 
 
+def test_an_engine_whose_writer_was_killed_serves_on_and_ends(interpreter: str, tmp_path) -> None:
+    workloads = workloads_of("plain")
+    assert drive(interpreter, ["recorded-to-the-dead", str(tmp_path)], workloads) == steps_of_vllm(
+        interpreter, workloads
+    )
+
+
+@pytest.mark.parametrize("manager", ["ledger", "shadow"])
+def test_a_recording_of_another_manager_is_refused_before_it_starts(manager: str, interpreter: str, tmp_path) -> None:
+    command = [interpreter, str(HERE / "serve_requests.py"), "llama", manager, "--requests", "2"]
+    given = environment() | {"KVLEDGER_RECORD": str(tmp_path / "none")}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=given)
+    assert done.returncode != 0
+    assert "unset KVLEDGER_RECORD, or leave out --scheduler-cls" in done.stdout + done.stderr
+    assert not (tmp_path / "none").exists()
+
+
 def test_an_engine_is_recorded_by_an_environment_variable(interpreter: str, tmp_path) -> None:
     own = served(interpreter, "gemma2", "own")
     assert served(interpreter, "gemma2", "own", record=tmp_path) == own

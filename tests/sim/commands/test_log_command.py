@@ -96,7 +96,7 @@ def test_a_log_that_is_of_no_run_cannot_be_run_again(kvledger, recorded, tmp_pat
     bare = rewritten(recorded[0], tmp_path / "bare", lambda commit: commit)
     code, _, err = kvledger("log", "replay", bare)
     assert code == 2
-    assert "only logs of kvledger replay --log and kvledger serve --log can run again" in err
+    assert "only logs of kvledger replay --log and kvledger serve --log, and recordings of vLLM, can run again" in err
 
 
 def test_a_run_that_was_killed_replays_as_far_as_its_requests_came(kvledger, trace, tmp_path) -> None:
