@@ -476,8 +476,7 @@ class PrefixCache:
         It lies before the last boundary where keys look ahead by several tokens, and under EAGLE where the scheduler's
         block is larger than the tokens of a key, behind it.
         """
-        size, prompt, ahead = self._hash_block_size, request.num_prompt_tokens, self._config.num_lookahead_tokens
-        end = (prompt // size - 1 if self._use_eagle else (prompt - max(ahead, 1)) // size) * size
+        end = last_state_of_prompt(self._config, request.num_prompt_tokens)
         return {end} if end % self._unit == 0 else set()
 
     def _index_passed_over(self, group: int, row: int, request: Request) -> int:
@@ -489,3 +488,13 @@ class PrefixCache:
         index = placed // size
         passes = placed % size and request.num_tokens - placed > 1 and self._state.tables[group].count(row) > index + 1
         return index if passes else -1
+
+
+def last_state_of_prompt(config: AllocatorConfig, num_prompt_tokens: int) -> int:
+    """Return the tokens of the last state that a key of a prompt proves: its last token is computed again.
+
+    EAGLE reads all of a prompt and gives a block back.
+    """
+    size, use_eagle = config.hash_block_size, config.use_eagle
+    read = num_prompt_tokens if use_eagle else num_prompt_tokens - max(1, config.num_lookahead_tokens)
+    return max(read // size - use_eagle, 0) * size

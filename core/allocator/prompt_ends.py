@@ -11,7 +11,7 @@ from ..events import BlocksCached, BlocksUncached, Key
 from ..ledger.state import LedgerState
 from ..types import Request
 from .config import AllocatorConfig
-from .prefix_cache import BatchKeys
+from .prefix_cache import BatchKeys, last_state_of_prompt
 from .taking import PrivateBlock
 
 # The end of a prompt in one group: (group, logical index, key, key of the block before).
@@ -68,6 +68,8 @@ class PromptEnds:
         """Note that keys were evicted by id: what these rows still hold of their ends gets a key in a later step."""
         states = [group for group, kind in enumerate(self._groups) if not kind.holds_tokens]
         self._watch([*self._kept_inside, *states])
+        if not self.are_due:
+            return
         for row, request in requests:
             self.expect(row, request)
             for group in states:
@@ -146,7 +148,7 @@ class PromptEnds:
         """
         size, ahead, prompt = self._hash_block_size, self._config.num_lookahead_tokens, request.num_prompt_tokens
         if not self._groups[group].holds_tokens:
-            return max((prompt if self._use_eagle else prompt - max(1, ahead)) // size - self._use_eagle, 0) * size
+            return last_state_of_prompt(self._config, prompt)
         end = max(request.num_tokens - ahead, 0) if self._comes_later(request) else prompt - (not self._use_eagle)
         return end // size * size
 

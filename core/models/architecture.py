@@ -239,8 +239,8 @@ architectures = Registry[type[Architecture]]("architecture", "kvledger.architect
 class ByFields(Architecture):
     """An architecture that is not known by name, read by fields that mean the same in every config that has them.
 
-    It has ordinary keys and values in every layer, in full or in a window,. A config with
-    any other field that could decide what is stored is refused: see `unread_fields`.
+    It has ordinary keys and values in every layer, in full or in a window. A config with any other field that could
+    decide what is stored is refused: see `unread_fields`.
     """
 
     understands: ClassVar[frozenset[str]] = frozenset(
@@ -294,9 +294,9 @@ class ByFields(Architecture):
         fields, hidden_size = self.fields, self.hidden_size
         dense = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim", "d_ff")
         counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
-        count = next((name for name in counts if fields.has(name)), None)
+        count = next((name for name in counts if fields.get(name)), None)  # 0: a dense model of a family with experts
         if count is None or not self.routes()[index]:
-            inner = next((name for name in dense if fields.has(name)), None)
+            inner = next((name for name in ("shared_intermediate_size", *dense) if fields.get(name)), None)
             # Models without the field (Bloom, Falcon) and those with squared ReLU (Nemotron) have no gate.
             is_plain = inner is None or fields.get("hidden_act") in ("relu2", "relu_squared")
             size = 4 * hidden_size if inner is None else fields.integer(inner)

@@ -135,6 +135,13 @@ class CalibratedLatency:
 
     inner: LatencyModel
     factors: KernelFactors
+    max_captured_tokens: int = MAX_CAPTURED_TOKENS
+
+    @classmethod
+    def of(cls, inner: LatencyModel, factors: KernelFactors) -> "CalibratedLatency":
+        """A model under factors; CUDA graphs hold the steps that the model says, if it says so."""
+        captured = getattr(inner, "max_captured_tokens", MAX_CAPTURED_TOKENS)
+        return cls(inner=inner, factors=factors, max_captured_tokens=captured)
 
     def step_seconds(self, load: StepLoad) -> float:
         return self._calibrated(self.inner.step_seconds(load), load)
@@ -143,7 +150,7 @@ class CalibratedLatency:
         return self._calibrated(scheduled_seconds(self.inner, step, num_steps_later, load), load)
 
     def _calibrated(self, seconds: float, load: StepLoad) -> float:
-        is_uncaptured = load.num_tokens > MAX_CAPTURED_TOKENS
+        is_uncaptured = load.num_tokens > self.max_captured_tokens
         return float(self.factors.seconds({"gemm": seconds}, is_uncaptured, load.num_sampled, 0))
 
     def assumptions(self) -> dict[str, object]:

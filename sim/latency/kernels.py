@@ -60,7 +60,7 @@ class KernelLatency:
         description: model and dtypes.
     """
 
-    takes: ClassVar[tuple[str, ...]] = ("kernel_profile", "calibration")
+    takes: ClassVar[tuple[str, ...]] = ("kernel_profile", "calibration", "enable_expert_parallel")
 
     by_tokens: Mapping[str, Curve]
     by_sampled: Curve
@@ -83,11 +83,21 @@ class KernelLatency:
         deployment, device = inputs.deployment, inputs.device
         if deployment is None or (device is None and inputs.kernel_profile is None):
             raise InputError("--latency kernels needs --model and --gpu: it sums kernels of both")
+        captured = 0 if deployment.enforce_eager else capture_sizes(deployment.max_num_seqs)[-1]
         document = None if inputs.calibration is None else read_factors(Path(inputs.calibration))
+        if (num_ranks := deployment.decode_context_parallel_size) > 1:
+            raise InputError(
+                f"--latency kernels does not time --decode-context-parallel-size {num_ranks}: use --latency roofline"
+            )
         if inputs.kernel_profile is not None:
+            if inputs.enable_expert_parallel or deployment.pipeline_parallel_size > 1:
+                raise InputError(
+                    "--kernel-profile holds the kernels of one stage with a slice of every expert: leave out "
+                    "--enable-expert-parallel and --pipeline-parallel-size"
+                )
             ranks = deployment.tensor_parallel_size
             profile = KernelProfile.read(inputs.kernel_profile, deployment.geometry.num_hidden_layers, ranks)
-            return cls.of_profile(profile, deployment.geometry, document)
+            return attrs.evolve(cls.of_profile(profile, deployment.geometry, document), max_captured_tokens=captured)
         assert device is not None
         return cls.for_model(
             deployment.geometry,
@@ -97,7 +107,7 @@ class KernelLatency:
             expert_parallel_size=deployment.tensor_parallel_size if inputs.enable_expert_parallel else 1,
             weights_dtype=inputs.weights_dtype,
             kv_cache_dtype=deployment.cache_dtype,
-            max_captured_tokens=0 if deployment.enforce_eager else capture_sizes(deployment.max_num_seqs)[-1],
+            max_captured_tokens=captured,
             document=document,
         )
 

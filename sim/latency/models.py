@@ -42,6 +42,7 @@ OWN_INPUTS = (
     "us_per_decoding_sequence",
     "latency_table",
     "kernel_profile",
+    "enable_expert_parallel",
 )
 
 
@@ -52,7 +53,8 @@ def make_latency(name: str | None, inputs: LatencyInputs) -> LatencyModel:
     """A latency model by name, or the one that the inputs are for.
 
     With None: `table` with a latency table; `kernels` with profiled kernels, or with a deployment on a device whose
-    kernel times are installed; `roofline` with a deployment on any other device; else `linear`.
+    kernel times are installed; `roofline` with a deployment on any other device, or with decode context parallelism,
+    which `kernels` does not know; else `linear`.
 
     Raises:
         InputError: there is no such model, it needs an input that is not given, or a given input has no effect on it.
@@ -62,13 +64,13 @@ def make_latency(name: str | None, inputs: LatencyInputs) -> LatencyModel:
     factory = latency_models.get(name)
     for field in OWN_INPUTS:
         value = getattr(inputs, field)
-        if value is not None and field not in getattr(factory, "takes", ()):
-            option = f"--{field.replace('_', '-')}"
-            raise InputError(f"{option} {value} has no effect on --latency {name}; leave it out")
+        if value not in (None, False) and field not in getattr(factory, "takes", ()):
+            option = f"--{field.replace('_', '-')}" + ("" if value is True else f" {value}")
+            raise InputError(f"{option} has no effect on --latency {name}; leave it out")
     model = factory.from_inputs(inputs)
     if inputs.calibration is None or "calibration" in getattr(factory, "takes", ()):
         return model
-    return CalibratedLatency(inner=model, factors=factors_in(read_factors(Path(inputs.calibration))))
+    return CalibratedLatency.of(model, factors_in(read_factors(Path(inputs.calibration))))
 
 
 def _fitting(inputs: LatencyInputs) -> str:
@@ -78,4 +80,6 @@ def _fitting(inputs: LatencyInputs) -> str:
         return "kernels"
     if inputs.deployment is None:
         return "linear"
-    return "roofline" if inputs.device is None or not has_kernel_tables(inputs.device) else "kernels"
+    if inputs.device is None or inputs.deployment.decode_context_parallel_size > 1:
+        return "roofline"
+    return "kernels" if has_kernel_tables(inputs.device) else "roofline"

@@ -309,8 +309,8 @@ def with_facts(scenario: Scenario, run: MeasuredRun) -> Scenario:
     Raises InputError: an option contradicts what the run states.
     """
     plain = Scenario()
-    changes: dict[str, Any] = {} if not run.in_engine else {"http_ms": 0.0}
-    for name, stated in run.facts.items():
+    changes: dict[str, Any] = {}
+    for name, stated in {**run.facts, **({"http_ms": 0.0} if run.in_engine else {})}.items():
         given = getattr(scenario, name)
         if given == getattr(plain, name):
             changes[name] = stated
@@ -438,7 +438,7 @@ def _with_factors(latency: LatencyModel, chosen: Mapping[str, float]) -> Latency
     factors = _factors_of(latency, chosen)
     if isinstance(latency, KernelLatency | CalibratedLatency):
         return attrs.evolve(latency, factors=factors)
-    return CalibratedLatency(inner=latency, factors=factors)
+    return CalibratedLatency.of(latency, factors)
 
 
 def _error(run: MeasuredRun, simulated: Simulated, which: NDArray[np.bool_]) -> float:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...core.errors import InputError
 from ..latency.kernel_factors import CLASSES, KernelFactors, kernels_of
 from ..latency.kernel_tables import INSTALL
-from .point_kernels import HTTP_S, PointKernels
+from .point_kernels import PointKernels
 
 Floats = NDArray[np.float64]
 
@@ -109,6 +109,7 @@ class _Points:
             np.array([point.point.ttft_ms for point in points], dtype=float) / 1e3,
             np.array([point.point.tpot_ms for point in points], dtype=float) / 1e3,
         )
+        self.http_s = np.array([point.point.http_s for point in points])
         self.pairs, self.pair = np.unique([point.point.pair for point in points], return_inverse=True)
         names = [kernels_of(p.point.device, p.dtypes) if "experts" in p.kernels else "" for p in points]
         self.kinds, self.kind = np.unique(names, return_inverse=True)
@@ -133,7 +134,7 @@ class _Points:
             factors = KernelFactors(**values)
         seconds = factors.seconds(columns, self.is_uncaptured, self.num_sampled, self.layers)
         ttft, tpot = (np.add.reduceat(seconds * weight, self.starts) for weight in (self.in_ttft, self.in_tpot))
-        return ttft + HTTP_S, tpot
+        return ttft + self.http_s, tpot
 
 
 def fit_kernel_factors(points: Sequence[PointKernels], source: str) -> FittedFactors:

@@ -20,7 +20,6 @@ from .points import MeasuredPoint
 from .schedules import BLOCK_SIZE, BenchmarkQuestion, blocks_of, schedule_of
 
 Floats = NDArray[np.float64]
-HTTP_S = 8e-3  # what an HTTP server adds to TTFT
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 1024, 8192
 UTILIZATION = 0.95
 
@@ -53,7 +52,7 @@ class PointKernels:
     def means_s(self, factors: KernelFactors) -> tuple[float, float]:
         """Mean TTFT and TPOT, seconds."""
         seconds = factors.seconds(self.kernels, self.is_uncaptured, self.num_sampled, self.model.num_layers)
-        return float(seconds @ self.in_ttft) + HTTP_S, float(seconds @ self.in_tpot)
+        return float(seconds @ self.in_ttft) + self.point.http_s, float(seconds @ self.in_tpot)
 
 
 def kernels_of_point(point: MeasuredPoint) -> PointKernels:
@@ -115,6 +114,8 @@ def _model(point: MeasuredPoint) -> KernelLatency | RooflineLatency:
             expert_parallel_size=point.expert_parallel_size,
         )
     except InputError:
+        if point.data_parallel_size > 1:
+            raise  # the roofline knows one rank
         return RooflineLatency.for_model(point.geometry, point.device, max_num_seqs=MAX_NUM_SEQS, **ranks)
 
 

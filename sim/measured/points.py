@@ -10,6 +10,7 @@ import attrs
 from ...core.errors import InputError
 from ...core.models.geometry import ModelGeometry, load_geometry
 from ..latency.devices import Device, find_device
+from ..scenario.scenario import DEFAULT_HTTP_MS
 
 COLUMNS = ("id", "backend", "model_path", "system", "mode", "isl", "osl", "batch_size", "tp_size")
 """Columns that a table must have; others are read where there are some."""
@@ -40,6 +41,7 @@ class MeasuredPoint:
         shortest: of the longest: lengths are drawn uniformly between the two.
         ttft_ms, tpot_ms: means; None where not measured.
         place: file and line.
+        http_s: what the HTTP server adds to TTFT, seconds; 0 where the engine itself took the times.
     """
 
     name: str
@@ -61,6 +63,7 @@ class MeasuredPoint:
     tpot_ms: float | None
     place: str
     shortest: float = 0.8
+    http_s: float = DEFAULT_HTTP_MS / 1e3
 
     @property
     def pair(self) -> str:

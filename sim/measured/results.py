@@ -54,7 +54,9 @@ def read_result(path: Path, scenario: Scenario) -> MeasuredPoint:
 def _measured(path: Path) -> Mapping[str, Any]:
     document = _summary(path)
     if document is None:
-        return _of_requests(path, list(read_run(path).requests))
+        run = read_run(path)
+        of_engine = {"http_s": 0.0} if run.in_engine else {}
+        return {**_of_requests(path, list(run.requests)), **of_engine}
     users = document["max_concurrency"]
     if users is None or document["request_rate"] not in ("inf", None):
         raise InputError(f"{path}: request_rate {document['request_rate']}, max_concurrency {users}: no fixed load")

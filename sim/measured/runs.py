@@ -11,7 +11,7 @@ import csv
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
@@ -20,6 +20,7 @@ from ...core.events import Commit, RowsAssigned, TokensPlaced, as_ints
 from ..scenario.results import Table
 from ..traces.trace import TraceRequest
 
+_Read = TypeVar("_Read")
 BLOCK_SIZE = 16  # tokens of a block of `hash_ids`
 
 
@@ -106,7 +107,10 @@ def read_run(path: Path, tokens: Path | None = None) -> MeasuredRun:
                 raise InputError(f"{path}: read as {name}, but {type(error).__name__}: {error}") from error
             break
     else:
-        raise InputError(f"{path}: no run that is known here ({', '.join(_FORMATS)})")
+        raise InputError(
+            f"{path}: no run that is known here: {', '.join(_FORMATS)}, or the directory of kvledger serve --log. Save "
+            "vllm bench serve with --save-result --save-detailed; kvledger validate reads its summary alone"
+        )
     if not requests:
         raise InputError(f"{path}: none of the {num_failed:,} requests was answered")
     if tokens is not None:
@@ -322,12 +326,15 @@ _FORMATS: Mapping[str, tuple[Callable[[Mapping[str, Any]], bool], Callable[[Docu
 def _with_blocks(requests: Sequence[MeasuredRequest], tokens: Path) -> list[MeasuredRequest]:
     """The requests with ids of their prompts' blocks: equal ids where everything up to the block's end is equal."""
     known: dict[tuple[int, tuple[int, ...]], int] = {}
-    rows = _lines(_text(tokens))
+    try:
+        rows: Documents = _lines(_text(tokens))
+    except ValueError as error:
+        raise InputError(f"{tokens}: not a JSON record a line: {error}") from error
     if len(rows) != len(requests):
         raise InputError(f"{tokens}: {len(rows):,} prompts for {len(requests):,} requests")
     found: list[MeasuredRequest] = []
     for number, (request, row) in enumerate(zip(requests, rows, strict=True), start=1):
-        prompt = row.get("input_tok_ids", row.get("prompt_token_ids"))
+        prompt = row.get("input_tok_ids", row.get("prompt_token_ids")) if isinstance(row, dict) else None
         if not isinstance(prompt, list) or len(prompt) != request.input_len:
             has = f"{len(prompt):,} tokens" if isinstance(prompt, list) else "no input_tok_ids"
             raise InputError(f"{tokens}:{number}: {has}; request {request.name} has {request.input_len:,}")
@@ -343,18 +350,30 @@ def _beside(path: Path) -> tuple[dict[str, Any], Table | None]:
     """Options and series of the files beside `NAME.req.jsonl`: `NAME.meta.json` and `NAME.ts.csv`."""
     stem = path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".req")
     meta, series = path.with_name(f"{stem}.meta.json"), path.with_name(f"{stem}.ts.csv")
-    facts: dict[str, Any] = {}
-    if meta.is_file():
-        document = json.loads(_text(meta))
-        given: dict[str, Any] = document.get("engine_kwargs") or {}
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "tensor_parallel_size"):
-            if given.get(name) is not None:
-                facts[name] = given[name]
-        cache: dict[str, Any] = document.get("kv_cache") or {}
-        if cache.get("num_gpu_blocks"):
-            facts |= {"num_gpu_blocks_override": cache["num_gpu_blocks"], "block_size": cache["block_size"]}
-            facts["enable_prefix_caching"] = cache["enable_prefix_caching"]
-    return facts, _series(series) if series.is_file() else None
+    return (
+        _read_as("the server's settings", meta, _facts) if meta.is_file() else {},
+        _read_as("the server's load", series, _series) if series.is_file() else None,
+    )
+
+
+def _read_as(what: str, path: Path, read: Callable[[Path], _Read]) -> _Read:
+    try:
+        return read(path)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise InputError(f"{path}: read as {what} beside the run, but {problem}; mend it or take it away") from error
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    document = json.loads(_text(path))
+    given: dict[str, Any] = document.get("engine_kwargs") or {}
+    names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "tensor_parallel_size")
+    facts = {name: given[name] for name in names if given.get(name) is not None}
+    cache: dict[str, Any] = document.get("kv_cache") or {}
+    if cache.get("num_gpu_blocks"):
+        facts |= {"num_gpu_blocks_override": cache["num_gpu_blocks"], "block_size": cache["block_size"]}
+        facts["enable_prefix_caching"] = cache["enable_prefix_caching"]
+    return facts
 
 
 def _series(path: Path) -> Table:

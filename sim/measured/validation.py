@@ -216,7 +216,15 @@ def validate(
     the points done and all points. Raises InputError: a file cannot be read or written, or no point can be asked.
     """
     server, left_out = scenario or Scenario(), list[LeftOut]()
+    if asked.fit is not None and asked.calibration is not None:
+        raise InputError(
+            f"--calibration {asked.calibration} has no effect with --fit, which fits factors anew; leave one out"
+        )
     if is_result(Path(asked.file)):
+        if asked.engine != "vllm":
+            raise InputError(
+                f"--engine {asked.engine} has no effect on a result file, which is one point; leave it out"
+            )
         points = [read_result(Path(asked.file), server)]
     elif given := texts_of(server):
         name, value = next(iter(given.items()))
@@ -236,7 +244,11 @@ def validate(
     if asked.fit is None:
         document = None if asked.calibration is None else read_factors(Path(asked.calibration))
         return ValidationResult(predictions=[predict(each, document) for each in kernels], left_out=left_out)
-    measured = [each for each in kernels if isinstance(each.model, KernelLatency)]
+    measured = [
+        each
+        for each in kernels
+        if isinstance(each.model, KernelLatency) and None not in (each.point.ttft_ms, each.point.tpot_ms)
+    ]
     fitted = fit_kernel_factors(measured, f"fitted to {len(measured):,} points of {Path(asked.file).name}")
     try:
         Path(asked.fit).write_text(json.dumps(fitted.document, indent=1) + "\n", encoding="utf-8")

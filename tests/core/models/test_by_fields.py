@@ -196,6 +196,13 @@ def test_mamba_2_keeps_a_state_instead_of_attention_or_beside_it(
     assert geometry.parameters > 0
 
 
+def test_a_granite_hybrid_with_a_count_of_no_experts_is_dense():
+    dense = {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 4_096}
+    config = {**PLAIN, **MAMBA, "architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["mamba"] * 4}
+    with_it, without = (geometry_from_config({**config, **more}, "x") for more in (dense, {"intermediate_size": 4_096}))
+    assert with_it.parameters == without.parameters > 0
+
+
 def test_jamba_has_mamba_1_in_all_layers_but_one_in_so_many():
     config = {**PLAIN, "attn_layer_period": 4, "attn_layer_offset": 2, "mamba_d_state": 16, "mamba_d_conv": 4}
     geometry = geometry_from_config({**config, "architectures": ["JambaForCausalLM"]}, "x")

@@ -164,3 +164,9 @@ def test_a_result_file_is_one_point_of_the_server_that_options_name(
     assert row["rests_on"] == "kernels"
     assert "give the --model and --gpu" in refused(kvledger, path)
     assert "--gpu H200 has no effect on a table" in refused(kvledger, points, "--gpu", "H200")
+
+
+def test_factors_beside_a_fit_are_refused(kvledger: Run, points: Path, tmp_path: Path) -> None:
+    code, _, err = kvledger("validate", points, "--fit", tmp_path / "new.json", "--calibration", "old.json")
+    assert code == 2
+    assert "--calibration old.json has no effect with --fit" in err

@@ -13,7 +13,7 @@ from kvledger.core.models.geometry import load_geometry
 from kvledger.core.types import ScheduledStep, StepLoad, TokenBatch, scheduled_seconds
 from kvledger.sim.fleet.tiers import TieredLatency
 from kvledger.sim.latency.devices import find_device
-from kvledger.sim.latency.kernel_factors import KernelFactors
+from kvledger.sim.latency.kernel_factors import CalibratedLatency, KernelFactors
 from kvledger.sim.latency.kernel_tables import Curve
 from kvledger.sim.latency.kernels import KernelLatency
 from kvledger.sim.latency.linear import LinearLatency, SwapLatency
@@ -236,3 +236,32 @@ def test_a_calibration_that_is_missing_is_refused(name: str, tmp_path: Path) -> 
 def test_a_profile_has_no_effect_on_other_models() -> None:
     with pytest.raises(InputError, match=r"--kernel-profile here has no effect on --latency linear"):
         make_latency("linear", inputs(kernel_profile="here"))
+
+
+@pytest.mark.parametrize("name", ["roofline", "linear"])
+def test_whole_experts_on_each_rank_have_no_effect_on_other_models(name: str) -> None:
+    with pytest.raises(InputError, match=rf"--enable-expert-parallel has no effect on --latency {name}"):
+        make_latency(name, inputs(enable_expert_parallel=True))
+
+
+@pytest.mark.usefixtures("kernel_database")
+def test_a_context_on_several_ranks_is_timed_by_the_roofline_alone() -> None:
+    split = inputs(deployment=deployment(tensor_parallel_size=16, decode_context_parallel_size=2))
+    assert isinstance(make_latency(None, split), RooflineLatency)
+    with pytest.raises(InputError, match="--decode-context-parallel-size 2: use --latency roofline"):
+        make_latency("kernels", split)
+
+
+@pytest.mark.parametrize("changed", [{"enable_expert_parallel": True}, {"deployment": {"pipeline_parallel_size": 2}}])
+def test_a_profile_of_one_stage_is_not_taken_for_another(changed: dict[str, Any], tmp_path: Path) -> None:
+    changed = {name: deployment(**each) if isinstance(each, dict) else each for name, each in changed.items()}
+    with pytest.raises(InputError, match="holds the kernels of one stage"):
+        make_latency("kernels", inputs(kernel_profile=str(tmp_path), **changed))
+
+
+@pytest.mark.parametrize(("enforce_eager", "factor"), [(True, 3.0), (False, 2.0)])
+def test_a_calibration_takes_the_captured_steps_from_the_model(enforce_eager: bool, factor: float) -> None:
+    inner = RooflineLatency.for_model(LLAMA, H200, max_num_seqs=64, enforce_eager=enforce_eager)
+    calibrated = CalibratedLatency.of(inner, KernelFactors(step=2.0, prefill=3.0))
+    load = StepLoad(0, 8, 0, 8_000, 8)
+    assert calibrated.step_seconds(load) == pytest.approx(factor * inner.step_seconds(load))

@@ -101,6 +101,11 @@ def test_an_option_that_contradicts_the_run_is_refused(run_file: Path) -> None:
         meta.unlink()
 
 
+def test_times_of_an_engine_take_no_http_server(run_file: Path) -> None:
+    with pytest.raises(InputError, match=r"--http-ms 3.0: server\.req\.jsonl says 0.0; leave the option out"):
+        explained(run_file, {**OF_SIMULATION, "http_ms": 3.0})
+
+
 def test_a_request_that_does_not_fit_is_named(run_file: Path) -> None:
     with pytest.raises(InputError, match="requests of the run do not run here"):
         explained(run_file, {**OF_SIMULATION, "num_gpu_blocks_override": 8})

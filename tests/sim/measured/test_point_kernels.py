@@ -8,7 +8,7 @@ from kvledger.core.errors import DoesNotFitError
 from kvledger.sim.engine.engine import RunListener
 from kvledger.sim.latency.kernels import KernelLatency
 from kvledger.sim.latency.roofline import RooflineLatency
-from kvledger.sim.measured.point_kernels import HTTP_S, kernels_of_point
+from kvledger.sim.measured.point_kernels import kernels_of_point
 from kvledger.sim.measured.schedules import BenchmarkQuestion, run_benchmark
 
 from tests.sim.kernel_database import generation_ms
@@ -26,7 +26,7 @@ def test_means_are_those_of_a_replay_with_the_same_model(tp_size: str, tmp_path:
         concurrency=4, input_len=512, output_len=128, max_num_seqs=1024, max_num_batched_tokens=8192, num_blocks=None
     )
     records = run_benchmark(asked, found.model, RunListener())
-    ttft_s = np.mean([record.ttft_s for record in records]) + HTTP_S
+    ttft_s = np.mean([record.ttft_s for record in records]) + found.point.http_s
     tpot_s = np.mean([(record.e2e_s - record.ttft_s) / (record.num_output_tokens - 1) for record in records])
     assert found.means_s(found.model.factors) == pytest.approx((ttft_s, tpot_s), rel=1e-3)
 

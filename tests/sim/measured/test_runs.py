@@ -162,7 +162,7 @@ def test_files_beside_a_run_state_the_server(tmp_path: Path) -> None:
     ("text", "reason"),
     [
         ("not json", "not JSON"),
-        ('{"a": 1}', "no run that is known here"),
+        ('{"a": 1}', "no run that is known here: .* --save-detailed"),
         ('{"ttfts": [0.1], "start_times": [1.0]}', "read as vLLM bench, but KeyError: 'input_lens'"),
         (
             '{"ttfts": [0.0], "start_times": [1.0], "input_lens": [1], "output_lens": [0], "itls": [[]]}',
@@ -236,3 +236,26 @@ def test_a_log_of_another_command_is_refused(tmp_path: Path) -> None:
         pass
     with pytest.raises(InputError, match="the log of replay, not of kvledger serve"):
         read_run(tmp_path / "bare")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("x.meta.json", "no", "x.meta.json: read as the server's settings beside the run, but JSONDecodeError"),
+        ("x.meta.json", '{"kv_cache": {"num_gpu_blocks": 5}}', "KeyError: 'block_size'; mend it or take it away"),
+        ("x.ts.csv", "t,running\n1.0,many\n", "x.ts.csv: read as the server's load beside the run, but ValueError"),
+    ],
+)
+def test_a_file_beside_a_run_that_cannot_be_read_is_named(tmp_path: Path, name: str, text: str, reason: str) -> None:
+    path = write(tmp_path / "x.req.jsonl", *LLMSERVINGSIM)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=reason):
+        read_run(path)
+
+
+@pytest.mark.parametrize(("text", "reason"), [("no", "not a JSON record a line"), ("[1]\n[2]\n", "no input_tok_ids")])
+def test_a_file_of_tokens_that_holds_none_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+    path = write(tmp_path / "run.jsonl", *LLMSERVINGSIM)
+    (tmp_path / "tokens").write_text(text)
+    with pytest.raises(InputError, match=reason):
+        read_run(path, tmp_path / "tokens")
